@@ -18,7 +18,7 @@ from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs, specs_of
 from .validation import ScoreOptions
 
-# ---- the way of a call ----
+# ---- one call ----
 
 
 def _attend(
@@ -69,14 +69,13 @@ def _run(
     scores: ScoreOptions | None,
     specs: TensorSpecs | None,
 ) -> tuple[Tensor, Tensor]:
-    """Make a plan of the layout and a tensor of the seed, and call the operator or the reference."""
+    """Plan the layout, make a tensor of the seed, and call the operator or the reference."""
     is_reference = spec.backend == "reference"
     if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
-            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and what is made of '
-            "them: torch.autograd.grad differentiates it, batch and heads may be as many as are mapped, and "
-            'backend="reference" '
-            "goes through all of them"
+            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and others: '
+            "differentiate it by torch.autograd.grad, and make a mapped axis part of the batch or heads; "
+            'or use backend="reference", which supports all transforms'
         )
     if scores is not None:
         scores = _for_kernels(scores, q)
@@ -174,14 +173,7 @@ def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> d
         return {}
     sinks, softcap, alibi_slopes, bias = scores
     if bias is not None and layout is not None:
-        bias = biases.dense(
-            bias,
-            layout._tensors.indptr,
-            layout._tensors.indices,
-            q_len=layout.q_len,
-            kv_len=layout.kv_len,
-            block_size=layout.block_size,
-        )
+        bias = biases.dense(bias, *layout._tensors[:2], **layout._frame.sizes)
     return {"sinks": sinks, "softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
 
 
@@ -215,64 +207,71 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
 
-    q          (batch, heads, q_len, head_dim), any strides with a last one of 1; head_dim 1 to 256
+    q          (batch, heads, q_len, head_dim); head_dim 1 to 256. The last stride of q, k and v must be 1
     k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads kv head
                h // (heads // kv_heads)
     v          (batch, kv_heads, kv_len, v_head_dim); v_head_dim 1 to 256, may differ from head_dim;
                all three float16, bfloat16 or float32 (float64 for backends reference and eager), on one device
-    layout     BlockLayout of q_len x kv_len, with 1 or `heads` heads and 1 or `batch` batches; None attends everywhere
+    layout     BlockLayout of q_len x kv_len, with 1 or `heads` heads and 1 or `batch` batches; None: every query
+               attends to every key
     causal     True also drops the keys with kv_pos > q_pos + (kv_len - q_len), aligned bottom-right:
 
-                   q_len 2, kv_len 5     1 1 1 1 0        q_len 5, kv_len 2     0 0, 0 0, 0 0, 1 0, 1 1
-                                         1 1 1 1 1
+                   q_len 2, kv_len 5     1 1 1 1 0        q_len 5, kv_len 2     0 0
+                                         1 1 1 1 1                              0 0
+                                                                                0 0
+                                                                                1 0
+                                                                                1 1
 
-    scale      factor on the scores, may be 0 or negative, finite as a float32 (as a float64 for float64 tensors); None
-               is head_dim ** -0.5
-    kv_lengths int32 or int64 (batch,), on q's device: keys at and beyond kv_lengths[b] do not exist, and may hold NaN.
-               `causal` stays aligned to kv_len. Lengths out of range are refused on the CPU, and clamped on a GPU and
-               when compiled
+    scale      factor on the scores. It may be 0 or negative, and must be finite as a float32 (as a float64 for float64
+               tensors); None is head_dim ** -0.5
+    kv_lengths int32 or int64 (batch,), on q's device: keys and values from kv_lengths[b] on are not read, and may hold
+               NaN. `causal` stays aligned to kv_len. Lengths out of range raise an error on the CPU, and are clamped on
+               a GPU and under torch.compile
     dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are divided
                by 1 - dropout_p
-    seed       of dropout: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's
+    seed       dropout seed: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's
                CPU generator. The same seed drops the same pairs for every layout, backend and device
     deterministic  True gives equal bits in every run, forward and backward; None follows
-               torch.are_deterministic_algorithms_enabled(). With False backend "hopper" sums dq in any order, which is
-               faster, and the last bits of dq change from run to run; everything else has equal bits anyway
-    backend    "auto", "hopper", "triton", "eager" or "reference"; a named one is obeyed or refused, see `explain`.
-               At debug level logging.getLogger("blocksparse_flash") says once for each new kind of call which backend
-               runs it, and why
-    returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; a row without keys is 0
+               torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" sums dq in any order, which
+               is faster, and the last bits of dq change from run to run; everything else has equal bits anyway
+    backend    "auto", "hopper", "triton", "eager" or "reference". A backend given by name runs the call or raises an
+               error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
+               each new kind of call, and why
+    returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; 0 for a query without keys
 
-    Score mods change the scores s = scale q k^T, in the order below. Tensors are on q's device, of any floating dtype;
-    they are computed in float32 and differentiable. All of them combine with everything above except backend "hopper".
+    Score mods change the scores s = scale q k^T, in the order below. Their tensors are on q's device and of any
+    floating dtype. They are computed in float32 and are differentiable. Backend "hopper" has none of them; apart from
+    that, they can be combined with each other and with everything above.
 
     softcap    c from 1e-30 to 1e30: s = c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None for no cap
     alibi_slopes  (heads,): s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as with `causal` (Press
                et al. 2022, section 3, with their 2^(-8 i / heads) or others)
-    block_bias  s += one number for each stored block, in the order of layout.indices: (layout.capacity,), or for a
-               layout without batches and heads (heads, capacity) or (batch, heads, capacity), where 1 is shared by all.
-               Needs a layout
-    sinks      (heads,): one more logit in each row, of a key without a value, after scale and all other mods: weights
-               are exp(s) / (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). A row without keys
-               stays 0
+    block_bias  s += one number for each stored block, in the order of layout.indices: (layout.capacity,). If the layout
+               has one batch and one head, also (heads, capacity) or (batch, heads, capacity), where a size of 1 is
+               shared by all. Needs a layout
+    sinks      (heads,): adds the logit of a key without a value to each query, after scale and all other mods. Weights
+               are exp(s) / (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). The output of a query
+               without keys stays 0
 
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
     Non-finite numbers are neither detected nor hidden. On every backend:
 
-    scores     -inf (as from a block_bias of -inf): as if the pair did not attend. A row of nothing else has no keys:
-               out 0, lse -inf, gradients 0. NaN or +inf of an attending pair makes out and lse of its row NaN, and of
-               no other row; so do a sink of +inf or NaN, and an infinite slope at distance 0. A sink of -inf is no sink
-    unread     keys and values beyond kv_lengths are not read, nor is a tile of 128 keys (0 to 127, 128 to 255, ...) to
-               which no query of the heads that share it attends. They may hold anything; their gradients are 0
-    k          NaN and inf in any other key reach out and lse of the rows that attend to it, and of no others
-    v          NaN and inf also reach rows that do not attend to the value, since kernels multiply whole tiles and
-               0 * NaN = NaN. With a layout, `hopper`, `triton` and `eager` confine them to the rows of the 128 x 128
+    scores     -inf (as from a block_bias of -inf) means that the pair does not attend. A query whose scores are all
+               -inf has no keys: out 0, lse -inf, gradients 0. A score of NaN or +inf of an attending pair makes out and
+               lse of its query NaN, and of no other query. So do a sink of +inf or NaN, and an infinite slope at
+               distance 0. A sink of -inf is no sink
+    unread     keys and values beyond kv_lengths are not read. A tile of 128 keys (0 to 127, 128 to 255, ...) is not
+               read either if no query of the heads that share it attends to any of its keys. Unread keys and values may
+               hold anything, and their gradients are 0
+    k          NaN and inf in any other key reach out and lse of the queries that attend to it, and of no others
+    v          NaN and inf also reach queries that do not attend to the value, since kernels multiply whole tiles and
+               0 * NaN = NaN. With a layout, `hopper`, `triton` and `eager` confine them to the queries of the 128 x 128
                tiles in which some pair attends. `reference`, and any backend without a layout, may spread them over all
-               rows of the heads that share the value
-    gradients  dq, dk and dv behave like v: a NaN in q, k, v or dout may reach those of all queries and keys that such
-               tiles join, but no other batch entry and no head that does not share its keys. The gradient of the lse of
-               a row without keys is ignored
+               queries of the heads that share the value
+    gradients  dq, dk and dv spread NaN as v does: one in q, k, v or dout may reach the gradients of all queries and
+               keys of such tiles. It reaches no other batch entry, and no head that does not share its keys. The
+               gradient of the lse of a query without keys is ignored
 
     The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does. Each of up to
     four roundings of lse changes a weight by a factor of up to 1 + |lse| * 2**-24. Up to |lse| = 4096 that is less than
@@ -308,13 +307,13 @@ def attention_with_lse(
     block_bias: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the log-sum-exp of each row's scaled scores, which is differentiable too.
+    """`attention`, and the log-sum-exp of each query's scores, which is differentiable too.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
     sinks, softcap, alibi_slopes, block_bias  as `attention`
     returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64
-             for float64), before dropout; -inf for a row without keys. With sinks it is log(exp(sink) + sum of exp(s)),
-             and the sink itself for a row without keys
+             for float64), before dropout; -inf for a query without keys. With sinks lse is
+             log(exp(sink) + sum of exp(s)), and the sink itself for a query without keys
 
     >>> q = k = v = torch.zeros(1, 1, 4, 16)
     >>> attention_with_lse(q, k, v, causal=True)[1].exp()
@@ -349,9 +348,11 @@ def explain(
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
     sinks, softcap, alibi_slopes, block_bias  as `attention`
-    returns  Explanation; print it. Computes only the layout's plan, and reads it and three tokens of k and v on the
-             host. Draws no seed
+    returns  Explanation, which prints as a report
     raises   what `attention` would raise
+
+    Runs no attention and draws no seed. Computes the layout's plan, and copies the plan and three tokens of k and v to
+    the host.
 
     >>> q = k = v = torch.zeros(1, 1, 256, 64, dtype=torch.float64)
     >>> explain(q, k, v, causal=True).tile_density

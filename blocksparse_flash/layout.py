@@ -40,7 +40,7 @@ Integers = torch.Tensor | Array | list[int]
 _ALL = slice(None)
 
 
-# every layout has a number: torch.compile guards it, and passes it to untraced code, which takes no layout (torch 2.11)
+# torch.compile guards the number of a layout, and passes it to untraced code, which takes no layout (torch 2.11)
 _NUMBERS_OF_LAYOUTS = itertools.count()
 _NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
 
@@ -59,17 +59,18 @@ def numbered(number: int) -> BlockLayout:
 class BlockLayout:
     """A token-exact attention mask, stored as blocks. Immutable.
 
-    indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; an axis of size 1 is shared by all
-    indices      int32 (capacity,): col of each stored block, ascending in a row; capacity is nnz, or more for a layout
-                 that `from_topk` or `from_scores` selected, whose last entries are then unused
+    indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; a size of 1 is shared by all batches
+                 or heads
+    indices      int32 (capacity,): col of each stored block, ascending in a row; capacity equals nnz, except for
+                 layouts from `from_topk` and `from_scores`, whose last entries may be unused
     bitmask_ids  int32 (capacity,): -1 if every existing pair of the block attends, otherwise index of its bitmask
     bitmasks     int32 (distinct, block_q, ceil(block_kv / 32)): bit j of word w of row i is the pair (query i, key
                  32 w + j) of the block, True attends; no two are equal
     q_len, kv_len  tokens; a ragged last block is allowed
     block_size   tokens, multiples of 16 from 16 to 256: an int, or (block_q, block_kv)
 
-    The constructor checks every tensor (rows must be sorted). Layouts are canonical: equal masks over equal batch and
-    head axes give equal layouts and equal hashes.
+    The constructor checks every tensor (cols must ascend in each row). Layouts are canonical: equal masks over equal
+    batch and head axes give equal layouts and equal hashes.
 
     A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy, so
     keep it in a variable to read it often. To change a mask, make another layout, by the algebra or by
@@ -115,7 +116,7 @@ class BlockLayout:
         checks.check_tensors(tensors, frame)
         frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
         found = block_list.by_keys(storage.to_block_rows(tensors, frame), frame)
-        rows = block_list.by_rows(block_list.canonical(*found, **frame.sizes), frame)
+        rows = block_list.by_rows(block_list.canonical(found, frame), frame)
         self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
 
     # ---- constructors
@@ -131,8 +132,9 @@ class BlockLayout:
         """
         array, sides = checks.bools(mask, "mask"), checks.sides(block_size)
         batch, heads, q_len, kv_len = array.shape
-        found = block_list.from_mask(array.reshape(batch * heads, q_len, kv_len), sides)
-        return cls._from_block_list(found, Frame(batch, heads, q_len, kv_len, sides))
+        frame = Frame(batch, heads, q_len, kv_len, sides)
+        found = block_list.from_mask(array.reshape(frame.leads, q_len, kv_len), frame)
+        return cls._from_block_list(found, frame)
 
     @classmethod
     def from_predicate(
@@ -159,8 +161,8 @@ class BlockLayout:
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
-        Without `within` and dedup_key it warns above 10^8 pairs, and shows a progress bar, or without tqdm logs
-        progress (logger "blocksparse_flash", level INFO).
+        Without `within` and dedup_key it warns above 10^8 pairs. It then shows a progress bar, or logs progress (logger
+        "blocksparse_flash", level INFO) if tqdm is not installed.
 
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
@@ -174,7 +176,7 @@ class BlockLayout:
         predicates.check(fn, dedup_key)
         is_long = False
         if within is None:
-            checks.check_nnz(frame.leads * frame.n_rows * frame.n_cols)
+            checks.check_nnz(frame.n_blocks)
             n_pairs = frame.leads * q_len * kv_len
             is_long = dedup_key is None and n_pairs > predicates.MANY_PAIRS
             if is_long:
@@ -247,8 +249,8 @@ class BlockLayout:
     def from_topk(cls, indices: torch.Tensor, q_len: int, kv_len: int, *, block_size: int | Size = 128) -> BlockLayout:
         """The layout of full blocks that a model selects, made on the device of `indices` without waiting for it.
 
-        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order; -1 is none, and
-                 repeated cols are ignored. Other numbers are refused on the CPU, and ignored on a GPU
+        indices  integers (batch | 1, heads | 1, n_rows, k): the cols of each row, in any order. -1 marks an unused
+                 entry; repeated cols are ignored. Other numbers are refused on the CPU and ignored on a GPU
         q_len, kv_len  lengths in tokens
         block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB per selected block
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
@@ -294,7 +296,8 @@ class BlockLayout:
         """The layout of a `state_dict`; its numbers may be tensors.
 
         state   what `state_dict` returned
-        raises  ValueError if the tensors are not those of a canonical layout, or of a selected one if so marked
+        raises  ValueError if the tensors are not those of a canonical layout, or, for a state with "selected": True,
+                of a selected one
         """
         tensors, numbers, is_selected = storage.read_state(state)
         frame = checks.frame(**numbers)
@@ -361,8 +364,7 @@ class BlockLayout:
     @property
     def density(self) -> float:
         """Stored blocks / all blocks; 0.0 if there are none."""
-        n_blocks = self._frame.leads * self.n_rows * self.n_cols
-        return self.nnz / n_blocks if n_blocks else 0.0
+        return self._frame.density(self.nnz)
 
     @property
     def device(self) -> torch.device:
@@ -375,8 +377,8 @@ class BlockLayout:
     @tracing.untraced
     def T(self) -> BlockLayout:
         """Queries and keys exchanged: shape (batch, heads, kv_len, q_len), block size (block_kv, block_q)."""
-        found = set_operations.transpose(*self._block_list(), **self._frame.sizes)
-        return self._like(found, q_len=self.kv_len, kv_len=self.q_len, block_size=self.block_size[::-1])
+        found = set_operations.transpose(self._block_list(), self._frame)
+        return self._from_block_list(found, self._frame.transposed, self.device)
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
         return self._with(other, "|")
@@ -393,8 +395,8 @@ class BlockLayout:
     @tracing.untraced
     def __invert__(self) -> BlockLayout:
         frame, found = self._frame, self._block_list()
-        checks.check_nnz(frame.leads * frame.n_rows * frame.n_cols - int((found.ids == FULL).sum()))
-        return self._like(set_operations.complement(found, leads=frame.leads, **frame.sizes))
+        checks.check_nnz(frame.n_blocks - int((found.ids == FULL).sum()))
+        return self._like(set_operations.complement(found, frame))
 
     def __eq__(self, other: object) -> bool:
         """The same pairs in the same blocks over the same batch and head axes, on any device."""
@@ -481,9 +483,8 @@ class BlockLayout:
     @tracing.untraced
     def with_block_size(self, block_size: int | Size) -> BlockLayout:
         """The same pairs in blocks of another block_size; any two sizes work."""
-        sides, (q_len, kv_len, old) = checks.sides(block_size), self._frame[2:]
-        found = block_list.regroup(*self._block_list(), q_len=q_len, kv_len=kv_len, old=old, new=sides)
-        return self._like(found, block_size=sides)
+        sides = checks.sides(block_size)
+        return self._like(block_list.regroup(self._block_list(), self._frame, sides), block_size=sides)
 
     def refine(self, block_size: int | Size) -> BlockLayout:
         """`with_block_size`, for a block_size that divides this layout's."""
@@ -514,7 +515,7 @@ class BlockLayout:
                  batches and heads are those of the layout, or 1, shared by all; for a layout without batches and
                  heads they are free
         returns  (capacity,) for a layout with batches or heads, otherwise (batch | 1, heads | 1, capacity), on the
-                 device of block_scores. Entries behind the last block of a selected layout are 0, without a gradient
+                 device of block_scores. Unused entries of a selected layout are 0, without a gradient
         raises   TypeError, ValueError
 
         Selecting blocks has no gradient. A gate learns if its scores also are the bias of the blocks it selected:
@@ -602,12 +603,12 @@ class BlockLayout:
 
     def to_dense(self) -> torch.Tensor:
         """bool (batch | 1, heads | 1, q_len, kv_len), True attends, on the layout's device."""
-        mask = block_list.to_mask(self._block_list(), leads=self._frame.leads, **self._frame.sizes)
+        mask = block_list.to_mask(self._block_list(), self._frame)
         return torch.from_numpy(mask.reshape(self.shape)).to(self.device)
 
     def to_scipy(self, batch: int = 0, head: int = 0) -> Any:
         """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
-        return constructors.to_matrix(self._block_list(), self._frame, batch, head)
+        return constructors.to_matrix(self._rows(), self._frame, batch, head)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers for any file format, read by `from_state_dict`.
@@ -646,7 +647,7 @@ class BlockLayout:
         causal  True: only the pairs with kv_pos <= q_pos + (kv_len - q_len)
         non_blocking  True: the host does not wait for the copy to a GPU. Streams other than the current one must wait
                 before they use the plan or the layout: `torch.cuda.Stream.wait_stream`
-        raises  ValueError while torch.compile traces, unless cached; TypeError if an option is no bool
+        raises  ValueError while torch.compile traces, unless cached; TypeError if an option is not a bool
         """
         if causal is not True and causal is not False:
             checks.switch(causal, "causal")
@@ -700,7 +701,7 @@ class BlockLayout:
         return drawing.text(self._block_list(), self._frame)
 
     def _repr_svg_(self) -> str:
-        """The first head as SVG: dark blocks are full, orange ones partial."""
+        """The first head as SVG: blue blocks are full, orange ones partial."""
         return drawing.svg(self._block_list(), self._frame)
 
     def _repr_html_(self) -> str:
@@ -740,20 +741,15 @@ class BlockLayout:
     def _from_block_list(cls, found: BlockList, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
         """The layout of a canonical block list, unchecked."""
         checks.check_nnz(len(found.keys))
-        return cls._from_rows(block_list.by_rows(found, frame), frame, device)
-
-    @classmethod
-    def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
-        checks.check_nnz(len(keys))
-        return cls._from_rows(block_list.full_rows(keys, frame), frame)
-
-    @classmethod
-    def _from_rows(cls, rows: BlockRows, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
-        """The layout of a canonical block list in CSR form, unchecked."""
+        rows = block_list.by_rows(found, frame)
         layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
         if layout._tensors.indptr.is_cpu:
             layout._cache["rows"] = rows
         return layout
+
+    @classmethod
+    def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
+        return cls._from_block_list(block_list.full_list(keys, frame.block_size), frame)
 
     def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
         """The layout of a canonical block list, with this layout's frame and these changes."""
@@ -790,8 +786,9 @@ class BlockLayout:
         name = f"layout {op} other"
         self._check_same(other, name)
         axes = checks.joint(self.shape[:2], other.shape[:2], name)
-        found = set_operations.combine(self._over(axes), other._over(axes), op, **self._frame.sizes)
-        return self._like(found, batch=axes[0], heads=axes[1])
+        frame = self._frame._replace(batch=axes[0], heads=axes[1])
+        found = set_operations.combine(self._over(axes), other._over(axes), op, frame)
+        return self._from_block_list(found, frame, self.device)
 
     @classmethod
     @tracing.untraced
@@ -806,24 +803,15 @@ class BlockLayout:
         shows_progress: bool,
     ) -> BlockLayout:
         """`from_predicate`, with checked arguments; by_head: whether fn takes the batch and the head."""
-        n_blocks = frame.n_rows * frame.n_cols
         if within is None:
-            keys = np.arange(frame.leads * n_blocks)
+            keys = np.arange(frame.n_blocks)
         else:
             if not isinstance(within, BlockLayout):
                 raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
             checks.check_same(frame, within._frame, "within")
             checks.joint(frame[:2], within.shape[:2], "within")
-            keys = set_operations.keys_over(within._block_list().keys, within.shape[:2], frame[:2], n_blocks)
-        found = predicates.evaluate(
-            fn,
-            keys,
-            heads=frame.heads,
-            by_head=by_head,
-            dedup_key=dedup_key,
-            shows_progress=shows_progress,
-            **frame.sizes,
-        )
+            keys = set_operations.keys_over(within._block_list().keys, within._frame, frame[:2])
+        found = predicates.evaluate(fn, keys, frame, dedup_key, by_head=by_head, shows_progress=shows_progress)
         if within is None:
             return cls._from_block_list(found, frame)
         return cls._from_block_list(found, frame, within.device) & within
@@ -852,12 +840,13 @@ class BlockLayout:
     def _over(self, axes: Size) -> BlockList:
         """The block list with axes of size 1 repeated."""
         checks.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
-        return set_operations.broadcast(self._block_list(), self.shape[:2], axes, self.n_rows * self.n_cols)
+        return set_operations.broadcast(self._block_list(), self._frame, axes)
 
     @classmethod
     def _selected(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
         """The layout of selected blocks, which plans itself on its device."""
-        bitmasks = storage.no_bitmasks(frame, found.indptr.device)
+        block_q, block_kv = frame.block_size
+        bitmasks = found.indptr.new_empty(0, block_q, block_list.words_per_query(block_kv))
         layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
         layout._cache["selection"] = found
         return layout
@@ -883,14 +872,11 @@ class BlockLayout:
 
     def _tiles(self, frame: Frame) -> tuple[BlockRows, Frame]:
         """The same pairs in 128 x 128 tiles, and the frame of the tiles."""
-        tile = TILE, TILE
-        if frame.block_size == tile:
+        tiles = frame._replace(block_size=(TILE, TILE))
+        if frame == tiles:
             return self._rows(), frame
-        found = block_list.regroup(
-            *self._block_list(), q_len=frame.q_len, kv_len=frame.kv_len, old=frame.block_size, new=tile
-        )
-        frame = frame._replace(block_size=tile)
-        return block_list.by_rows(found, frame), frame
+        found = block_list.regroup(self._block_list(), frame, tiles.block_size)
+        return block_list.by_rows(found, tiles), tiles
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from .runtime import tracing
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from .validation import DTYPES
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

@@ -188,8 +188,8 @@ def _refuse_mapped(*grads: Tensor | None) -> None:
     if any(g is not None and (functorch.is_legacy_batchedtensor(g) or functorch.is_batchedtensor(g)) for g in grads):
         raise RuntimeError(
             "attention_backward takes one gradient at a time, but torch.vmap maps it over several, as "
-            "is_grads_batched=True "
-            'and vectorize=True do: take them in a loop without these, or backend="reference" goes through vmap'
+            "is_grads_batched=True and vectorize=True do: take them in a loop without these, or use "
+            'backend="reference", which supports vmap'
         )
 
 

@@ -39,7 +39,7 @@ def under_autocast(dtype: torch.dtype, autocast: torch.dtype) -> torch.dtype:
 
 def autocast_dtype(q: Tensor) -> torch.dtype | None:
     """The dtype to which autocast converts on q's device, None where it is off."""
-    # `check` refuses what is no tensor
+    # `check` refuses anything else
     if not isinstance(q, Tensor):
         return None
     kind = q.device.type
@@ -60,25 +60,16 @@ def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
     found = tracing.unsupported_tensor(name, tensor)
     if found is not None:
         what, way_out = found
-        if name in ("q", "k", "v"):
-            way_out += (
-                ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
-                if what == "a DTensor"
-                else ", and kv_lengths= says how much of a padded batch exists"
-            )
+        if name in ("q", "k", "v") and what == "a DTensor":
+            way_out += ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
+        elif name in ("q", "k", "v"):
+            way_out += ", and kv_lengths= says how much of a padded batch exists"
         raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {way_out}")
     if tracing.mixes_fake_and_real(tensor, q):
         raise ValueError(
             f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a "
             "FakeTensorMode makes fake tensors of real ones"
         )
-
-
-def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
-    device = q.device
-    if not (device == k.device == v.device):
-        name, tensor = ("k", k) if k.device != device else ("v", v)
-        raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
 
 
 def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
@@ -107,14 +98,18 @@ def _check_types(
     return q_dtype
 
 
+_ORDER = "check that the order is (batch, heads, length, head_dim)"
+_TRANSPOSE = "use transpose(1, 2) of q, k and v"
+
+
 def _swapped(q_shape: Shape, k_shape: Shape) -> str | None:
     """The way out if the heads do not fit but would with axes 1 and 2 swapped, as in other libraries; or None."""
     (_, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
     # a sequence is longer than there are heads
     if kv_len and q_len % kv_len == 0 and kv_heads > kv_len:
         return (
-            f"k of {kv_heads} heads and length {kv_len} looks like (batch, length, heads, head_dim): use transpose(1, "
-            f"2) of q, k and v, which makes {q_len} and {kv_len} heads, and lengths {heads} and {kv_heads}"
+            f"k of {kv_heads} heads and length {kv_len} looks like (batch, length, heads, head_dim): "
+            f"{_TRANSPOSE}, which makes {q_len} and {kv_len} heads, and lengths {heads} and {kv_heads}"
         )
     return None
 
@@ -126,34 +121,31 @@ def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, 
             if len(shape) != 4:
                 raise ValueError(
                     f"{name} must have the 4 dimensions (batch, heads, length, head_dim), got shape {tuple(shape)}; "
-                    f"{name}[None] adds one in front, {name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits "
-                    "heads"
+                    f"{name}[None] adds one in front, "
+                    f"{name}.unflatten(-1, (heads, head_dim)).transpose(1, 2) splits heads"
                 )
     batch, heads, q_len, head_dim = q_shape
     k_batch, kv_heads, kv_len, k_dim = k_shape
     v_batch, v_heads, v_len, v_dim = v_shape
     if k_batch != v_batch or kv_heads != v_heads or kv_len != v_len:
         raise ValueError(
-            f"k and v must agree in batch, heads and length, got k {tuple(k_shape)} and v {tuple(v_shape)}; only "
-            "their last dimension may differ, expand the smaller one"
+            f"k and v must agree in batch, heads and length, got k {tuple(k_shape)} and v {tuple(v_shape)}; "
+            "only their last dimension may differ, expand the smaller one"
         )
     if k_batch != batch:
         raise ValueError(
-            f"k and v must have q's batch {batch}, got {k_batch}; they do not broadcast, k.expand({batch}, -1, -1, "
-            "-1) does"
+            f"k and v must have q's batch {batch}, got {k_batch}; "
+            f"they do not broadcast, k.expand({batch}, -1, -1, -1) does"
         )
     if heads % kv_heads if kv_heads else heads:
-        way_out = _swapped(q_shape, k_shape) or (
-            "repeat k and v, or check that the order is (batch, heads, length, head_dim)"
-        )
+        way_out = _swapped(q_shape, k_shape) or f"repeat k and v, or {_ORDER}"
         raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; {way_out}")
     if head_dim != k_dim:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {k_dim}; pad the smaller one with zeros")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_dim <= MAX_HEAD_DIM):
         name, dim = ("v", v_dim) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
         raise ValueError(
-            f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}; split it over more heads, or check that "
-            "the order is (batch, heads, length, head_dim)"
+            f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}; split it over more heads, or {_ORDER}"
         )
     return batch, heads, q_len, kv_len, head_dim
 
@@ -203,20 +195,16 @@ def _as_layout(value: Any, q_len: int, kv_len: int) -> str:
 
 def check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
     if not isinstance(layout, BlockLayout):
-        raise TypeError(
-            f"layout must be a BlockLayout or None, got {type(layout).__name__}; {_as_layout(layout, q_len, kv_len)}"
-        )
+        way_out = _as_layout(layout, q_len, kv_len)
+        raise TypeError(f"layout must be a BlockLayout or None, got {type(layout).__name__}; {way_out}")
     layout_batch, layout_heads, layout_q_len, layout_kv_len = layout.shape
     if layout_q_len != q_len or layout_kv_len != kv_len:
         way_out = f"build it for ({q_len}, {kv_len})"
         if heads == layout_q_len:
-            way_out = (
-                f"q of {heads} heads looks like (batch, length, heads, head_dim): use transpose(1, 2) of q, k and v, "
-                f"or {way_out}"
-            )
+            way_out = f"q of {heads} heads looks like (batch, length, heads, head_dim): {_TRANSPOSE}, or {way_out}"
         raise ValueError(
-            f"layout describes {layout_q_len} queries x {layout_kv_len} keys, but q has {q_len} and k has {kv_len}; "
-            f"{way_out}"
+            f"layout describes {layout_q_len} queries x {layout_kv_len} keys, "
+            f"but q has {q_len} and k has {kv_len}; {way_out}"
         )
     if layout_heads != 1 and layout_heads != heads:
         raise ValueError(
@@ -242,15 +230,14 @@ def _number(name: str, value: Any) -> float:
 def _check_seed(seed: int | Tensor, q: Tensor) -> None:
     if isinstance(seed, Tensor):
         _check_dense("seed", seed, q)
-        device = q.device
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(
                 f"seed must be an int64 tensor of one element, got {seed.dtype} of shape {tuple(seed.shape)}; "
                 "torch.randint(2**63 - 1, (1,)) draws one"
             )
-        if seed.device != device and seed.device.type != "cpu":
+        if seed.device != q.device and seed.device.type != "cpu":
             raise ValueError(
-                f"seed must be on q's device {device} or the CPU, got {seed.device}; seed.to(q.device) moves it"
+                f"seed must be on q's device {q.device} or the CPU, got {seed.device}; seed.to(q.device) moves it"
             )
         return
     if not isinstance(seed, int) or isinstance(seed, bool):
@@ -276,8 +263,8 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
         )
     if kv_lengths.dim() != 1 or kv_lengths.shape[0] != batch:
         raise ValueError(
-            f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; it "
-            "counts keys from the first one, it is no mask"
+            f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; "
+            "it counts keys from the first one, it is no mask"
         )
     if kv_lengths.device != device:
         raise ValueError(
@@ -289,8 +276,8 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
             raise ValueError(
-                f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in "
-                "range"
+                f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; "
+                f"kv_lengths.clamp(0, {kv_len}) is in range"
             )
 
 
@@ -300,7 +287,7 @@ _LOCAL = "layout=blocksparse_flash.masks.local(length, window=(left, right)) is 
 _PADDING = "kv_lengths=, the number of keys of each sequence, is the mask of padding at the end"
 _ALIGNED = "causal=True aligns the diagonal bottom-right, at the last query and the last key"
 _OF_PAIRS = "layout=BlockLayout.from_dense(mask), built once, is a bool mask of pairs, True attends"
-# what the keywords of scaled_dot_product_attention, FlexAttention, FlashAttention and transformers are called here
+# the keywords of scaled_dot_product_attention, FlexAttention, FlashAttention and transformers, and what replaces them
 _KEYWORDS = {
     "attn_mask": f"{_OF_PAIRS}; {_PADDING}; numbers to add to scores are alibi_slopes= or block_bias=",
     "attention_mask": f"{_PADDING}; {_OF_PAIRS}",
@@ -312,8 +299,8 @@ _KEYWORDS = {
     "sliding_window": _LOCAL,
     "block_mask": "layout=blocksparse_flash.interop.from_flex_attention(block_mask), built once, is the same mask",
     "mask_mod": (
-        "layout=BlockLayout.from_predicate(mask_mod, q_len, kv_len, heads=1), built once, is the same mask; give more "
-        "heads if it depends on the head"
+        "layout=BlockLayout.from_predicate(mask_mod, q_len, kv_len, heads=1), built once, is the same mask; "
+        "give more heads if it depends on the head"
     ),
     "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks= change scores; functions of scores are not supported",
     "attn_bias": "alibi_slopes= and block_bias= add to scores; a mask is a layout, BlockLayout.from_dense(mask)",
@@ -335,9 +322,9 @@ _KEYWORDS = {
 
 
 def refuse_keywords(function: str, names: Iterable[str], known: Iterable[str]) -> NoReturn:
-    """TypeError for keywords that a function does not have, with what they are called here.
+    """TypeError for keywords of other libraries and misspelt ones, with what they are called here.
 
-    known  the function's own
+    known  the keywords of the function
     """
     name = next(iter(names))
     way_out = _KEYWORDS.get(name)
@@ -356,56 +343,51 @@ class ScoreOptions(NamedTuple):
     block_bias: Tensor | None
 
 
-def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
-    device = q.device
+def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name} must be a float tensor ({heads},), got {type(value).__name__}; torch.as_tensor({name}, "
-            "device=q.device) makes one"
+            f"{name} must be a float tensor {shape}, got {type(value).__name__}; "
+            f"torch.as_tensor({name}, device=q.device) makes one"
         )
     _check_dense(name, value, q)
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {value.dtype}; {name}.float() is")
+    if value.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {value.device}; {name}.to(q.device) moves it")
+
+
+def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
+    _check_float(name, value, (heads,), q)
     if value.shape != (heads,):
         way_out = "expand it"
         if heads > q.shape[2] and value.shape == q.shape[2:3]:
-            way_out = "q looks like (batch, length, heads, head_dim): use transpose(1, 2) of q, k and v"
+            way_out = f"q looks like (batch, length, heads, head_dim): {_TRANSPOSE}"
         raise ValueError(
             f"{name} must have shape ({heads},), one for each of q's heads, got {tuple(value.shape)}; {way_out}"
         )
-    if value.device != device:
-        raise ValueError(f"{name} must be on q's device {device}, got {value.device}; {name}.to(q.device) moves it")
 
 
 def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: int, q: Tensor) -> None:
-    device = q.device
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"block_bias must be a float tensor, got {type(bias).__name__}; torch.as_tensor makes one")
     if layout is None:
         raise ValueError(
             "block_bias must come with a layout, whose stored blocks it is for, got layout None; a layout of every "
             "block is BlockLayout.from_block_mask(torch.ones(n_rows, n_cols, dtype=torch.bool), q_len, kv_len, "
             "block_size=128)"
         )
-    _check_dense("block_bias", bias, q)
-    if not bias.is_floating_point():
-        raise ValueError(f"block_bias must be floating point, got {bias.dtype}; block_bias.float() is")
+    _check_float("block_bias", bias, "of one number for each stored block", q)
     nnz, is_shared = layout.capacity, layout.shape[:2] == (1, 1)
-    sizes = bias.shape[::-1]
-    fits = 1 <= bias.dim() <= 3 and sizes[0] == nnz
-    fits = fits and all(size in (1, most) for size, most in zip(sizes[1:], (heads, batch), strict=False))
-    if not fits or (bias.dim() > 1 and not is_shared):
-        expected = f"({nnz},)"
-        expected += (
+    if bias.shape != (nnz,) and not (
+        is_shared
+        and 2 <= bias.dim() <= 3
+        and bias.shape[-1] == nnz
+        and all(size in (1, most) for size, most in zip(bias.shape[-2::-1], (heads, batch), strict=False))
+    ):
+        others = (
             f", ({heads}, {nnz}) or ({batch}, {heads}, {nnz})" if is_shared else " for a layout with heads or batches"
         )
         raise ValueError(
-            f"block_bias must have shape {expected}, one number for each stored block, got {tuple(bias.shape)}; it is "
-            "aligned with layout.indices"
-        )
-    if bias.device != device:
-        raise ValueError(
-            f"block_bias must be on q's device {device}, got {bias.device}; block_bias.to(q.device) moves it"
+            f"block_bias must have shape ({nnz},){others}, one number for each stored block, "
+            f"got {tuple(bias.shape)}; it is aligned with layout.indices"
         )
 
 
@@ -414,12 +396,12 @@ def checked_softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
     cap = _number("softcap", softcap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, got {cap}; softcap=None caps nothing")
     if not MIN_SOFTCAP <= cap <= MAX_SOFTCAP:
         raise ValueError(
-            f"softcap must be above 0 and finite, got {cap}; softcap=None caps nothing"
-            if not 0 < cap < math.inf
-            else f"softcap must be {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}, got {cap}: scores are float32; softcap=None "
-            "caps nothing"
+            f"softcap must be {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}, got {cap}: scores are float32; "
+            "softcap=None caps nothing"
         )
     return cap
 
@@ -464,7 +446,10 @@ def check(
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor({name}) makes one"
                 )
-    _check_devices(q, k, v)
+    device = q.device
+    if not (device == k.device == v.device):
+        name, tensor = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
     if specs is not None:
         agreed = _agree_by_specs(specs, autocast)
     else:
@@ -486,13 +471,13 @@ def check(
             raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
         if dtype != torch.float64:
             raise ValueError(
-                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: scores of {dtype} are "
-                "float32; scale=None is head_dim ** -0.5"
+                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: "
+                f"scores of {dtype} are float32; scale=None is head_dim ** -0.5"
             )
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(
-            f"dropout_p must be at least 0 and less than 1, got {dropout_p}; it is the probability to drop, 0.0 turns "
-            "it off"
+            f"dropout_p must be at least 0 and less than 1, got {dropout_p}; "
+            "it is the probability to drop, 0.0 turns it off"
         )
     if seed is not None:
         _check_seed(seed, q)

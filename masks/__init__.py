@@ -1,4 +1,4 @@
-"""Mask builders: functions that return a BlockLayout, one family a file, and token orders for grids.
+"""Mask builders: functions that return a BlockLayout, one family per file, and token orders for grids.
 
 Layouts compose with | & ^ ~ -, and `build` reads such an expression from text.
 """

@@ -58,7 +58,7 @@ def _sides(n_sides: int, side: int, length: int, size: int) -> Sides:
 
 @untraced
 def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
-    """Noised tokens attend to their own and to earlier clean blocks, clean tokens to clean blocks up to their own.
+    """Noised tokens attend to their own block and earlier clean blocks, clean tokens to clean blocks up to their own.
 
     The sequence is [x_t | x_0]: `length` noised tokens, then `length` clean tokens. Token i of either half is in
     diffusion block i // size; the last block of a half may be shorter.

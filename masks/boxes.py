@@ -189,7 +189,7 @@ def _groups(
     """(rows, low, high, step) of the boxes that groups of queries see; rows (groups,), the others (axes, groups).
 
     A group is a block row, 16 queries or one query, whichever gives the smallest boxes: large groups pay off where the
-    order keeps neighbours together.
+    order keeps neighbors together.
     """
     n_queries, steps = canvas.n_rows * canvas.block_q, np.array([axis.step for axis in axes])[:, None]
     found = []

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.blocks.block_list import ranges
 
 from .checks import read_integer
 
@@ -145,11 +146,11 @@ def check_nnz(nnz: int, *, least: str = "") -> None:
 
 
 def check_rows(canvas: Canvas, keys_of: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]) -> None:
-    """check_nnz for a mask in which every row meets at least one range of keys.
+    """check_nnz for a mask in which every row meets one or more ranges of keys, by the longest range of each row.
 
     Counts a million rows at a time: all rows of the longest sequences would take gigabytes.
 
-    keys_of  rows -> (first key, last key) of the range; last < first is an empty range
+    keys_of  rows -> (first key, last key), (rows,) or (rows, ranges) each; last < first is an empty range
     """
     if canvas.n_rows * canvas.n_cols <= MOST_BLOCKS:
         return
@@ -157,7 +158,8 @@ def check_rows(canvas: Canvas, keys_of: Callable[[np.ndarray], tuple[np.ndarray,
     for begin in range(0, canvas.n_rows, ROWS_AT_ONCE):
         first_key, last_key = keys_of(np.arange(begin, min(begin + ROWS_AT_ONCE, canvas.n_rows)))
         first, stop = canvas.cols_between(first_key, last_key)
-        nnz += int(np.where(last_key < first_key, 0, np.maximum(stop - first, 0)).sum())
+        counts = np.where(last_key < first_key, 0, np.maximum(stop - first, 0))
+        nnz += int(counts.reshape(len(counts), -1).max(axis=1).sum())
         check_nnz(nnz, least="at least ")
 
 
@@ -169,8 +171,7 @@ def spread(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """
     counts = np.maximum(stop - first, 0)
     check_nnz(int(counts.sum()), least="up to ")
-    sources = np.repeat(np.arange(counts.size), counts)
-    return sources, np.arange(sources.size) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    return np.repeat(np.arange(counts.size), counts), ranges(first, counts)
 
 
 def blocks_between(canvas: Canvas, first_key: np.ndarray, last_key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from .random import MAX_SEED, below, draw_words, permutation, stream_keys
 class _Graph:
     """A graph on n blocks that grows by a cycle or a matching at a time, without repeated edges.
 
-    partners  int64 (n, degree): the neighbours of each block; the first columns are filled
+    partners  int64 (n, degree): the neighbors of each block; the first columns are filled
     """
 
     def __init__(self, n: int, degree: int, seed: int) -> None:
@@ -40,11 +40,11 @@ class _Graph:
         return int(places[below(word, places.size)[0]])
 
     def are_joined(self, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """bool: some[i] and others[i] are neighbours already."""
+        """bool: some[i] and others[i] are neighbors already."""
         return (self.partners[some, : self._n_partners] == others[:, None]).any(axis=1)
 
     def is_free(self, block: int) -> np.ndarray:
-        """bool (n,): the blocks that may become its neighbours."""
+        """bool (n,): the blocks that may become its neighbors."""
         free = np.ones(self.n, dtype=bool)
         free[self.partners[block, : self._n_partners]] = False
         free[block] = False
@@ -60,7 +60,7 @@ def _add_cycle(graph: _Graph) -> None:
     """Join the blocks around a random cycle.
 
     If an edge (a, b) of the cycle exists already, the section from b to some c is reversed, which replaces (a, b) and
-    (c, d) by (a, c) and (b, d). Such a c exists, since a and b have fewer than n / 2 neighbours each (the argument of
+    (c, d) by (a, c) and (b, d). Such a c exists, since a and b have fewer than n / 2 neighbors each (the argument of
     Dirac's theorem), and every reversal reduces the number of repeated edges.
     """
     cycle = graph.random_order()
@@ -94,7 +94,7 @@ def _add_matching(graph: _Graph) -> None:
 
 @untraced
 def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 128) -> BlockLayout:
-    """Each block attends to `degree` other blocks, which attend to it: a random regular graph.
+    """Each block attends to `degree` other blocks, and they attend to it: a random regular graph.
 
     Such a graph has no bottleneck: with high probability, information spreads between any two blocks in about as few
     layers as the degree permits. It is the union of degree // 2 random Hamiltonian cycles and, for an odd degree, a

@@ -112,7 +112,7 @@ def longnet(
     heads: int | None = None,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to the tokens that share a segment with it and are kept there, at any of several scales.
+    """Dilated segments at several scales: a kept token attends to the kept tokens of its segment.
 
     Scale k cuts the keys into segments of segments[k] tokens, and head h keeps the positions p of a segment with
     p % dilations[k] == h % dilations[k]. A pair attends if some scale keeps both tokens in one segment. Query i is at

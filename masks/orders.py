@@ -159,7 +159,7 @@ def morton_order(grid: Grid) -> torch.Tensor:
 def hilbert_order(grid: Grid) -> torch.Tensor:
     """Hilbert curve: like the Z-order curve, but without jumps, on a grid with any sides.
 
-    If all sides are the same power of two, consecutive positions are neighbours, so blocks of any size are compact.
+    If all sides are the same power of two, consecutive positions are neighbors, so blocks of any size are compact.
     Other grids follow the curve of the enclosing power of two, and skip the tokens beyond the grid.
 
     grid=(4, 4), the position of each token:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -47,11 +45,7 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
         last_sink = np.where(is_last, last_query, np.minimum(last_query, sinks - 1))
         return first_key, np.stack([last_sink, last_query if window else first_query - 1], axis=1)
 
-    def key_range(number: int) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        return lambda rows: (keys_of(rows)[0][:, number], keys_of(rows)[1][:, number])
-
-    for number in range(2):
-        check_rows(canvas, key_range(number))
+    check_rows(canvas, keys_of)
     within_rows, within_cols = blocks_between(canvas, *keys_of(np.arange(canvas.n_rows)))
     return canvas.from_predicate(attends, within=canvas.from_blocks(within_rows, within_cols), dedup_key=dedup_key)
 

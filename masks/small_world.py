@@ -67,12 +67,12 @@ def _edges(n_blocks: int, n_side: int, rewire: float, seed: int) -> tuple[np.nda
 def small_world(
     length: Length, *, neighbors: int, rewire: float, seed: int, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """Each block attends to its neighbours on a ring, except that some edges are rewired to random blocks.
+    """Each block attends to its neighbors on a ring, except that some edges are rewired to random blocks.
 
     The blocks form a ring, and each is joined to neighbors / 2 blocks on either side. Then, for step = 1 to neighbors /
     2 and for every block, the edge from the block to the one `step` places further is rewired with probability
     `rewire`: its far end becomes a random block that the block is not joined to. The number of edges stays the same. A
-    little rewiring keeps the neighbourhoods and shortens all paths. The diagonal is not added: use `small_world(...) |
+    little rewiring keeps the neighborhoods and shortens all paths. The diagonal is not added: use `small_world(...) |
     local(...)`.
 
     The graph depends on (seed, neighbors, rewire, number of blocks) only. Edge e = (step - 1) * n_blocks + block is

@@ -1,4 +1,4 @@
-"""Errors for unsupported kinds of tensors and for arguments that are no tensors."""
+"""Errors for unsupported kinds of tensors and for arguments that are not tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=tor
 
 FIELDS = {name: getattr(masks.causal(256), name) for name in (*TENSORS, "q_len", "kv_len", "block_size")}
 
-# what takes it, under which name, what is good
-TAKING: dict[str, tuple[Callable[[Any], Any], str, Tensor]] = {
+# constructor: (call, name of the argument, a good value)
+CONSTRUCTORS: dict[str, tuple[Callable[[Any], Any], str, Tensor]] = {
     "from_dense": (lambda t: BlockLayout.from_dense(t, block_size=128), "mask", ONES),
     "from_block_mask": (lambda t: BlockLayout.from_block_mask(t, **SQUARE), "mask", BLOCKS),
     "from_topk": (lambda t: BlockLayout.from_topk(t, **SQUARE), "indices", COLS),
@@ -44,9 +44,9 @@ BAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("name", TAKING)
-def test_tensors_without_numbers_in_memory_are_refused(name: str, kind: str) -> None:
-    build, argument, good = TAKING[name]
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_tensors_without_dense_memory_are_refused(name: str, kind: str) -> None:
+    build, argument, good = CONSTRUCTORS[name]
     change, message = BAD[kind]
     assert build(good).nnz > 0
     with pytest.raises(ValueError, match=message.format(argument, argument)):
@@ -54,8 +54,8 @@ def test_tensors_without_numbers_in_memory_are_refused(name: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("name", ["from_dense", "from_block_mask", "from_topk", "from_scores", "direct"])
-def test_nested_lists_are_refused_with_the_way_out(name: str) -> None:
-    build, argument, good = TAKING[name]
+def test_nested_lists_are_refused_with_a_fix(name: str) -> None:
+    build, argument, good = CONSTRUCTORS[name]
     with pytest.raises(TypeError, match=rf"{argument} must be a torch.Tensor.* got list; torch.tensor\({argument}\)"):
         build(good.tolist())
 
@@ -73,14 +73,14 @@ def test_nested_lists_are_refused_with_the_way_out(name: str) -> None:
     ],
     ids=str,
 )
-def test_lists_that_are_not_of_integers_are_refused(values: Any, message: str) -> None:
+def test_lists_of_anything_but_integers_are_refused(values: Any, message: str) -> None:
     for name in ("from_blocks-rows", "from_blocks-cols", "from_ranges"):
-        build, argument, _ = TAKING[name]
+        build, argument, _ = CONSTRUCTORS[name]
         with pytest.raises(ValueError, match=f"{argument} {message}"):
             build(values)
 
 
-def test_lists_of_integers_are_taken() -> None:
+def test_lists_of_integers_are_accepted() -> None:
     expected = BlockLayout.from_blocks(ROWS, ROWS, **SQUARE)
     for values in ([0, 1], (0, 1), [torch.tensor(0), torch.tensor(1)], ROWS.numpy(), ROWS.to(torch.uint8)):
         assert BlockLayout.from_blocks(values, values, **SQUARE) == expected  # type: ignore[arg-type]
@@ -88,8 +88,8 @@ def test_lists_of_integers_are_taken() -> None:
 
 
 @pytest.mark.parametrize("matrix", [BLOCKS.to_sparse(), BLOCKS, BLOCKS.tolist(), BLOCKS.to("meta")], ids=str)
-def test_what_is_no_scipy_matrix_is_refused(matrix: Any) -> None:
-    for build, way_out in (
+def test_scipy_constructors_refuse_other_matrices(matrix: Any) -> None:
+    for build, fix in (
         (
             lambda: BlockLayout.from_scipy(matrix, **SQUARE),
             r"scipy.sparse.csr_array\(matrix\).*matrix.to_dense\(\).numpy\(\)",
@@ -97,6 +97,6 @@ def test_what_is_no_scipy_matrix_is_refused(matrix: Any) -> None:
         (lambda: interop.from_scipy_csr(matrix, block_size=128), "from_torch_sparse.*from_dense"),
         (lambda: interop.from_scipy_bsr(matrix), "from_torch_sparse.*from_dense"),
     ):
-        with pytest.raises(TypeError, match=f"matrix must be a scipy.sparse .*got .*{way_out}"):
+        with pytest.raises(TypeError, match=f"matrix must be a scipy.sparse .*got .*{fix}"):
             build()
     assert BlockLayout.from_scipy(scipy.sparse.csr_array(BLOCKS.to_sparse().to_dense().numpy()), **SQUARE).nnz == 4

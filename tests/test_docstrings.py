@@ -1,4 +1,4 @@
-"""Every public docstring names every parameter, since the reference (`make docs`) is made of docstrings."""
+"""Every public docstring names every parameter; the API reference (`make docs`) is generated from docstrings."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def documented(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 def undocumented(thing: Any) -> list[str]:
     """The parameters missing from a docstring; ["a docstring"] if there is none."""
-    said = inspect.getdoc(thing)
+    text = inspect.getdoc(thing)
     # dataclasses and named tuples get their signature as a default docstring
-    if not said or (inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")):
+    if not text or (inspect.isclass(thing) and text.startswith(f"{thing.__name__}(")):
         return ["a docstring"]
     if isinstance(thing, property):
         return []
@@ -55,7 +55,7 @@ def undocumented(thing: Any) -> list[str]:
         # the names of *args and **kwargs do not matter to callers
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         and name != "self"
-        and not re.search(rf"\b{name}\b", said)
+        and not re.search(rf"\b{name}\b", text)
     ]
 
 

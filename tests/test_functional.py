@@ -1,4 +1,4 @@
-"""The contract of attention: errors, promises, and the choice of a backend.
+"""The contract of attention: errors, guarantees, and the choice of a backend.
 
 test_zoo.py tests accuracy over many layouts and sizes.
 """
@@ -65,7 +65,7 @@ def cast(**dtypes: torch.dtype) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: {name: call[name].to(dtype) for name, dtype in dtypes.items()}
 
 
-def given(**arguments: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def changed(**arguments: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: arguments
 
 
@@ -73,12 +73,12 @@ def last_stride_2(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda call: {name: call[name].repeat_interleave(2, dim=-1)[..., ::2]}
 
 
-# name: (change to a good call, exception, parts of the message: argument, expectation, what came, the way out)
+# name: (change of a good call, exception, parts of its message: argument, expectation, actual value, fix)
 WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], tuple[str, ...]]] = {
     # types
-    "q is a list": (given(q=[1.0]), TypeError, ("q must be a torch.Tensor", "got list", "torch.as_tensor(q)")),
+    "q is a list": (changed(q=[1.0]), TypeError, ("q must be a torch.Tensor", "got list", "torch.as_tensor(q)")),
     "k is an array": (lambda c: {"k": c["k"].numpy()}, TypeError, ("k must be", "got ndarray", "torch.as_tensor(k)")),
-    "v is None": (given(v=None), TypeError, ("v must be a torch.Tensor", "got NoneType")),
+    "v is None": (changed(v=None), TypeError, ("v must be a torch.Tensor", "got NoneType")),
     "q is int64": (cast(q=torch.int64), ValueError, ("q must be float16, bfloat16", "got torch.int64", "q.to(")),
     "q is complex": (cast(q=torch.complex64), ValueError, ("q must be float16", "got torch.complex64")),
     "all are bool": (
@@ -123,13 +123,13 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
         ("v must be a dense, strided tensor", "nested", "kv_lengths"),
     ),
     "q has no shape yet": (
-        given(q=torch.nn.UninitializedParameter()),
+        changed(q=torch.nn.UninitializedParameter()),
         ValueError,
         ("q must be a dense", "a parameter without a shape"),
     ),
     **{
         f"{name} is {kind}": (
-            given(**{name: change(value)}),
+            changed(**{name: change(value)}),
             ValueError,
             (f"{name} must be a dense, strided tensor", f"got a {kind} tensor", f"{way_out.format(name)} makes one"),
         )
@@ -256,22 +256,22 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
     "v's last stride is 2": (last_stride_2("v"), ValueError, ("v must have a last stride of 1", "v.contiguous()")),
     # layout
     "layout is a bool mask": (
-        given(layout=torch.ones(32, 48, dtype=torch.bool)),
+        changed(layout=torch.ones(32, 48, dtype=torch.bool)),
         TypeError,
         ("layout must be a BlockLayout or None", "got Tensor", "BlockLayout.from_dense(mask"),
     ),
     "layout is a specification": (
-        given(layout="causal | local(3)"),
+        changed(layout="causal | local(3)"),
         TypeError,
         ("layout must be a BlockLayout or None", "got str", "masks.build('causal | local(3)', (32, 48)) makes one"),
     ),
     "layout is a predicate": (
-        given(layout=lambda q_pos, kv_pos: q_pos >= kv_pos),
+        changed(layout=lambda q_pos, kv_pos: q_pos >= kv_pos),
         TypeError,
         ("layout must be a BlockLayout or None", "got function", "BlockLayout.from_predicate(fn, 32, 48) makes one"),
     ),
     "layout is a SciPy matrix": (
-        given(layout=scipy.sparse.eye_array(32, 48)),
+        changed(layout=scipy.sparse.eye_array(32, 48)),
         TypeError,
         ("layout must be a BlockLayout or None", "interop.from_scipy_csr(matrix) makes one"),
     ),
@@ -301,113 +301,117 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
         ("layout must have batch 1 or q's 2", "got 3", "build it for that batch"),
     ),
     # options
-    "causal is 1": (given(causal=1), TypeError, ("causal must be True or False", "got 1 (int)", "bool(causal)")),
-    "causal is None": (given(causal=None), TypeError, ("causal must be True or False", "got None (NoneType)")),
-    "causal is a str": (given(causal="bottom_right"), TypeError, ("causal must be True", "got 'bottom_right' (str)")),
-    "scale is a bool": (given(scale=True), TypeError, ("scale must be a float or an int", "got True (bool)", "float(")),
+    "causal is 1": (changed(causal=1), TypeError, ("causal must be True or False", "got 1 (int)", "bool(causal)")),
+    "causal is None": (changed(causal=None), TypeError, ("causal must be True or False", "got None (NoneType)")),
+    "causal is a str": (changed(causal="bottom_right"), TypeError, ("causal must be True", "got 'bottom_right' (str)")),
+    "scale is a bool": (
+        changed(scale=True),
+        TypeError,
+        ("scale must be a float or an int", "got True (bool)", "float("),
+    ),
     "scale is a tensor": (
-        given(scale=torch.tensor(0.1)),
+        changed(scale=torch.tensor(0.1)),
         TypeError,
         ("scale must be a float or an int", "(Tensor)", "float(scale)"),
     ),
-    "scale is a str": (given(scale="0.1"), TypeError, ("scale must be a float or an int", "got '0.1' (str)")),
-    "scale is nan": (given(scale=math.nan), ValueError, ("scale must be finite", "got nan", "scale=None")),
-    "scale is infinite": (given(scale=-math.inf), ValueError, ("scale must be finite", "got -inf", "scale=None")),
+    "scale is a str": (changed(scale="0.1"), TypeError, ("scale must be a float or an int", "got '0.1' (str)")),
+    "scale is nan": (changed(scale=math.nan), ValueError, ("scale must be finite", "got nan", "scale=None")),
+    "scale is infinite": (changed(scale=-math.inf), ValueError, ("scale must be finite", "got -inf", "scale=None")),
     "scale is inf in float32": (
-        given(scale=-1e39),
+        changed(scale=-1e39),
         ValueError,
         ("scale must be finite as a float32, 3.4e+38 at most", "got -1e+39", "scale=None"),
     ),
-    "scale is a huge int": (given(scale=10**400), ValueError, ("scale must be a finite float", "got 1000")),
-    "dropout_p is 1": (given(dropout_p=1.0), ValueError, ("dropout_p must be at least 0 and less than 1", "got 1.0")),
-    "dropout_p is 1, an int": (given(dropout_p=1), ValueError, ("dropout_p must be at least 0", "got 1;", "0.0")),
+    "scale is a huge int": (changed(scale=10**400), ValueError, ("scale must be a finite float", "got 1000")),
+    "dropout_p is 1": (changed(dropout_p=1.0), ValueError, ("dropout_p must be at least 0 and less than 1", "got 1.0")),
+    "dropout_p is 1, an int": (changed(dropout_p=1), ValueError, ("dropout_p must be at least 0", "got 1;", "0.0")),
     "dropout_p is negative": (
-        given(dropout_p=-0.1),
+        changed(dropout_p=-0.1),
         ValueError,
         ("dropout_p must be at least 0", "got -0.1", "0.0 turns it off"),
     ),
-    "dropout_p is nan": (given(dropout_p=math.nan), ValueError, ("dropout_p must be at least 0", "got nan")),
-    "dropout_p is None": (given(dropout_p=None), TypeError, ("dropout_p must be a float", "got None (NoneType)")),
-    "dropout_p is a bool": (given(dropout_p=False), TypeError, ("dropout_p must be a float", "got False (bool)")),
+    "dropout_p is nan": (changed(dropout_p=math.nan), ValueError, ("dropout_p must be at least 0", "got nan")),
+    "dropout_p is None": (changed(dropout_p=None), TypeError, ("dropout_p must be a float", "got None (NoneType)")),
+    "dropout_p is a bool": (changed(dropout_p=False), TypeError, ("dropout_p must be a float", "got False (bool)")),
     "seed is a float": (
-        given(dropout_p=0.5, seed=1.0),
+        changed(dropout_p=0.5, seed=1.0),
         TypeError,
         ("seed must be an int, an int64 tensor of one element or None", "got 1.0 (float)", "int(seed)"),
     ),
-    "seed is a bool": (given(seed=True), TypeError, ("seed must be an int", "got True (bool)", "int(seed)")),
-    "seed is a generator": (given(seed=torch.Generator()), TypeError, ("seed must be an int", "(Generator)")),
+    "seed is a bool": (changed(seed=True), TypeError, ("seed must be an int", "got True (bool)", "int(seed)")),
+    "seed is a generator": (changed(seed=torch.Generator()), TypeError, ("seed must be an int", "(Generator)")),
     "seed is an int32 tensor": (
-        given(seed=torch.zeros(1, dtype=torch.int32)),
+        changed(seed=torch.zeros(1, dtype=torch.int32)),
         ValueError,
         ("seed must be an int64 tensor of one element", "got torch.int32 of shape (1,)", "torch.randint"),
     ),
     "seed has two elements": (
-        given(seed=torch.zeros(2, dtype=torch.int64)),
+        changed(seed=torch.zeros(2, dtype=torch.int64)),
         ValueError,
         ("seed must be an int64 tensor of one element", "got torch.int64 of shape (2,)"),
     ),
     "seed is on another device": (
-        given(seed=torch.zeros(1, dtype=torch.int64, device="meta")),
+        changed(seed=torch.zeros(1, dtype=torch.int64, device="meta")),
         ValueError,
         ("seed must be on q's device cpu or the CPU", "got meta", "seed.to(q.device)"),
     ),
-    "seed is too large": (given(seed=2**63), ValueError, ("seed must fit a signed 64-bit integer", f"got {2**63}")),
-    "seed is too small": (given(seed=-(2**63) - 1), ValueError, ("seed must fit", f"got {-(2**63) - 1}", "% 2**63")),
+    "seed is too large": (changed(seed=2**63), ValueError, ("seed must fit a signed 64-bit integer", f"got {2**63}")),
+    "seed is too small": (changed(seed=-(2**63) - 1), ValueError, ("seed must fit", f"got {-(2**63) - 1}", "% 2**63")),
     "kv_lengths is a list": (
-        given(kv_lengths=[3, 4]),
+        changed(kv_lengths=[3, 4]),
         TypeError,
         ("kv_lengths must be an int32 or int64 tensor", "got list", "torch.as_tensor"),
     ),
-    "kv_lengths is an int": (given(kv_lengths=3), TypeError, ("kv_lengths must be an int32 or int64", "got int")),
+    "kv_lengths is an int": (changed(kv_lengths=3), TypeError, ("kv_lengths must be an int32 or int64", "got int")),
     "kv_lengths is float": (
-        given(kv_lengths=torch.tensor([3.0, 4.0])),
+        changed(kv_lengths=torch.tensor([3.0, 4.0])),
         ValueError,
         ("kv_lengths must be int32 or int64", "got torch.float32", "kv_lengths.to(torch.int32)"),
     ),
     "kv_lengths is a padding mask": (
-        given(kv_lengths=torch.ones(2, 48, dtype=torch.bool)),
+        changed(kv_lengths=torch.ones(2, 48, dtype=torch.bool)),
         ValueError,
         ("kv_lengths must be int32 or int64", "got torch.bool"),
     ),
     "kv_lengths has two dimensions": (
-        given(kv_lengths=torch.tensor([[3], [4]])),
+        changed(kv_lengths=torch.tensor([[3], [4]])),
         ValueError,
         ("kv_lengths must have shape (2,)", "got (2, 1)", "no mask"),
     ),
     "kv_lengths has no dimension": (
-        given(kv_lengths=torch.tensor(3)),
+        changed(kv_lengths=torch.tensor(3)),
         ValueError,
         ("kv_lengths must have shape (2,)", "got ()"),
     ),
     "kv_lengths has another batch": (
-        given(kv_lengths=torch.tensor([3, 4, 5])),
+        changed(kv_lengths=torch.tensor([3, 4, 5])),
         ValueError,
         ("kv_lengths must have shape (2,)", "got (3,)", "one length for each batch"),
     ),
     "kv_lengths is on another device": (
-        given(kv_lengths=torch.zeros(2, dtype=torch.int64, device="meta")),
+        changed(kv_lengths=torch.zeros(2, dtype=torch.int64, device="meta")),
         ValueError,
         ("kv_lengths must be on q's device cpu", "got meta", "kv_lengths.to(q.device)"),
     ),
     "a kv_length is negative": (
-        given(kv_lengths=torch.tensor([3, -1])),
+        changed(kv_lengths=torch.tensor([3, -1])),
         ValueError,
         ("kv_lengths must be 0 to 48", "got -1", "kv_lengths.clamp(0, 48)"),
     ),
     "a kv_length is beyond k": (
-        given(kv_lengths=torch.tensor([49, 3], dtype=torch.int32)),
+        changed(kv_lengths=torch.tensor([49, 3], dtype=torch.int32)),
         ValueError,
         ("kv_lengths must be 0 to 48", "got 49", "kv_lengths.clamp(0, 48)"),
     ),
     "deterministic is 1": (
-        given(deterministic=1),
+        changed(deterministic=1),
         TypeError,
         ("deterministic must be True, False or None", "got 1 (int)", "torch.are_deterministic_algorithms_enabled()"),
     ),
-    "deterministic is a str": (given(deterministic="warn"), TypeError, ("deterministic must be", "got 'warn' (str)")),
+    "deterministic is a str": (changed(deterministic="warn"), TypeError, ("deterministic must be", "got 'warn' (str)")),
     # backend
     "backend is unknown": (
-        given(backend="flash"),
+        changed(backend="flash"),
         ValueError,
         (
             "backend must be one of ('auto', 'hopper', 'triton', 'eager', 'reference')",
@@ -415,10 +419,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
             '"auto" would use "eager"',
         ),
     ),
-    "backend is None": (given(backend=None), TypeError, ("backend must be a str", "got None", '"auto" chooses')),
-    "backend is a list": (given(backend=["eager"]), TypeError, ("backend must be a str", "got ['eager']")),
+    "backend is None": (changed(backend=None), TypeError, ("backend must be a str", "got None", '"auto" chooses')),
+    "backend is a list": (changed(backend=["eager"]), TypeError, ("backend must be a str", "got ['eager']")),
     "hopper on the CPU": (
-        given(backend="hopper"),
+        changed(backend="hopper"),
         ValueError,
         (
             'backend="hopper" cannot run this call',
@@ -447,7 +451,7 @@ def nothing_is_computed(monkeypatch):
 
 @pytest.mark.parametrize("function", [attention, attention_with_lse, explain])
 @pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_call_is_refused_and_told_the_way_out(name, function, nothing_is_computed):
+def test_errors_name_the_argument_and_the_fix(name, function, nothing_is_computed):
     change, exception, parts = WRONG_CALLS[name]
     call = {**good_call(), "layout": window()}
     generator_state = torch.random.get_rng_state()
@@ -458,16 +462,16 @@ def test_a_wrong_call_is_refused_and_told_the_way_out(name, function, nothing_is
     assert torch.equal(torch.random.get_rng_state(), generator_state)
 
 
-def test_the_wrong_calls_are_wrong_for_one_reason_only():
+def test_the_good_call_is_valid():
     attention(**good_call(), layout=window())
 
 
-def test_other_shapes_do_not_look_swapped():
+def test_no_swap_is_suspected_for_plausible_shapes():
     with pytest.raises(ValueError, match=r"got 6 and 4; repeat k and v"):
         attention(**resized(q=(2, 6, 512, 16), k=(2, 4, 512, 16), v=(2, 4, 512, 16))({}))
 
 
-# keyword of another library: the way out
+# keyword of another library: what to use instead
 OTHER_KEYWORDS = {
     "attn_mask": r"layout=BlockLayout\.from_dense\(mask\).*kv_lengths=.*block_bias=",
     "attention_mask": "kv_lengths=",
@@ -492,7 +496,7 @@ def test_keywords_of_other_libraries_are_translated(name, function, nothing_is_c
         function(**good_call(), **{name: None})
 
 
-def test_every_option_is_a_close_match():
+def test_suggestions_know_every_option():
     named = {name for name, kind in inspect.signature(attention).parameters.items() if kind.kind is kind.KEYWORD_ONLY}
     assert {*functional._OPTIONS} == {*named, "layout"}
     for function in (attention_with_lse, explain):
@@ -500,8 +504,8 @@ def test_every_option_is_a_close_match():
     assert not named & validation._KEYWORDS.keys()
 
 
-def test_the_ways_out_work():
-    """What the errors advise gives the layout meant."""
+def test_the_advice_of_errors_works():
+    """The calls that errors advise give the intended layout."""
     attends = lambda b, h, q_pos, kv_pos: q_pos >= kv_pos  # noqa: E731
     block_mask = create_block_mask(attends, None, None, 256, 256, device="cpu")
     causal = BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos >= kv_pos, 256, 256)
@@ -526,11 +530,11 @@ def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
         attention(**good_call(), backend="triton")
 
 
-# ---- promises ----
+# ---- guarantees ----
 
 
 def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-    """out, lse, dq, dk, dv of fixed random gradients for out and lse."""
+    """out, lse, dq, dk, dv for fixed random gradients of out and lse."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in ("q", "k", "v")}
     out, lse = attention_with_lse(**{**call, **leaves}, **options)
     generator = torch.Generator().manual_seed(99)
@@ -541,7 +545,7 @@ def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_shapes_and_types(dtype, backend):
+def test_results_have_the_documented_shapes_and_dtypes(dtype, backend):
     call = good_call(dtype)
     out, lse = attention_with_lse(**call, layout=window(), backend=backend)
     assert out.shape == (BATCH, HEADS, Q_LEN, V_DIM) and out.dtype == dtype and out.is_contiguous()
@@ -574,7 +578,7 @@ def test_scale_0_is_not_none():
     "layout", [None, window(), window(heads=HEADS), window(batch=BATCH)], ids=["none", "1", "h", "b"]
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_layouts_and_causal_mean_the_dense_mask(layout, causal, backend):
+def test_layouts_and_causal_equal_a_dense_mask(layout, causal, backend):
     call = good_call(torch.float64)
     mask = torch.ones(1, 1, Q_LEN, KV_LEN, dtype=torch.bool) if layout is None else layout.to_dense()
     mask = mask & torch.ones(Q_LEN, KV_LEN).tril(KV_LEN - Q_LEN).bool() if causal else mask
@@ -639,9 +643,9 @@ ZERO_SIZES = {
 @pytest.mark.parametrize("backend", ["auto", "triton", *BACKENDS])
 @pytest.mark.parametrize("name", ZERO_SIZES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_sizes_of_zero(name, causal, backend, device):
+def test_empty_inputs_give_zeros(name, causal, backend, device):
     q_shape, k_shape = ZERO_SIZES[name]
-    # with no keys the queries must not matter, not even NaN
+    # without keys the queries do not matter, not even NaN
     call = {"q": torch.full(q_shape, math.nan), "k": torch.randn(k_shape), "v": torch.randn(*k_shape[:3], 8)}
     call = {tensor: value.to(device) for tensor, value in call.items()}
     lengths = torch.zeros(q_shape[0], dtype=torch.int64, device=device)
@@ -653,7 +657,7 @@ def test_sizes_of_zero(name, causal, backend, device):
         assert grad.shape == call[tensor].shape and (grad == 0).all()
 
 
-def test_a_layout_of_length_zero():
+def test_a_layout_without_keys_gives_zeros():
     layout = BlockLayout.from_blocks([], [], Q_LEN, 0, block_size=16)
     q, empty = torch.randn(2, 4, Q_LEN, 16), torch.randn(2, 2, 0, 16)
     out, lse = attention_with_lse(q, empty, empty, layout)
@@ -661,7 +665,7 @@ def test_a_layout_of_length_zero():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_strides_whose_last_is_1(backend):
+def test_all_strides_but_the_last_are_free(backend):
     """(batch, length, heads, dim) seen as (batch, heads, length, dim); one head expanded; a slice of wider rows."""
     call = good_call()
     expected = attention(**call, backend=backend)
@@ -685,10 +689,10 @@ def test_a_last_dimension_of_1_may_have_any_stride(backend):
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("backend", ["triton", "eager"])
-def test_a_tensor_that_is_negated_when_read_is_negated(backend, name, device):
-    """Kernels read memory, which a pending negation has not changed."""
+def test_lazily_negated_inputs_are_negated(backend, name, device):
+    """Kernels read memory, in which a lazy negation is not applied yet."""
     draw = torch.Generator().manual_seed(0)
-    call = {of: torch.randn(1, 1, 32, 1, generator=draw).to(device) for of in "qkv"}
+    call = {each: torch.randn(1, 1, 32, 1, generator=draw).to(device) for each in "qkv"}
     expected = attention(**{**call, name: -call[name]}, backend=backend)
     lazy = torch.complex(torch.zeros_like(call[name]), call[name]).conj().imag
     assert lazy.is_neg()
@@ -697,19 +701,19 @@ def test_a_tensor_that_is_negated_when_read_is_negated(backend, name, device):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 @pytest.mark.parametrize("which", [0, 1], ids=["dout", "dlse"])
-def test_a_gradient_that_is_negated_when_read_is_negated(backend, which, device):
+def test_lazily_negated_gradients_are_negated(backend, which, device):
     draw = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 1, 32, 16, generator=draw).to(device).requires_grad_() for _ in "qkv"]
-    given = [torch.randn(1, 1, 32, 16, generator=draw).to(device), torch.randn(1, 1, 32, generator=draw).to(device)]
+    douts = [torch.randn(1, 1, 32, 16, generator=draw).to(device), torch.randn(1, 1, 32, generator=draw).to(device)]
     found = []
-    for lazy in (torch._neg_view(given[which]), -given[which]):
-        given[which] = lazy
-        found.append(torch.autograd.grad(attention_with_lse(*leaves, backend=backend), leaves, given))
+    for negated in (torch._neg_view(douts[which]), -douts[which]):
+        douts[which] = negated
+        found.append(torch.autograd.grad(attention_with_lse(*leaves, backend=backend), leaves, douts))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_those_of_finite_differences(backend):
+def test_gradients_pass_gradcheck(backend):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -727,7 +731,7 @@ def test_gradients_are_those_of_finite_differences(backend):
 
 
 SIDES = st.sampled_from([16, 32, 48, 64, 128, 176, 256])
-# up to two tiles of a plan and a half
+# up to two and a half tiles
 LENGTHS = st.integers(0, 320)
 
 
@@ -747,7 +751,7 @@ LENGTHS = st.integers(0, 320)
     lengths=st.none() | st.lists(LENGTHS, min_size=2, max_size=2),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_eager_means_what_the_reference_means(
+def test_eager_equals_the_reference(
     q_len,
     kv_len,
     block_size,
@@ -786,21 +790,21 @@ def test_eager_means_what_the_reference_means(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wanted", ["q", "k", "v"])
-def test_a_gradient_for_one_input_only(wanted, backend):
+def test_one_input_alone_may_require_a_gradient(wanted, backend):
     call = good_call()
     expected = with_gradients(call, layout=window(), backend=backend)
     call[wanted].requires_grad_()
     outputs = attention_with_lse(**call, layout=window(), backend=backend)
     generator = torch.Generator().manual_seed(99)
     grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
-    # autograd knows that v does not move the reference's lse
+    # in the reference, autograd knows that lse does not depend on v
     needed = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     torch.autograd.backward(*zip(*needed, strict=True))
     assert torch.equal(call[wanted].grad, expected[f"d{wanted}"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gradient_through_lse_alone(backend):
+def test_lse_alone_has_a_gradient(backend):
     call = {name: value.requires_grad_() for name, value in good_call(torch.float64).items()}
     attention_with_lse(**call, backend=backend)[1].sum().backward()
     k = call["k"].detach().repeat_interleave(2, dim=1)
@@ -810,7 +814,7 @@ def test_a_gradient_through_lse_alone(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_deterministic_runs_give_equal_bits(backend):
+def test_deterministic_runs_are_bitwise_equal(backend):
     runs = [
         with_gradients(good_call(), layout=window(), dropout_p=0.1, seed=1, deterministic=True, backend=backend)
         for _ in range(2)
@@ -820,7 +824,7 @@ def test_deterministic_runs_give_equal_bits(backend):
 
 
 @pytest.mark.parametrize("deterministic", [None, True, False])
-def test_deterministic_accepts(deterministic):
+def test_deterministic_may_be_none_or_a_bool(deterministic):
     attention(**good_call(), deterministic=deterministic)
 
 
@@ -835,8 +839,8 @@ def test_dropout_drops_the_same_pairs_on_every_backend(layout):
         torch.testing.assert_close(results[0][name], results[1][name])
 
 
-def test_dropout_drops_the_same_pairs_whatever_the_layout():
-    """A full layout, no layout, and a layout in other blocks drop alike."""
+def test_dropout_does_not_depend_on_the_layout():
+    """No layout and full layouts of any block size drop the same pairs."""
     call = good_call(torch.float64)
     outs = [
         attention(**call, layout=layout, dropout_p=0.4, seed=7)
@@ -857,7 +861,7 @@ def test_dropout_leaves_lse_alone():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_seeds(backend):
+def test_seeds_may_be_tensors_and_any_64_bit_integer(backend):
     call = {**good_call(), "dropout_p": 0.4, "backend": backend}
     seeded = attention(**call, seed=7)
     for seed in (torch.tensor(7), torch.tensor([7]), torch.tensor([[7]])):
@@ -886,7 +890,7 @@ def test_the_generator_is_left_alone_when_not_needed(options):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_drops_the_same_pairs_again(use_reentrant):
+def test_checkpointing_repeats_the_dropout(use_reentrant):
     from torch.utils.checkpoint import checkpoint
 
     grads = []
@@ -908,10 +912,10 @@ def test_checkpointing_drops_the_same_pairs_again(use_reentrant):
 # ---- autocast ----
 
 
-# the reference's own backward is autograd's, which the caller's autocast may round
+# the backward of the reference is autograd's, which autocast of the caller may round
 @pytest.mark.parametrize(("backend", "is_backward_inside"), [("eager", False), ("eager", True), ("reference", False)])
-def test_autocast_casts_what_autocast_casts(backend, is_backward_inside):
-    """float32 and float16 become bfloat16 under autocast(bfloat16); each gradient has its input's own type."""
+def test_autocast_casts_inputs_and_results(backend, is_backward_inside):
+    """Under autocast(bfloat16), float32 and float16 become bfloat16; each gradient has the dtype of its input."""
     call = good_call()
     call["k"] = call["k"].half()
     expected = with_gradients({name: value.bfloat16() for name, value in call.items()}, backend=backend)
@@ -948,7 +952,7 @@ def test_autocast_of_another_device_changes_nothing():
 
 
 @pytest.mark.parametrize("change", [cast(v=torch.float64), cast(q=torch.int64)])
-def test_autocast_does_not_excuse_other_types(change):
+def test_autocast_does_not_allow_other_dtypes(change):
     call = good_call()
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"dtype|must be float16"):
         attention(**{**call, **change(call)})
@@ -1006,8 +1010,8 @@ def test_compiles_under_autocast():
         torch.testing.assert_close(out, attention(**call))
 
 
-def test_compiles_for_head_dims_and_scales_that_vary():
-    """From the second value on they are symbols."""
+def test_compiles_with_symbolic_head_dim_and_scale():
+    """torch.compile makes them symbols when they change."""
     function = compiled(lambda q, k, v, scale: attention(q, k, v, scale=scale))
     for head_dim in (16, 24, 40, 8):
         q, k, v = torch.randn(3, 1, 2, 32, head_dim)
@@ -1028,7 +1032,7 @@ def test_compiling_an_unplanned_layout_says_how_to_plan_it(causal):
         compiled(lambda q, k, v: attention(q, k, v, layout, causal=causal))(**good_call())
 
 
-def test_compiled_wrong_calls_say_what_is_wrong():
+def test_compiled_calls_raise_the_same_errors():
     with pytest.raises(Exception, match=r"k must have q's head_dim 16, got 32"):
         compiled(attention)(**{**good_call(), **resized(k=(2, 2, 48, 32))({})})
 
@@ -1044,7 +1048,7 @@ def test_auto_on_the_cpu_is_eager():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """A context in which device 0 has a compute capability and Triton a version."""
+    """A context that pretends that GPU 0 has some compute capability and Triton some version."""
     triton = pytest.importorskip("triton", reason="needs Triton")
 
     @contextlib.contextmanager
@@ -1073,7 +1077,7 @@ def on_gpu(monkeypatch):
         ((7, 5), torch.float16, "eager"),
     ],
 )
-def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
+def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype, expected):
     with on_gpu(capability):
         device = torch.device("cuda", 0)
         assert dispatch.choose("auto", device, dtype) == expected
@@ -1099,8 +1103,8 @@ def test_auto_on_a_gpu(on_gpu, capability, dtype, expected):
     ],
     ids=str,
 )
-def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, change, words):
-    """Only the choice is tested, with tensors on the CPU."""
+def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
+    """With tensors on the CPU, since only the choice is tested."""
     dtype = change.get("dtype", torch.bfloat16)
     q = torch.zeros(1, 1, 8, 64, dtype=dtype)
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
@@ -1115,11 +1119,11 @@ def test_what_the_hopper_kernels_cannot_run_is_refused_with_the_reason(on_gpu, c
 
 @pytest.mark.parametrize(
     ("shape", "strides"),
-    # heads inside, rows of 72, and an axis of one whose stride does not matter; rows of 6 bytes; the longest
+    # (batch, length, heads, 72) in memory, and a batch of 1 with any stride; rows of 6 bytes; the largest head_dim
     [((1, 2, 8, 64), (3, 72, 144, 1)), ((1, 2, 8, 3), (48, 24, 3, 1)), ((1, 1, 8, 256), (2048, 2048, 256, 1))],
     ids=str,
 )
-def test_hopper_takes_what_it_can(on_gpu, shape, strides):
+def test_hopper_accepts_all_strides_that_tma_can_load(on_gpu, shape, strides):
     k = torch.zeros(5000, dtype=torch.bfloat16).as_strided(shape, strides, 8)
     with on_gpu((9, 0)):
         device = torch.device("cuda", 0)
@@ -1128,7 +1132,7 @@ def test_hopper_takes_what_it_can(on_gpu, shape, strides):
         assert dispatch.choose("hopper", device, torch.bfloat16, unfit) == "hopper"
 
 
-def test_what_is_said_where_a_hopper_gpu_is(on_gpu):
+def test_reasons_on_a_hopper_gpu(on_gpu):
     device, half = torch.device("cuda", 0), torch.bfloat16
     with on_gpu((9, 0)):
         assert dispatch._why("triton", device) == "q is on cuda:0, which runs the Triton kernels"
@@ -1160,7 +1164,7 @@ def large():
     return torch.zeros(131072 * 65, dtype=torch.bfloat16).as_strided((1, 1, 131072, 64), (0, 0, 64, 1))
 
 
-def test_auto_is_left_to_the_operator_where_sizes_and_addresses_are_unknown(on_gpu, large):
+def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
     with on_gpu((9, 0)):
         assert decide("auto", large, large, is_traced=True) == "auto"
         assert decide("hopper", large, large, is_traced=True) == "hopper"
@@ -1174,10 +1178,10 @@ def test_auto_is_left_to_the_operator_where_sizes_and_addresses_are_unknown(on_g
 
 @pytest.mark.parametrize(
     ("length", "stride", "expected"),
-    # 2 * 131072 rows of 64: just enough; rows that begin anywhere
+    # 2 * 131072 rows of 64 are just enough; one row less; rows that are not aligned to 16 bytes
     [(131072, 64, "hopper"), (131071, 64, "triton"), (131072, 65, "triton")],
 )
-def test_auto_takes_hopper_where_it_pays(on_gpu, large, length, stride, expected):
+def test_auto_chooses_hopper_where_it_pays(on_gpu, large, length, stride, expected):
     q = large.as_strided((1, 1, length, 64), (0, 0, stride, 1))
     assert dispatch.resolve(q, q, q) == expected
     with on_gpu((9, 0)):
@@ -1185,7 +1189,7 @@ def test_auto_takes_hopper_where_it_pays(on_gpu, large, length, stride, expected
 
 
 @pytest.mark.parametrize(("q_len", "expected"), [(64, "triton"), (65, "hopper")])
-def test_few_queries_are_left_to_triton_however_many_keys(on_gpu, q_len, expected):
+def test_few_queries_run_on_triton_for_any_number_of_keys(on_gpu, q_len, expected):
     k = torch.zeros(1, 1, 262144, 64, dtype=torch.bfloat16)
     assert dispatch.resolve(k[:, :, :q_len], k, k) == expected
     with on_gpu((9, 0)):
@@ -1201,7 +1205,7 @@ def test_determinism_reaches_the_backward_of_hopper(deterministic):
         assert ops._kernels(name, deterministic) == ops._kernels(name, False)
 
 
-def test_only_hopper_promises_less_than_equal_bits():
+def test_only_hopper_is_not_bitwise_reproducible_by_default():
     assert "except in dq" in dispatch.explained_determinism(False, "hopper")
     for deterministic, backend in ((True, "hopper"), (False, "triton"), (False, "eager")):
         assert dispatch.explained_determinism(deterministic, backend).startswith(
@@ -1232,7 +1236,7 @@ def test_explain_prints_a_report(backend, device):
     assert ("128 queries x 128 keys" in report) == (backend != "reference")
 
 
-def test_explain_tells_why_triton_was_not_chosen(monkeypatch):
+def test_explain_gives_the_reason_against_triton(monkeypatch):
     triton = pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert "needs a CUDA device" in dict(explain(**good_call()).others)["triton"]
@@ -1248,7 +1252,7 @@ def test_an_explanation_is_frozen():
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [*itertools.product([1, 127, 128, 129, 300], [1, 128, 200, 513])])
 def test_explain_counts_the_tiles_of_dense_causal(q_len, kv_len):
-    """Against the tiles of the dense mask which have any pair."""
+    """Compared with the tiles of the dense mask that have a pair."""
     mask = torch.ones(q_len, kv_len).tril(kv_len - q_len).bool()
     tiles = BlockLayout.from_dense(mask, block_size=128)
     q, k = torch.empty(1, 1, q_len, 16), torch.empty(1, 1, kv_len, 16)
@@ -1272,7 +1276,7 @@ def test_explain_counts_the_tiles_of_a_layout():
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 32, 16), (2, 4, 0, 16)])
-def test_explain_of_nothing(shape):
+def test_explain_of_empty_tensors_counts_no_flops(shape):
     q = torch.empty(shape)
     assert explain(q, q, q).flops == 0
 
@@ -1280,7 +1284,7 @@ def test_explain_of_nothing(shape):
 # ---- other ----
 
 
-def test_parameters_and_meta_tensors():
+def test_parameters_and_meta_tensors_are_accepted():
     q = torch.nn.Parameter(torch.randn(1, 2, 32, 16))
     attention(q, q, q).sum().backward()
     assert q.grad is not None

@@ -59,7 +59,7 @@ def test_from_dense_puts_missing_axes_first() -> None:
 
 
 @given(problems())
-def test_from_predicate_asks_for_every_pair(problem: Problem) -> None:
+def test_from_predicate_evaluates_every_pair(problem: Problem) -> None:
     block_size, array = problem.block_size, problem.mask
     mask = torch.from_numpy(array)
     batch, heads, q_len, kv_len = mask.shape
@@ -79,7 +79,7 @@ def test_from_predicate_asks_for_every_pair(problem: Problem) -> None:
 
 @given(problems(n_masks=2, axes_differ=True))
 def test_from_predicate_within_is_the_intersection(problem: Problem) -> None:
-    """Over any axes: the predicate's, the other layout's, or both."""
+    """With batch and head axes of the predicate, of the other layout, or of both."""
     block_size, (inner, outer) = problem.block_size, problem.masks
     within = BlockLayout.from_dense(outer, block_size=block_size)
     mask = torch.from_numpy(inner)
@@ -134,15 +134,17 @@ def test_dedup_key_changes_only_how_often_the_predicate_is_called(problem: Probl
     def steps(batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         return (q_pos - kv_pos).abs() <= width * head
 
-    def far(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def distance(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return row * block_size[0] - col * block_size[1]
 
-    assert BlockLayout.from_predicate(window, dedup_key=far, **sizes) == BlockLayout.from_predicate(window, **sizes)
-    # numbers too far apart to be counted
-    apart = BlockLayout.from_predicate(window, dedup_key=lambda row, col: far(row, col) * 2**50, **sizes)
+    assert BlockLayout.from_predicate(window, dedup_key=distance, **sizes) == BlockLayout.from_predicate(
+        window, **sizes
+    )
+    # keys too far apart for an array of all values between
+    apart = BlockLayout.from_predicate(window, dedup_key=lambda row, col: distance(row, col) * 2**50, **sizes)
     assert apart == BlockLayout.from_predicate(window, **sizes)
     if outer.shape[1] in (1, 3):
-        one = BlockLayout.from_predicate(steps, dedup_key=far, heads=3, **sizes)
+        one = BlockLayout.from_predicate(steps, dedup_key=distance, heads=3, **sizes)
         assert one == BlockLayout.from_predicate(steps, heads=3, **sizes)
 
 
@@ -163,7 +165,7 @@ def test_looks_is_the_deprecated_name_of_dedup_key() -> None:
 
 
 def test_dedup_key_may_give_any_int64() -> None:
-    """Keys 2**62 apart stay distinct: times 4, for the edge kinds, both would be 0 in 64 bits."""
+    """Keys 2**62 apart stay distinct; multiplied by 4, for the edge kinds, both would be 0 in 64 bits."""
 
     def is_off_diagonal(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return np.where(row == col, 0, 2**62)
@@ -216,7 +218,7 @@ def test_from_scipy_ignores_stored_zeros_and_leaves_the_matrix_alone() -> None:
 
 
 @given(problems())
-def test_from_ranges_is_one_interval_a_row(problem: Problem) -> None:
+def test_from_ranges_gives_each_row_one_interval(problem: Problem) -> None:
     block_size, mask = problem.block_size, problem.mask
     q_len, kv_len = mask.shape[2:]
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
@@ -229,8 +231,8 @@ def test_from_ranges_is_one_interval_a_row(problem: Problem) -> None:
     assert layout == BlockLayout.from_ranges(first.tolist(), stop.tolist(), **sizes)
 
 
-def test_the_direct_constructor_makes_canonical_what_is_not() -> None:
-    """A bitmask of ones is full, one of zeros is dropped, equal ones are one, bits beyond the lengths do not count."""
+def test_the_direct_constructor_canonicalises() -> None:
+    """Bitmasks of ones become full blocks, empty ones are dropped, equal ones merged, bits past the end ignored."""
     bitmasks = torch.zeros(6, 16, 1, dtype=torch.int32)
     bitmasks[1] = -1
     bitmasks[2, 3] = bitmasks[4, 3] = 5
@@ -274,7 +276,7 @@ def test_tensors_of_the_caller_are_copied() -> None:
 # ---- bad input
 
 _GOOD = BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, 40, 40, block_size=16)
-_FAR = {"q_len": 40, "kv_len": 40, "block_size": 16}
+_SIZES = {"q_len": 40, "kv_len": 40, "block_size": 16}
 _ONES = torch.ones(40, 40, dtype=torch.bool)
 
 
@@ -287,15 +289,15 @@ def _int32(values: Any) -> torch.Tensor:
 
 
 def _predicate(fn: Any = lambda q_pos, kv_pos: kv_pos <= q_pos, **changes: Any) -> BlockLayout:
-    return BlockLayout.from_predicate(fn, **(_FAR | changes))
+    return BlockLayout.from_predicate(fn, **(_SIZES | changes))
 
 
 def _by_index(rows: Any, cols: Any, **changes: Any) -> BlockLayout:
-    return BlockLayout.from_blocks(rows, cols, **(_FAR | changes))
+    return BlockLayout.from_blocks(rows, cols, **(_SIZES | changes))
 
 
 def _sparse(matrix: Any) -> BlockLayout:
-    return BlockLayout.from_scipy(matrix, **_FAR)
+    return BlockLayout.from_scipy(matrix, **_SIZES)
 
 
 def _eye(value: float = 1.0, size: int = 3) -> Any:
@@ -311,7 +313,7 @@ def _state(**changes: Any) -> BlockLayout:
     return BlockLayout.from_state_dict({name: value for name, value in state.items() if value is not None})
 
 
-# what is called, the exception, and what its message must say
+# name: (call, exception, pattern of its message)
 _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "indptr-list": (lambda: _direct(indptr=[0, 1, 3, 6]), TypeError, "indptr"),
     "indptr-int64": (lambda: _direct(indptr=_GOOD.indptr.long()), ValueError, "indptr must be int32, got torch.int64"),
@@ -453,41 +455,41 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "block-twice": (
         lambda: _by_index([2, 0, 2], [1, 0, 1]),
         ValueError,
-        r"rows and cols .* block \(2, 1\) comes again",
+        r"rows and cols .* block \(row 2, col 1\) comes again",
     ),
     "no-such-block": (lambda: _by_index([0], [0], q_len=0), ValueError, "rows must be"),
     "first-length": (
-        lambda: BlockLayout.from_ranges([0, 0], [1, 1, 1], **_FAR),
+        lambda: BlockLayout.from_ranges([0, 0], [1, 1, 1], **_SIZES),
         ValueError,
         "first must have one entry .* 3 rows",
     ),
     "first-negative": (
-        lambda: BlockLayout.from_ranges([0, -1, 0], [1, 1, 1], **_FAR),
+        lambda: BlockLayout.from_ranges([0, -1, 0], [1, 1, 1], **_SIZES),
         ValueError,
         "first must be .* got -1 at 1",
     ),
     "stop-large": (
-        lambda: BlockLayout.from_ranges([0, 0, 0], [1, 4, 1], **_FAR),
+        lambda: BlockLayout.from_ranges([0, 0, 0], [1, 4, 1], **_SIZES),
         ValueError,
         "stop must be .* got 4 at 1",
     ),
     "stop-float": (
-        lambda: BlockLayout.from_ranges([0, 0, 0], [1.0, 2.0, 1.0], **_FAR),
+        lambda: BlockLayout.from_ranges([0, 0, 0], [1.0, 2.0, 1.0], **_SIZES),
         ValueError,
         "stop must be integers",
     ),
     "block-mask-shape": (
-        lambda: BlockLayout.from_block_mask(_ONES[:3, :4], **_FAR),
+        lambda: BlockLayout.from_block_mask(_ONES[:3, :4], **_SIZES),
         ValueError,
         r"mask must end in .* = \(3, 3\), got",
     ),
     "block-mask-of-tokens": (
-        lambda: BlockLayout.from_block_mask(_ONES, **_FAR),
+        lambda: BlockLayout.from_block_mask(_ONES, **_SIZES),
         ValueError,
         r"mask must end in .*; BlockLayout.from_dense\(mask\) takes a mask of tokens",
     ),
     "block-mask-float": (
-        lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_FAR),
+        lambda: BlockLayout.from_block_mask(torch.ones(3, 3), **_SIZES),
         ValueError,
         "mask must be bool",
     ),
@@ -556,14 +558,14 @@ _BAD_BLOCK_SIZES: list[tuple[Any, type[Exception]]] = [
 
 
 @pytest.mark.parametrize("name", _BAD)
-def test_bad_input_is_refused_by_name(name: str) -> None:
+def test_errors_name_the_wrong_argument(name: str) -> None:
     call, error, message = _BAD[name]
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize(("block_size", "error"), _BAD_BLOCK_SIZES, ids=str)
-def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error: type[Exception]) -> None:
+def test_every_constructor_refuses_bad_block_sizes(block_size: Any, error: type[Exception]) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: _direct(block_size=block_size),
         lambda: BlockLayout.from_dense(_ONES, block_size=block_size),
@@ -579,7 +581,7 @@ def test_bad_block_sizes_are_refused_by_every_constructor(block_size: Any, error
             call()
 
 
-def test_errors_of_a_predicate_are_its_own() -> None:
+def test_errors_of_a_predicate_are_passed_on() -> None:
     def broken(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a fault of its own")
 
@@ -611,7 +613,7 @@ def test_a_long_evaluation_warns_and_shows_progress(
     assert ("from_predicate: 77 % of the pairs evaluated" in caplog.messages) == (not has_tqdm)
 
 
-def test_an_evaluation_with_help_or_few_pairs_does_not_warn(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_within_dedup_key_and_few_pairs_avoid_the_warning(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     _predicate()
     monkeypatch.setattr(predicates, "MANY_PAIRS", 1000)
     _predicate(within=_GOOD)
@@ -625,7 +627,7 @@ _IN_COMPILED_CODE: dict[str, Callable[[], BlockLayout]] = {
     "masks.build": lambda: masks.build("butterfly | local(3)", 40, block_size=16),
     "from_predicate": _predicate,
     "from_dense": lambda: BlockLayout.from_dense(_ONES, block_size=16),
-    "from_ranges": lambda: BlockLayout.from_ranges([0, 0, 0], [1, 2, 3], **_FAR),
+    "from_ranges": lambda: BlockLayout.from_ranges([0, 0, 0], [1, 2, 3], **_SIZES),
     "|": lambda: _GOOD | masks.local(40, window=3, block_size=16),
     "T": lambda: _GOOD.T,
     "stack_heads": lambda: BlockLayout.stack_heads([_GOOD, _GOOD]),
@@ -634,7 +636,7 @@ _IN_COMPILED_CODE: dict[str, Callable[[], BlockLayout]] = {
 
 @pytest.mark.parametrize("name", _IN_COMPILED_CODE)
 def test_layouts_made_in_compiled_code_are_not_traced(name: str) -> None:
-    """torch.compile leaves its graph for them; in one graph it says where to build them instead."""
+    """torch.compile breaks the graph there; with fullgraph=True its error says where to build the layout."""
     torch.compiler.reset()
     q = torch.randn(1, 2, 40, 16)
 
@@ -647,7 +649,7 @@ def test_layouts_made_in_compiled_code_are_not_traced(name: str) -> None:
         torch.compile(call, backend="eager", fullgraph=True)(q)
 
 
-def test_every_mask_is_kept_from_tracing() -> None:
+def test_no_mask_builder_is_traced() -> None:
     for name in masks.__all__:
         assert getattr(masks, name)._torchdynamo_disable, name
         assert pickle.loads(pickle.dumps(getattr(masks, name))) is getattr(masks, name)
@@ -676,7 +678,7 @@ def test_blocks_have_128_tokens_by_default() -> None:
 
 
 def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> None:
-    """65536 x 65536 blocks are 2**32; the sizes alone tell, so this takes no time and no memory."""
+    """65536 x 65536 blocks are 2**32. Sizes are checked first, so this takes no time and no memory."""
     length = 1 << 20
     nothing = BlockLayout.from_blocks([], [], length, length, block_size=16)
     row = [0] * 65536
@@ -700,7 +702,7 @@ def test_more_blocks_than_int32_counts_are_refused_before_they_are_made() -> Non
 
 @pytest.mark.parametrize("op", [operator.or_, operator.and_, operator.sub], ids=lambda op: op.__name__)
 @given(problem=problems(n_masks=2, axes_differ=True))
-def test_operators_are_those_of_sets_of_pairs(op: Any, problem: Problem) -> None:
+def test_operators_are_set_operations_on_pairs(op: Any, problem: Problem) -> None:
     block_size, (a, b) = problem.block_size, problem.masks
     expected = a & ~b if op is operator.sub else op(a, b)
     one, other = (BlockLayout.from_dense(mask, block_size=block_size) for mask in (a, b))
@@ -713,7 +715,7 @@ def test_operators_are_those_of_sets_of_pairs(op: Any, problem: Problem) -> None
 
 
 @given(problems())
-def test_complement_and_transpose(problem: Problem) -> None:
+def test_complement_and_transpose_equal_those_of_the_mask(problem: Problem) -> None:
     block_size, mask = problem.block_size, problem.mask
     layout = BlockLayout.from_dense(mask, block_size=block_size)
     assert_means(~layout, ~mask)
@@ -733,8 +735,7 @@ def test_equal_means_equal_masks_over_equal_axes(problem: Problem) -> None:
         assert hash(one) == hash((one | other) & one)
 
 
-def test_what_makes_layouts_differ() -> None:
-    """Any of these alone: batch or head axes, lengths, block size, a pair."""
+def test_layouts_differ_if_axes_lengths_block_size_or_pairs_differ() -> None:
     mask = torch.ones(2, 2, 48, 48, dtype=torch.bool)
     layouts = [
         BlockLayout.from_dense(mask, block_size=16),
@@ -742,7 +743,7 @@ def test_what_makes_layouts_differ() -> None:
         BlockLayout.from_dense(mask[:, :1], block_size=16),
         BlockLayout.from_dense(mask[:1, :1], block_size=16),
         BlockLayout.from_dense(mask[0, 0], block_size=48),
-        # one full block, and as many words in a row of a bitmask as the one before
+        # one full block, with as many words per row of a bitmask as the one before
         BlockLayout.from_dense(mask[0, 0], block_size=(48, 64)),
         BlockLayout.from_dense(mask[0, 0], block_size=(16, 48)),
         BlockLayout.from_dense(mask[0, 0, :47], block_size=16),
@@ -758,7 +759,7 @@ def test_what_makes_layouts_differ() -> None:
     assert layouts[0] != "a layout" and layouts[0] is not None
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_incompatible_operands_are_refused() -> None:
     ones = torch.ones(2, 3, 48, 64, dtype=torch.bool)
     layout = BlockLayout.from_dense(ones, block_size=16)
     moved = BlockLayout._bare(*(getattr(layout, name).to("meta") for name in TENSORS), 48, 64, (16, 16))
@@ -783,7 +784,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 
 
 def _through_a_file(layout: BlockLayout, name: str) -> BlockLayout:
-    """As the docstrings of `state_dict` say; a file on disk, as safetensors reads no other."""
+    """Saves and loads the state dict as documented; on disk, since safetensors reads only files there."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         if path.suffix == ".pt":
@@ -865,7 +866,7 @@ def test_layouts_are_frozen() -> None:
 
 
 @given(problems())
-def test_repr_counts_and_draws(problem: Problem) -> None:
+def test_repr_has_counts_and_a_picture(problem: Problem) -> None:
     block_size, mask = problem.block_size, problem.mask
     layout = BlockLayout.from_dense(mask, block_size=block_size)
     lines = repr(layout).splitlines()
@@ -877,7 +878,7 @@ def test_repr_counts_and_draws(problem: Problem) -> None:
 
 
 def test_repr_of_a_large_layout_is_small() -> None:
-    """4096 tokens in blocks of 16 are 256 x 256 blocks, drawn 8 x 8 a character."""
+    """4096 tokens in blocks of 16 are 256 x 256 blocks; a character stands for 8 x 8 of them."""
     rows = range_list(256)
     layout = BlockLayout.from_ranges(
         [0] * 256, [min(8 * (row // 8) + 9, 256) for row in rows], 4096, 4096, block_size=16
@@ -891,7 +892,7 @@ def test_repr_of_a_large_layout_is_small() -> None:
 
 
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
-def test_the_causal_plan_is_that_of_the_causal_pairs(case: cases.Case) -> None:
+def test_the_causal_plan_equals_that_of_the_causal_mask(case: cases.Case) -> None:
     layout = case.build()
     mask = layout.to_dense()
     mask &= torch.ones(mask.shape[2:], dtype=torch.bool).tril(layout.kv_len - layout.q_len)
@@ -902,7 +903,7 @@ def test_the_causal_plan_is_that_of_the_causal_pairs(case: cases.Case) -> None:
         assert torch.equal(one, other)
 
 
-def test_plans_are_made_once() -> None:
+def test_plans_are_cached() -> None:
     layout = cases.LAYOUTS[0].make()
     plan, causal = layout.plan("cpu"), layout.plan("cpu", causal=True)
     assert layout.plan(torch.device("cpu")) is plan and layout.plan("cpu", causal=True) is causal
@@ -912,7 +913,7 @@ def test_plans_are_made_once() -> None:
     assert diagonal.plan("cpu", causal=True) is diagonal.plan("cpu")
 
 
-def test_to_moves_the_tensors_and_has_the_plan(device: torch.device) -> None:
+def test_to_moves_tensors_and_plan(device: torch.device) -> None:
     layout = copy.copy(cases.LAYOUTS[-1].build())
     moved = layout.to(device)
     assert all(getattr(moved, name).device == moved.device == device for name in TENSORS)
@@ -927,7 +928,7 @@ def test_to_moves_the_tensors_and_has_the_plan(device: torch.device) -> None:
 # ---- scale
 
 
-def test_a_million_tokens_take_memory_for_their_blocks_only() -> None:
+def test_a_million_tokens_need_memory_only_for_their_blocks() -> None:
     """8192 block rows: butterfly, window and first tokens. N x N bits would be 128 GiB, so finishing is the test."""
     length = 1 << 20
     rows = np.arange(length // 128)

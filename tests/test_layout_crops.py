@@ -1,4 +1,4 @@
-"""Crops of a layout for one forward, compared pair by pair, and their cache."""
+"""Cached crops of a layout for one forward, compared pair by pair."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = BlockLayout.from_dense(DENSE, block_size=(16, 32))
 
 @pytest.mark.parametrize("bounds", [(None, None), (None, 0), (9, 0), (130, None), (9, 20)], ids=str)
 @pytest.mark.parametrize("layout", [LAYOUT, None], ids=["layout", "none"])
-def test_bounds_are_kept(layout: BlockLayout | None, bounds: tuple[int | None, int | None]) -> None:
+def test_bounds_are_applied(layout: BlockLayout | None, bounds: tuple[int | None, int | None]) -> None:
     left, right = bounds
     expected = torch.tensor(
         [
@@ -42,7 +42,7 @@ def test_bounds_are_kept(layout: BlockLayout | None, bounds: tuple[int | None, i
     )
 
 
-def test_bounds_without_a_layout_cost_what_they_keep() -> None:
+def test_bounds_without_a_layout_store_only_their_blocks() -> None:
     found = layout_crops.built(layout_crops.FullLayout(None, 1_000_000, 100, 0))
     assert found.nnz == 2 * found.n_rows - 1
 
@@ -54,28 +54,28 @@ def test_specifications_are_built() -> None:
         layout_crops.built(layout_crops.FullLayout("buterfly", 500))
 
 
-@pytest.mark.parametrize("part", [(0, 150, 0, 150), (149, 1, 0, 150), (60, 20, 33, 47), (0, 40, 0, 40)], ids=str)
-def test_a_part_is_planned_and_made_once(part: tuple[int, int, int, int]) -> None:
-    q_start, q_len, kv_start, kv_len = part
-    whole = layout_crops.FullLayout(LAYOUT, LENGTH)
-    found = layout_crops.cropped(whole, layout_crops.Crop(*part, CPU))
+@pytest.mark.parametrize("crop", [(0, 150, 0, 150), (149, 1, 0, 150), (60, 20, 33, 47), (0, 40, 0, 40)], ids=str)
+def test_crops_of_equal_layouts_are_made_once(crop: tuple[int, int, int, int]) -> None:
+    q_start, q_len, kv_start, kv_len = crop
+    full = layout_crops.FullLayout(LAYOUT, LENGTH)
+    found = layout_crops.cropped(full, layout_crops.Crop(*crop, CPU))
     expected = DENSE[q_start : q_start + q_len, kv_start : kv_start + kv_len]
     assert torch.equal(found.to_dense()[0, 0], expected)
     # an equal layout that is another object
     again = layout_crops.FullLayout(BlockLayout.from_dense(DENSE, block_size=(16, 32)), LENGTH)
-    assert layout_crops.cropped(again, layout_crops.Crop(*part, CPU)) is found
+    assert layout_crops.cropped(again, layout_crops.Crop(*crop, CPU)) is found
 
 
-def test_parts_are_planned_before_a_graph_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crops_are_planned_before_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     found = layout_crops.cropped(layout_crops.FullLayout(LAYOUT, LENGTH), layout_crops.Crop(0, 77, 0, 77, CPU))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     found.plan("cpu")
 
 
-@pytest.mark.parametrize("part", [(0, 150, 0, 150), (90, 5, 0, 95), (149, 1, 100, 50), (118, 10, 80, 48)], ids=str)
+@pytest.mark.parametrize("crop", [(0, 150, 0, 150), (90, 5, 0, 95), (149, 1, 100, 50), (118, 10, 80, 48)], ids=str)
 @pytest.mark.parametrize("padding", [(0, 0), (0, 30), (110, 150), (40, 60), (0, 150)], ids=str)
-def test_padding_has_no_position(part: tuple[int, int, int, int], padding: tuple[int, int]) -> None:
-    q_start, q_len, kv_start, kv_len = part
+def test_padding_takes_no_position(crop: tuple[int, int, int, int], padding: tuple[int, int]) -> None:
+    q_start, q_len, kv_start, kv_len = crop
     is_token = torch.ones(kv_start + kv_len, dtype=torch.bool)
     is_token[slice(*padding)] = False
     position = [int(is_token[:slot].sum()) for slot in range(len(is_token))]
@@ -84,5 +84,5 @@ def test_padding_has_no_position(part: tuple[int, int, int, int], padding: tuple
         return is_token[q] and is_token[kv] and attends(position[q], position[kv])
 
     rows = [[bool(expected(q_start + q, kv_start + kv)) for kv in range(kv_len)] for q in range(q_len)]
-    found = layout_crops.in_slots(LAYOUT, is_token, layout_crops.Crop(*part, CPU))
+    found = layout_crops.in_slots(LAYOUT, is_token, layout_crops.Crop(*crop, CPU))
     assert torch.equal(found.to_dense()[0, 0], torch.tensor(rows))

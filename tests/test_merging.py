@@ -29,7 +29,7 @@ def parts() -> tuple[BlockLayout, BlockLayout]:
     return tuple(BlockLayout.from_dense(mask, block_size=32) for mask in (first, second))  # type: ignore[return-value]
 
 
-def test_two_parts_are_the_whole_and_so_are_the_gradients() -> None:
+def test_two_merged_parts_equal_the_whole_with_gradients() -> None:
     first, second = parts()
     assert (first & second).nnz == 0 and not (first | second).to_dense()[0, 0, :32].any()
     generator = torch.Generator().manual_seed(1)
@@ -42,8 +42,8 @@ def test_two_parts_are_the_whole_and_so_are_the_gradients() -> None:
             out, lse = attention_with_lse(*tensors, first | second)
         generator.manual_seed(1)
         dout, dlse = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (out.shape, lse.shape))
-        is_row = lse != -torch.inf
-        loss = (out * dout).sum() + torch.where(is_row, lse * dlse, 0).sum()
+        has_keys = lse != -torch.inf
+        loss = (out * dout).sum() + torch.where(has_keys, lse * dlse, 0).sum()
         results.append([out, lse, *torch.autograd.grad(loss, tensors)])
     merged, whole = results
     assert (merged[0][:, :, :32] == 0).all() and (merged[1][:, :, :32] == -torch.inf).all()
@@ -52,7 +52,7 @@ def test_two_parts_are_the_whole_and_so_are_the_gradients() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_pass_gradcheck() -> None:
     generator = torch.Generator().manual_seed(0)
     outs = [torch.randn(1, 2, 3, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in "ab"]
     lses = [torch.randn(1, 2, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in "ab"]
@@ -61,12 +61,12 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("empty", ["a", "b", "both"])
-def test_an_empty_side_leaves_the_other_bit_for_bit(empty: str) -> None:
+def test_an_empty_side_leaves_the_other_bitwise_unchanged(empty: str) -> None:
     out = torch.randn(1, 1, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     lse = torch.linspace(-300, 300, 5)[None, None]
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    given = {"a": (*nothing, out, lse), "b": (out, lse, *nothing), "both": (*nothing, *nothing)}[empty]
-    tensors = [t.clone().requires_grad_() for t in given]
+    arguments = {"a": (*nothing, out, lse), "b": (out, lse, *nothing), "both": (*nothing, *nothing)}[empty]
+    tensors = [t.clone().requires_grad_() for t in arguments]
     merged = merge(*tensors)
     for actual, expected in zip(merged, nothing if empty == "both" else (out, lse), strict=True):
         assert actual.dtype == expected.dtype and torch.equal(actual, expected)
@@ -74,14 +74,14 @@ def test_an_empty_side_leaves_the_other_bit_for_bit(empty: str) -> None:
         assert gradient.isfinite().all()
 
 
-def test_far_apart_weights_neither_overflow_nor_vanish() -> None:
+def test_lse_far_apart_neither_overflow_nor_underflow() -> None:
     out = torch.tensor([[[[1.0], [2.0]]]])
     merged, lse = merge(out, torch.tensor([[[500.0, -500.0]]]), -out, torch.tensor([[[-500.0, -500.0]]]))
     assert torch.equal(merged, torch.tensor([[[[1.0], [0.0]]]]))
     torch.testing.assert_close(lse, torch.tensor([[[500.0, -500.0 + 0.6931472]]]))
 
 
-def test_it_compiles_into_one_graph() -> None:
+def test_merge_compiles_into_one_graph() -> None:
     first, second = (layout.to("cpu") for layout in parts())
     tensors = [t.detach() for t in inputs(torch.float32)]
     pair = (*attention_with_lse(*tensors, first), *attention_with_lse(*tensors, second))
@@ -90,7 +90,7 @@ def test_it_compiles_into_one_graph() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_many_parts_in_any_order() -> None:
+def test_many_parts_merge_in_any_order() -> None:
     tensors = [t.detach() for t in inputs(torch.float64)]
     layout = masks.causal(LENGTH, block_size=32)
     bounds = [0, 50, 64, 130, LENGTH]
@@ -130,7 +130,7 @@ WRONG_CALLS: list[tuple[int, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("place", "value", "exception", "message"), WRONG_CALLS)
-def test_wrong_calls_are_refused_by_name(place: int, value: Any, exception: type[Exception], message: str) -> None:
+def test_errors_name_the_wrong_argument(place: int, value: Any, exception: type[Exception], message: str) -> None:
     arguments: list[Any] = [OUT, LSE, OUT, LSE]
     arguments[place] = value
     with pytest.raises(exception, match=message):

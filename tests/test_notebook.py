@@ -34,19 +34,19 @@ def test_every_cell_runs(capsys: pytest.CaptureFixture[str]) -> None:
                 shown.append(run_cell("".join(cell["source"]), f"quickstart.ipynb, cell {number}", scope))
     assert shown.count(True) == 1, "equal masks are equal layouts"
     assert sum("<svg" in each._repr_html_() for each in shown if hasattr(each, "_repr_html_")) == 2
-    # the model has learned its sequence, and decodes it
+    # the model has learned its sequence and decodes it
     assert scope["loss"] < 1.0
-    said, expected = re.findall(r"\[([\d, ]+)\]", capsys.readouterr().out.splitlines()[-1])
-    assert sum(a == b for a, b in zip(said.split(", "), expected.split(", "), strict=True)) >= 10
+    decoded, expected = re.findall(r"\[([\d, ]+)\]", capsys.readouterr().out.splitlines()[-1])
+    assert sum(a == b for a, b in zip(decoded.split(", "), expected.split(", "), strict=True)) >= 10
 
 
-def test_a_cell_that_fails_is_named() -> None:
+def test_run_cell_returns_the_last_expression_and_raises_errors() -> None:
     assert run_cell("x = 1\nx + 1", "here", {}) == 2 and run_cell("x = 1", "here", {}) is None
     with pytest.raises(ZeroDivisionError):
         run_cell("1 / 0", "here", {})
 
 
-def test_the_notebook_is_stored_as_notebooks_are_without_outputs() -> None:
+def test_the_notebook_has_the_standard_format_and_no_outputs() -> None:
     text = NOTEBOOK.read_text(encoding="utf-8")
     notebook = json.loads(text)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
@@ -57,7 +57,7 @@ def test_the_notebook_is_stored_as_notebooks_are_without_outputs() -> None:
             assert cell["outputs"] == [] and cell["execution_count"] is None
 
 
-def test_its_links_lead_somewhere() -> None:
+def test_links_exist() -> None:
     text = "".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert links and all((NOTEBOOK.parent / link).exists() for link in links)

@@ -20,7 +20,7 @@ LENGTH = 160
 
 
 def tensors(device: torch.device, *, heads: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """q, k, v of LENGTH tokens and head_dim 16, wanting gradients."""
+    """q, k, v of LENGTH tokens and head_dim 16 that require gradients."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(1, heads, LENGTH, 16, generator=generator, dtype=dtype).to(device).requires_grad_() for _ in "qkv"
@@ -35,7 +35,7 @@ def layout(device: torch.device) -> BlockLayout:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("case", ["layout", "dense", "causal, lengths", "dropout"])
-def test_opcheck(case: str, backend: str, device: torch.device, layout: BlockLayout) -> None:
+def test_operators_pass_opcheck(case: str, backend: str, device: torch.device, layout: BlockLayout) -> None:
     q, k, v = tensors(device)
     plan = list(layout.plan(device)) if case in ("layout", "dropout") else []
     lengths = torch.tensor([100], device=device) if "lengths" in case else None
@@ -64,7 +64,9 @@ def gradients(call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_compiles_whole_and_equals_the_uncompiled_call(causal: bool, device: torch.device, layout: BlockLayout) -> None:
+def test_compiles_into_one_graph_and_equals_the_uncompiled_call(
+    causal: bool, device: torch.device, layout: BlockLayout
+) -> None:
     layout.plan(device, causal=causal)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +78,7 @@ def test_compiles_whole_and_equals_the_uncompiled_call(causal: bool, device: tor
     torch.testing.assert_close(gradients(compiled, *inputs), gradients(call, *inputs), rtol=0, atol=0)
 
 
-# importing inductor warns of torch's own use of torch.jit
+# importing inductor warns about torch's own use of torch.jit
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> None:
     compiled = torch.compile(lambda q, k, v: attention(q * 2, k, v, layout) + 1, fullgraph=True)
@@ -86,7 +88,7 @@ def test_compiles_with_inductor(device: torch.device, layout: BlockLayout) -> No
 
 # on a GPU this captures CUDA graphs, and inductor warns that float32 products could be TF32
 @pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
-# the operators are not captured, and here a part between them may be nothing
+# the operators are not captured, and a part between them may be empty
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_layer_trains_under_max_autotune(device: torch.device, layout: BlockLayout) -> None:
@@ -101,8 +103,8 @@ def test_a_layer_trains_under_max_autotune(device: torch.device, layout: BlockLa
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_layout_compiles_again(device: torch.device) -> None:
-    """Not with other content, nor with other blocks: the lists of a plan are dynamic from the first call on."""
+def test_other_layouts_do_not_recompile(device: torch.device) -> None:
+    """With other blocks or another block size: the lists of a plan have dynamic lengths from the first call on."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def call(q: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -119,13 +121,13 @@ def test_no_layout_compiles_again(device: torch.device) -> None:
         layouts += [masks.global_tokens(length, tokens=t, block_size=block_size) for t in (1, 128, [5, 900])]
         layouts += [masks.causal(length, block_size=block_size), masks.butterfly(length, block_size=block_size)]
     seen = {tuple(t.shape for t in layout.plan(device)) for layout in layouts}
-    assert len(seen) > 10, "the plans must differ in shape for this test to mean anything"
+    assert len(seen) > 10, "the plans must differ in shape, or the test proves nothing"
     for layout in layouts:
         compiled(q, layout.to(device)).backward()
     assert counter.frame_count == 1
 
 
-def test_a_module_that_holds_a_layout_recompiles_at_most_once(device: torch.device) -> None:
+def test_changing_the_layout_of_a_module_recompiles_at_most_once(device: torch.device) -> None:
     class Holder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -169,7 +171,7 @@ def test_checkpointing_repeats_the_dropout(use_reentrant: bool, device: torch.de
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
-def test_functional_call_with_other_weights(device: torch.device, layout: BlockLayout) -> None:
+def test_functional_call_uses_other_weights(device: torch.device, layout: BlockLayout) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -202,11 +204,11 @@ def test_a_second_derivative_is_refused(device: torch.device, layout: BlockLayou
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("of_scores", [False, True], ids=["plain", "scored"])
-def test_several_gradients_at_once_are_refused(of_scores: bool, device: torch.device, layout: BlockLayout) -> None:
-    """vmap went into the kernels, and its error named an operation inside of them."""
+@pytest.mark.parametrize("has_slopes", [False, True], ids=["plain", "scored"])
+def test_several_gradients_at_once_are_refused(has_slopes: bool, device: torch.device, layout: BlockLayout) -> None:
+    """vmap used to enter the kernels, and its error named an operation inside them."""
     q, k, v = tensors(device)
-    slopes = torch.ones(2, device=device) if of_scores else None
+    slopes = torch.ones(2, device=device) if has_slopes else None
 
     def first(q: torch.Tensor, backend: str) -> torch.Tensor:
         return attention(q, k, v, layout, alibi_slopes=slopes, backend=backend)[0, 0, :2, 0]
@@ -220,7 +222,7 @@ def test_several_gradients_at_once_are_refused(of_scores: bool, device: torch.de
             torch.autograd.grad(result, q, grads, is_grads_batched=True, retain_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward takes one gradient at a time"):
         torch.autograd.functional.jacobian(lambda q: first(q, "auto"), q, vectorize=True)
-    # the ways out
+    # what the error advises
     ours = torch.autograd.functional.jacobian(lambda q: first(q, "auto"), q)
     torch.testing.assert_close(
         torch.autograd.functional.jacobian(lambda q: first(q, "reference"), q, vectorize=True),
@@ -230,7 +232,7 @@ def test_several_gradients_at_once_are_refused(of_scores: bool, device: torch.de
     )
 
 
-def test_autocast_computes_in_its_type(device: torch.device, layout: BlockLayout) -> None:
+def test_autocast_computes_in_its_dtype(device: torch.device, layout: BlockLayout) -> None:
     q, k, v = tensors(device)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = attention(q, k, v, layout)
@@ -244,7 +246,7 @@ def test_autocast_computes_in_its_type(device: torch.device, layout: BlockLayout
 # torch's own use of torch.jit
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_forward_mode_is_refused(device: torch.device) -> None:
-    """Anything else would be a silent zero tangent."""
+    """Without an error, the tangent would silently be zero."""
     q, k, v = (tensor.detach() for tensor in tensors(device))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
@@ -253,7 +255,7 @@ def test_forward_mode_is_refused(device: torch.device) -> None:
 
 
 def test_modes_and_profilers_see_the_operators(device: torch.device) -> None:
-    """Other calls skip the dispatcher; a mode and a profiler must see the operators."""
+    """Calls skip the dispatcher only if no mode and no profiler is active."""
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Philox against published answers, and the dropout mask as a function of the position alone."""
+"""Philox gives the published answers, and the dropout mask depends on the position alone."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ def keep(seed: int, batch: int, heads: int, q_len: int, kv_len: int, dropout_p: 
 
 
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
-def test_known_answers(name):
+def test_philox_gives_the_published_answers(name):
     counter, key, expected = KNOWN_ANSWERS[name]
     words = philox.philox_4x32(as_int64(*counter), as_int64(*key))
     assert tuple(word.item() for word in words) == expected
 
 
-def test_counter_word_and_half_are_those_of_the_docstring():
-    # of 32 keys number 77, of 16 queries number 41; the word of the later 8 queries and the earlier 8 keys, the upper
-    # half
+def test_counter_word_and_half_are_as_documented():
+    # group 77 of 32 keys, group 41 of 16 queries; upper half of the word of the later 8 queries and the earlier 8 keys
     seed, batch, head, q_pos, kv_pos = 0x299F31D0A4093822, 3, 5, 16 * 41 + 8 + 5, 32 * 77 + 16 + 6
     words = philox.philox_4x32(as_int64(8 * 77 + 6, 8 * 41 + 5, head, batch), as_int64(0xA4093822, 0x299F31D0))
     half = words[2].item() >> 16
@@ -68,7 +67,7 @@ def test_a_negative_seed_is_its_two_complement_bits():
         assert kept.item() == (word.item() >= 2**31)
 
 
-def test_mask_of_a_part_is_the_part_of_the_mask():
+def test_the_mask_of_a_part_is_that_part_of_the_whole_mask():
     whole = keep(11, 2, 3, 64, 96, dropout_p=0.4)
     q_pos, kv_pos = torch.arange(17, 50)[:, None], torch.arange(30, 91)[None, :]
     part = philox.keep_mask(torch.tensor([11]), torch.tensor(1), torch.tensor(2), q_pos, kv_pos, 0.4)
@@ -96,7 +95,7 @@ def test_neighbours_are_uncorrelated(distance):
         assert abs((shifted * original).mean().item()) < 6 / original.numel() ** 0.5
 
 
-def test_threshold_fits_16_bits_and_the_share_goes_with_it():
+def test_threshold_has_16_bits_and_kept_share_follows_it():
     assert philox.threshold(0.0) == 0
     assert philox.threshold(0.5) == 2**15
     assert philox.threshold(1 - 2**-53) == 2**16 - 1

@@ -1,4 +1,4 @@
-"""README and docs: their length, their code runs, names, links, commands and versions exist."""
+"""README and docs are short, their code runs, and their names, links, commands and versions exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 README = PAGES["README.md"]
-# pages of text; those of docs/reference are written from docstrings
+# without docs/reference, which is generated from docstrings
 DOCS = [name for name in PAGES if name.startswith("docs/") and not name.startswith("docs/reference/")]
 
 
@@ -62,8 +62,8 @@ SHELL = [pytest.param(block, id=f"{block.page}:{block.line}") for block in BLOCK
 
 
 def run(block: Block) -> None:
-    """Runs a block, or parses it if its page says why it cannot run here."""
-    # as many empty lines as are above it in its page, so that tracebacks name the right line
+    """Runs a block, or only parses it if its page says why it cannot run here."""
+    # as many empty lines as its page has above it, so that tracebacks name the right line
     code = "\n" * block.line + block.code
     if block.reason is not None:
         ast.parse(code)
@@ -124,7 +124,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_first_example_has_leaves_with_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    """bfloat16, which the fastest backend runs, and a gradient that is there."""
+    """In bfloat16, which the fastest backend supports."""
     first = next(block for block in BLOCKS if block.page == "README.md" and block.language == "python")
     scope: dict[str, object] = {}
     exec(first.code, scope)
@@ -137,24 +137,24 @@ def test_the_first_example_has_leaves_with_gradients(capsys: pytest.CaptureFixtu
 
 
 def rows_of(page: str, head: str) -> list[list[str]]:
-    """The cells of the table of a page that begins with `head`."""
+    """The cells of the table that begins with `head`."""
     table = page[page.index(head) :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table[2:]]
 
 
-def test_the_masks_of_the_readme_are_called_as_it_says() -> None:
+def test_the_mask_calls_of_the_readme_give_layouts() -> None:
     calls = [row[0].strip("`") for row in rows_of(README, "| Mask | A token attends to |")]
     assert len(calls) == 8
     assert all(isinstance(eval(call, {"masks": masks, "n": 4096}), BlockLayout) for call in calls)
 
 
 def test_the_number_of_masks_is_right() -> None:
-    # build reads the others, orders are no masks
+    # build and orders are not masks
     count = sum(name != "build" and not name.endswith("_order") for name in masks.__all__)
     assert f"**{count} masks are included**" in README
 
 
-def test_hugging_face_takes_five_lines() -> None:
+def test_the_hugging_face_example_has_at_most_five_lines() -> None:
     (block,) = (block for block in BLOCKS if block.page == "README.md" and "transformers" in block.code)
     assert len([line for line in block.code.splitlines() if line and "import" not in line]) <= 5
 
@@ -211,13 +211,13 @@ def prose(page: str) -> str:
 
 
 def anchors(page: str) -> set[str]:
-    """What the headings of a page are called in a link."""
+    """Link anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("docs/reference/")])
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_exist(name: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", prose(PAGES[name])) if not link.startswith("https://")]
     assert links
     for link in links:
@@ -253,7 +253,7 @@ def test_a_package_index_shows_the_pictures_of_the_readme() -> None:
 
 
 def test_the_source_distribution_has_the_files_that_its_build_reads() -> None:
-    """A readme made by a plugin is not included by itself."""
+    """A readme made by a plugin is not included automatically."""
     hatch = project()["tool"]["hatch"]
     read = [fragment["path"] for fragment in hatch["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]]
     included = [path.lstrip("/") for path in hatch["build"]["targets"]["sdist"]["include"]]
@@ -272,7 +272,7 @@ def test_the_address_of_the_repository_is_the_same_everywhere() -> None:
 # ---- versions and commands ----
 
 
-def test_the_version_to_cite_is_that_of_the_library() -> None:
+def test_the_cited_version_is_that_of_the_package() -> None:
     version = blocksparse_flash.__version__
     assert re.findall(r"version = {(.*?)}", README) == [version]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
@@ -280,13 +280,13 @@ def test_the_version_to_cite_is_that_of_the_library() -> None:
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_versions_that_are_needed_are_those_of_the_package() -> None:
-    said = project()["project"]
-    python = said["requires-python"].removeprefix(">=")
-    torch_version = next(each.removeprefix("torch>=") for each in said["dependencies"] if each.startswith("torch"))
+def test_required_versions_are_those_of_the_package() -> None:
+    metadata = project()["project"]
+    python = metadata["requires-python"].removeprefix(">=")
+    torch_version = next(each.removeprefix("torch>=") for each in metadata["dependencies"] if each.startswith("torch"))
     for name in ("README.md", "docs/index.md"):
         assert f"You need Python {python} and PyTorch {torch_version}, or later versions." in PAGES[name]
-    assert f"Programming Language :: Python :: {python}" in said["classifiers"]
+    assert f"Programming Language :: Python :: {python}" in metadata["classifiers"]
 
 
 def test_extras_exist() -> None:
@@ -294,7 +294,7 @@ def test_extras_exist() -> None:
     assert {"huggingface", "docs"} <= extras <= project()["project"]["optional-dependencies"].keys()
 
 
-def test_targets_exist() -> None:
+def test_make_targets_exist() -> None:
     targets = set(re.findall(r"(?:^|`)make ([a-z-]+)", "\n".join(PAGES.values()), flags=re.MULTILINE))
     made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert {"demo", "docs", "test"} <= targets <= made

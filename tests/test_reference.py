@@ -1,4 +1,4 @@
-"""The reference against numbers worked out by hand and a double loop, never against a backend."""
+"""The reference equals results computed by hand and a double loop; it is never compared with a backend."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_mask_broadcasts(shape):
     torch.testing.assert_close(lse, expected_lse)
 
 
-# bottom-right: the last query meets every key, whichever side is longer
+# bottom-right: the last query attends to every key, whichever side is longer
 CAUSAL_PICTURES = {
     (3, 3): ["100", "110", "111"],
     (2, 5): ["11110", "11111"],
@@ -130,7 +130,7 @@ def test_empty_rows_give_zero_output_and_zero_gradients():
         assert grad.isfinite().all() and (grad[1] == 0).all() and (grad[0] != 0).any()
 
 
-def test_an_incoming_gradient_of_an_empty_rows_lse_is_ignored():
+def test_the_lse_gradient_of_an_empty_row_is_ignored():
     q, k, v = (t.requires_grad_() for t in random_inputs())
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[2] = False
@@ -139,7 +139,7 @@ def test_an_incoming_gradient_of_an_empty_rows_lse_is_ignored():
     assert q.grad.isfinite().all() and (q.grad[:, :, 2] == 0).all() and k.grad.isfinite().all()
 
 
-def test_grouped_heads_share_their_neighbours_keys():
+def test_neighbouring_query_heads_share_a_key_head():
     q, k, v = random_inputs(heads=6, kv_heads=2)
     out, lse = reference.attention(q, k, v)
     for head in range(6):
@@ -148,7 +148,7 @@ def test_grouped_heads_share_their_neighbours_keys():
         torch.testing.assert_close(lse[:, [head]], alone[1])
 
 
-def test_keys_beyond_kv_lengths_do_not_exist_even_if_nan():
+def test_keys_beyond_kv_lengths_are_ignored_even_if_nan():
     q, k, v = random_inputs(batch=3)
     lengths = torch.tensor([7, 4, 0])
     clean = reference.attention(q, k, v, (torch.arange(7) < lengths[:, None])[:, None, None])
@@ -175,7 +175,7 @@ def test_kv_lengths_do_not_move_the_causal_diagonal():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_are_those_of_finite_differences(causal):
+def test_gradients_pass_gradcheck(causal):
     q, k, v = (t.requires_grad_() for t in random_inputs(batch=2, heads=2, kv_heads=1, q_len=3, kv_len=4, v_dim=2))
     mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]]).bool()
 
@@ -197,7 +197,7 @@ def test_gradients_are_those_of_finite_differences(causal):
     assert torch.autograd.gradcheck(call, (q, k, v))
 
 
-def test_dropout_drops_weights_and_scales_the_kept():
+def test_dropout_drops_weights_and_scales_the_others():
     """With values one-hot by key, the output is the matrix of weights itself."""
     q, k, _ = random_inputs(kv_heads=4, q_len=6, kv_len=9)
     v = torch.eye(9, dtype=torch.float64).expand(2, 4, 9, 9)
@@ -236,7 +236,7 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_types(dtype):
+def test_results_have_the_documented_dtypes(dtype):
     q, k, v = random_inputs(q_len=64, kv_len=80, head_dim=16, dtype=dtype)
     out, lse = reference.attention(q, k, v)
     assert out.dtype == dtype
@@ -263,7 +263,7 @@ def test_autocast_of_the_caller_changes_nothing():
 
 # (batch, heads, kv_heads, q_len, kv_len), one of them zero
 @pytest.mark.parametrize("sizes", [(0, 4, 2, 5, 7), (2, 0, 0, 5, 7), (2, 4, 2, 0, 7), (2, 4, 2, 5, 0), (2, 0, 2, 5, 7)])
-def test_sizes_of_zero(sizes):
+def test_empty_inputs_give_zeros(sizes):
     batch, heads, kv_heads, q_len, kv_len = sizes
     q, k, v = (
         t.requires_grad_()

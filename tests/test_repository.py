@@ -16,16 +16,16 @@ import masks
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("blocksparse_flash", "masks", "benchmarks")
-# words of our own that have a standard term (CONTRIBUTING.md); as parts of identifiers too. WHO was a constant
+# private words with a standard term (CONTRIBUTING.md), also as parts of identifiers. WHO was a constant
 OWN_WORDS = re.compile(
     r"(?i)(?<![a-z])(told|hand[ _]in|handed[ _]in|served|descend|soften|watchers|copy[ _]engine|multiprocessors?)"
     r"(?![a-z])|(?-i:\bWHO\b)"
 )
 # facts with one home in the package
 DEFINED_ONCE = ("TILE", "PARTIAL", "LOG2_E", "padded_dim")
-MAX_PARAMETERS, MAX_JITTED_PARAMETERS, MAX_FILES_AT_THE_TOP = 12, 30, 16
-# the arguments of a call of attention are public
-OF_A_CALL = re.compile(r"_?(attention|attention_with_lse|explain)(_scored)?")
+MAX_PARAMETERS, MAX_JITTED_PARAMETERS, MAX_TOP_LEVEL_FILES = 12, 30, 16
+# their signature is public
+PUBLIC_CALLS = re.compile(r"_?(attention|attention_with_lse|explain)(_scored)?")
 
 
 def python_files(*folders: str, root: Path = ROOT) -> dict[str, str]:
@@ -43,8 +43,8 @@ def python_files(*folders: str, root: Path = ROOT) -> dict[str, str]:
 def modules_after(statement: str) -> set[str]:
     """Top-level packages loaded in a fresh interpreter."""
     code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(said.stdout.split())
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 @pytest.mark.parametrize("package", ["blocksparse_flash", "blocksparse_flash.interop"])
@@ -58,17 +58,17 @@ def test_importing_the_package_loads_nothing_heavy(package: str) -> None:
 def test_formats_of_other_packages_are_imported_lazily() -> None:
     code = "import sys, blocksparse_flash; print([name for name in sys.modules if 'interop' in name or 'flex' in name])"
     before = "import sys, torch; print([name for name in sys.modules if 'interop' in name or 'flex' in name])"
-    said = [
+    loaded = [
         subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for run in (code, before)
     ]
-    assert said[0] == said[1]
+    assert loaded[0] == loaded[1]
 
 
 # ---- names ----
 
 
-def test_public_names() -> None:
+def test_public_names_are_fixed() -> None:
     assert blocksparse_flash.__all__ == [
         "BlockLayout",
         "Explanation",
@@ -132,7 +132,7 @@ def test_attention_has_its_exact_signature() -> None:
         assert str(inspect.Signature(bare)) == f"({expected})"
 
 
-def test_file_names_say_what_is_inside() -> None:
+def test_no_file_has_a_vague_name() -> None:
     vague = {"util", "utils", "common", "helper", "helpers", "config", "misc"}
     everything = [path for folder in (*CODE, "tests") for path in (ROOT / folder).rglob("*")]
     assert [path for path in everything if path.stem in vague] == []
@@ -150,11 +150,11 @@ def test_no_environment_variables_are_read() -> None:
 def questions(files: dict[str, str]) -> list[str]:
     """Module docstrings whose first line is a question."""
     found = {name: ast.get_docstring(ast.parse(text)) or "" for name, text in files.items()}
-    return [f"{name}: {said.splitlines()[0]}" for name, said in found.items() if said and "?" in said.splitlines()[0]]
+    return [f"{name}: {doc.splitlines()[0]}" for name, doc in found.items() if doc and "?" in doc.splitlines()[0]]
 
 
 def own_words(files: dict[str, str]) -> list[str]:
-    """Lines with a word that has a standard term."""
+    """Uses of a private word that has a standard term."""
     return [
         f"{name}:{number}: {found[0]}"
         for name, text in files.items()
@@ -164,7 +164,7 @@ def own_words(files: dict[str, str]) -> list[str]:
 
 
 def definitions(files: dict[str, str]) -> list[str]:
-    """Where names of DEFINED_ONCE are defined. `TILE = tl.constexpr(plan_format.TILE)` is no definition."""
+    """Definitions of names in DEFINED_ONCE; `TILE = tl.constexpr(plan_format.TILE)` does not count."""
     found = []
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
@@ -181,11 +181,11 @@ def definitions(files: dict[str, str]) -> list[str]:
 
 
 def long_signatures(files: dict[str, str]) -> list[str]:
-    """Functions with too many parameters, kernels and their device functions judged by a limit of their own."""
+    """Functions with too many parameters; kernels and device functions have a limit of their own."""
     found = []
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and not OF_A_CALL.fullmatch(node.name):
+            if isinstance(node, ast.FunctionDef) and not PUBLIC_CALLS.fullmatch(node.name):
                 n = sum(map(len, (node.args.posonlyargs, node.args.args, node.args.kwonlyargs)))
                 is_jitted = any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(each)) for each in node.decorator_list)
                 if n > (MAX_JITTED_PARAMETERS if is_jitted else MAX_PARAMETERS):
@@ -197,7 +197,7 @@ def test_no_module_docstring_is_a_question() -> None:
     assert questions(python_files(*CODE, "tests")) == []
 
 
-def test_code_uses_the_words_of_the_field() -> None:
+def test_code_uses_standard_terms() -> None:
     assert own_words(python_files()) == []
 
 
@@ -210,12 +210,12 @@ def test_signatures_are_short() -> None:
     assert long_signatures(python_files("blocksparse_flash", "masks")) == []
 
 
-def test_few_files_lie_at_the_top_of_the_package() -> None:
+def test_the_package_has_few_top_level_files() -> None:
     names = sorted(path.name for path in (ROOT / "blocksparse_flash").glob("*.py"))
-    assert len(names) <= MAX_FILES_AT_THE_TOP, names
+    assert len(names) <= MAX_TOP_LEVEL_FILES, names
 
 
-def takes(n: int) -> str:
+def function_with(n: int) -> str:
     """A function with n parameters."""
     return f"def f({', '.join(f'x{i}' for i in range(n))}): pass"
 
@@ -235,11 +235,11 @@ def takes(n: int) -> str:
         (definitions, "TILE: int = 128\ndef padded_dim(): pass", ["TILE in code.py", "padded_dim in code.py"]),
         (definitions, "PARTIAL = tl.constexpr(plan_format.PARTIAL)", []),
         (definitions, "from plan_format import TILE\ndef f(TILE): pass", []),
-        (long_signatures, takes(13), ["code.py: f takes 13 parameters"]),
-        (long_signatures, takes(12), []),
-        (long_signatures, takes(13).replace("f(", "attention_with_lse("), []),
-        (long_signatures, "@triton.jit\n" + takes(30), []),
-        (long_signatures, "@gluon.jit(do_not_specialize=[])\n" + takes(31), ["code.py: f takes 31 parameters"]),
+        (long_signatures, function_with(13), ["code.py: f takes 13 parameters"]),
+        (long_signatures, function_with(12), []),
+        (long_signatures, function_with(13).replace("f(", "attention_with_lse("), []),
+        (long_signatures, "@triton.jit\n" + function_with(30), []),
+        (long_signatures, "@gluon.jit(do_not_specialize=[])\n" + function_with(31), ["code.py: f takes 31 parameters"]),
     ],
 )
 def test_a_planted_violation_is_found(rule, text: str, expected: list[str]) -> None:
@@ -250,7 +250,7 @@ def test_a_planted_violation_is_found(rule, text: str, expected: list[str]) -> N
 
 
 def tracked_text() -> dict[str, str]:
-    """Path -> text of the files in the repository, pictures left out."""
+    """Path -> text of the files in the repository, without pictures."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -268,13 +268,13 @@ def tracked_text() -> dict[str, str]:
     }
 
 
-def test_no_path_of_a_machine() -> None:
+def test_no_file_has_a_path_of_a_machine() -> None:
     machine = re.compile(r"(?<![\w.*}$)])/(home|root|work|Users|mnt|opt|tmp)/\w")
     assert machine.search(" /home/someone")
     assert [name for name, text in tracked_text().items() if machine.search(text)] == ["tests/test_repository.py"]
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_no_file_has_a_marker_for_later_work() -> None:
     words = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")))
     assert [name for name, text in tracked_text().items() if words.search(text)] == []
 
@@ -284,6 +284,6 @@ def test_makefile_names_files_that_exist() -> None:
     assert named and [path for path in named if not list(ROOT.glob(path))] == []
 
 
-def test_folders_at_the_top_are_fixed() -> None:
+def test_top_level_folders_are_known() -> None:
     folders = {name.split("/")[0] for name in tracked_text() if "/" in name}
     assert folders <= {*CODE, "tests", "docs", ".ci", ".github"}

@@ -1,4 +1,4 @@
-"""Imports point one way: a room of the package may import rooms above it in ROOMS, never those below."""
+"""Imports point one way: a room (a file or folder of the package) imports only rooms above it in ROOMS."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
 
 
 def violations(root: Path) -> list[str]:
-    """One sentence for each import that the order of the rooms does not allow."""
+    """One sentence per import that the order of the rooms forbids."""
     found = []
     for path in sorted((root / "blocksparse_flash").rglob("*.py")):
         name = path.relative_to(root / "blocksparse_flash").as_posix()

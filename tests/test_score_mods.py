@@ -40,7 +40,7 @@ def layout_of(
 def call_of(
     layout: BlockLayout | None = None, *, dtype: torch.dtype = torch.float64, bias: str = "heads"
 ) -> dict[str, Any]:
-    """q, k, v and every option, of fixed numbers."""
+    """q, k, v and all score mods, with fixed random values."""
     q_len, kv_len = (Q_LEN, KV_LEN) if layout is None else (layout.q_len, layout.kv_len)
     draw = torch.Generator().manual_seed(1)
     call: dict[str, Any] = {
@@ -95,12 +95,12 @@ def double_loop(call: dict[str, Any], scale: float) -> tuple[Tensor, Tensor]:
 
 
 def bias_of_pair(bias: Tensor, layout: Any, b: int, h: int, i: int, j: int) -> float:
-    """The number of the stored block that holds a pair, found in the CSR tensors."""
+    """Bias of the stored block that holds a pair, found in the CSR tensors."""
     lead = layout.indptr[b % layout.shape[0], h % layout.shape[1]]
     begin, end = lead[i // layout.block_size[0]], lead[i // layout.block_size[0] + 1]
-    (place,) = [e for e in range(begin, end) if layout.indices[e] == j // layout.block_size[1]]
-    numbers = bias.reshape((1,) * (3 - bias.dim()) + tuple(bias.shape))
-    return float(numbers[b % numbers.shape[0], h % numbers.shape[1], place])
+    (entry,) = [e for e in range(begin, end) if layout.indices[e] == j // layout.block_size[1]]
+    bias = bias.reshape((1,) * (3 - bias.dim()) + tuple(bias.shape))
+    return float(bias[b % bias.shape[0], h % bias.shape[1], entry])
 
 
 OPTIONS = ["sinks", "softcap", "alibi_slopes", "block_bias"]
@@ -108,7 +108,7 @@ OPTIONS = ["sinks", "softcap", "alibi_slopes", "block_bias"]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kept", [*([name] for name in OPTIONS), OPTIONS], ids="-".join)
-def test_each_option_is_its_definition(kept: list[str], backend: str) -> None:
+def test_each_option_equals_its_definition(kept: list[str], backend: str) -> None:
     call = call_of(layout_of())
     call = {name: value for name, value in call.items() if name not in OPTIONS or name in kept}
     actual = attention_with_lse(**call, scale=0.4, backend=backend)
@@ -118,18 +118,18 @@ def test_each_option_is_its_definition(kept: list[str], backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias", ["blocks", "heads", "all"])
 @pytest.mark.parametrize("block_size", [16, 32, (16, 48)], ids=str)
-def test_a_bias_goes_to_its_block(block_size: Any, bias: str, backend: str) -> None:
+def test_a_block_bias_is_added_to_its_block(block_size: Any, bias: str, backend: str) -> None:
     call = call_of(layout_of(block_size=block_size), bias=bias)
     torch.testing.assert_close(attention_with_lse(**call, scale=0.4, backend=backend), double_loop(call, 0.4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layout_with_heads_has_a_bias_for_each_of_its_blocks(backend: str) -> None:
+def test_a_layout_with_heads_has_one_bias_per_block(backend: str) -> None:
     call = call_of(layout_of(heads=HEADS), bias="blocks")
     torch.testing.assert_close(attention_with_lse(**call, scale=0.4, backend=backend), double_loop(call, 0.4))
 
 
-def test_by_hand() -> None:
+def test_a_sink_equals_a_result_by_hand() -> None:
     """Scores log 1 and log 3, a sink of log 4: weights 1/8 and 3/8, lse log 8."""
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 3.0]).log().reshape(1, 1, 2, 1)
     v = torch.tensor([8.0, 16.0]).reshape(1, 1, 2, 1)
@@ -139,19 +139,19 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_rows_without_keys_have_their_sink(backend: str, device: torch.device) -> None:
+def test_lse_of_empty_rows_is_their_sink(backend: str, device: torch.device) -> None:
     layout = layout_of()
     call = call_of(layout, dtype=torch.float32)
     call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
     out, lse = attention_with_lse(**call, backend=backend)
-    is_keyless = ~layout.to_dense().any(-1)[0, 0]
-    assert is_keyless.any() and not out[:, :, is_keyless].any()
-    expected = call["sinks"].float()[:, None].expand_as(lse[:, :, is_keyless])
-    torch.testing.assert_close(lse[:, :, is_keyless], expected)
+    is_empty = ~layout.to_dense().any(-1)[0, 0]
+    assert is_empty.any() and not out[:, :, is_empty].any()
+    expected = call["sinks"].float()[:, None].expand_as(lse[:, :, is_empty])
+    torch.testing.assert_close(lse[:, :, is_empty], expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton", "reference"])
-def test_a_sink_of_minus_infinity_is_none(backend: str, device: torch.device) -> None:
+def test_a_sink_of_minus_infinity_has_no_effect(backend: str, device: torch.device) -> None:
     call = call_of(layout_of(), dtype=torch.float32)
     call = {name: call[name].to(device) if name != "layout" else call[name] for name in ("q", "k", "v", "layout")}
     sinks = torch.full((HEADS,), -torch.inf, device=device, requires_grad=True)
@@ -169,10 +169,10 @@ TYPES = [
 
 @pytest.mark.parametrize("sinks", [None, -math.inf])
 @pytest.mark.parametrize(("backend", "dtype"), TYPES, ids=str)
-def test_a_bias_of_minus_infinity_is_as_if_the_block_were_not_stored(
+def test_a_bias_of_minus_infinity_removes_its_block(
     backend: str, dtype: torch.dtype, sinks: float | None, device: torch.device
 ) -> None:
-    """Of blocks of 128, full and partial: all of a row of blocks, and some of another."""
+    """Full and partial blocks of 128: all blocks of one row and one of another row are removed."""
     pairs = (torch.arange(160)[:, None] + torch.arange(140)) % 5 != 0
     pairs[:, :128] = True
     layout = BlockLayout.from_dense(pairs, block_size=128)
@@ -188,21 +188,19 @@ def test_a_bias_of_minus_infinity_is_as_if_the_block_were_not_stored(
     bias = torch.tensor([-math.inf, -math.inf, 0.3, -math.inf], device=device)
     found = with_gradients({**call, "block_bias": bias}, backend=backend)
     expected = with_gradients({**call, "layout": fewer, "block_bias": bias[2:3]}, backend=backend)
-    found["dblock_bias"], of_dropped = found["dblock_bias"][2:3], found["dblock_bias"][[0, 1, 3]]
-    assert not of_dropped.any()
+    found["dblock_bias"], removed = found["dblock_bias"][2:3], found["dblock_bias"][[0, 1, 3]]
+    assert not removed.any()
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], msg=lambda said, name=name: f"{name}: {said}")
-    keyless = slice(0, 128)
-    assert not found["out"][:, :, keyless].any() and not found["dq"][:, :, keyless].any()
-    assert (found["lse"][:, :, keyless] == (-math.inf if sinks is None else sinks)).all()
+        torch.testing.assert_close(value, expected[name], msg=lambda message, name=name: f"{name}: {message}")
+    empty = slice(0, 128)
+    assert not found["out"][:, :, empty].any() and not found["dq"][:, :, empty].any()
+    assert (found["lse"][:, :, empty] == (-math.inf if sinks is None else sinks)).all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["eager", "triton", "reference"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_scores_of_infinity_or_nan_make_nan_of_their_rows_alone(
-    backend: str, value: float, device: torch.device
-) -> None:
+def test_infinite_or_nan_scores_reach_only_their_rows(backend: str, value: float, device: torch.device) -> None:
     layout = layout_of(200, 150, 64)
     call = {
         name: tensor[:1].to(device)
@@ -227,7 +225,7 @@ def test_scores_of_infinity_or_nan_make_nan_of_their_rows_alone(
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["eager", "triton", "reference"])
 def test_an_infinite_slope_is_nan_where_a_query_attends_to_its_own_position(backend: str, device: torch.device) -> None:
-    """inf * 0. Where it does not, nothing is left to attend to."""
+    """inf * 0 is NaN. Other queries have only scores of -inf, like empty rows."""
     q, k, v = (call_of()[name][:1, :, :40].float().to(device) for name in ("q", "k", "v"))
     layout = BlockLayout.from_predicate(lambda i, j: (i - j).abs() == i % 2, 40, 40, block_size=16)
     slopes = torch.tensor([0.5, math.inf], device=device)
@@ -238,7 +236,7 @@ def test_an_infinite_slope_is_nan_where_a_query_attends_to_its_own_position(back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_those_of_finite_differences(backend: str) -> None:
+def test_gradients_pass_gradcheck(backend: str) -> None:
     layout = BlockLayout.from_predicate(lambda i, j: (i + j) % 3 != 0, 34, 33, block_size=16)
     draw = torch.Generator().manual_seed(0)
     shapes = ((1, 2, 34, 3), (1, 1, 33, 3), (1, 1, 33, 2), (2,), (2,), (2, layout.capacity))
@@ -264,13 +262,11 @@ def with_gradients(call: dict[str, Any], **options: Any) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": g for name, g in zip(leaves, found, strict=True)}}
 
 
-# of pairs that do not attend, before they are masked, and only NumPy says so
+# pairs that do not attend overflow before they are masked, which only NumPy reports
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["eager", "triton", "reference"])
-def test_scores_of_up_to_4096_cost_a_backward_nothing_and_a_million_some_percent(
-    backend: str, device: torch.device
-) -> None:
-    """Rows of three equal scores: rounding lse is all that is wrong. The reference takes no exponential of it."""
+def test_gradients_are_accurate_up_to_scores_of_4096(backend: str, device: torch.device) -> None:
+    """In rows of three equal scores only the rounding of lse matters, which the reference does not exponentiate."""
     layout = BlockLayout.from_predicate(lambda i, j: (i - j).abs() <= 1, 64, 64, block_size=64)
     draw = torch.Generator().manual_seed(0)
     k, v, dout = (torch.randn(1, 2, 64, 16, generator=draw).half().to(device) for _ in range(3))
@@ -288,7 +284,7 @@ def test_scores_of_up_to_4096_cost_a_backward_nothing_and_a_million_some_percent
             is_far = abs(score) > 4096 and name in ("dq", "dv") and backend != "reference"
             with pytest.raises(AssertionError, match="too far") if is_far else contextlib.nullcontext():
                 assert_as_accurate(*compared, name=name)
-            # four roundings of lse: of the forward, and where a kernel takes it from base 2 and back
+            # four roundings of lse: in the forward, to and from base 2, and in the backward
             if is_far and name == "dv":
                 assert (actual[-1] - truth[-1]).abs().max() <= 4 * abs(score) * 2.0**-24 * truth[-1].abs().max()
 
@@ -309,7 +305,7 @@ SIDES = st.sampled_from([16, 32, 48, 80, 128, 176, 256])
     lengths=st.none() | st.lists(st.integers(0, 300), min_size=2, max_size=2),
     seed=st.integers(0, 2**62),
 )
-def test_eager_means_what_the_reference_means(
+def test_eager_equals_the_reference(
     q_len: int,
     kv_len: int,
     block_size: tuple[int, int],
@@ -335,16 +331,16 @@ def test_eager_means_what_the_reference_means(
         call["kv_lengths"] = torch.tensor(lengths).clamp(max=kv_len)
     options: dict[str, Any] = {"causal": causal, "dropout_p": dropout_p, "seed": seed}
     floats = {name: value for name, value in call.items() if name != "kv_lengths"}
-    given = {"kv_lengths": call["kv_lengths"]} if lengths is not None else {}
-    actual, expected = (with_gradients(floats, backend=backend, **options, **given) for backend in BACKENDS)
+    options |= {"kv_lengths": call["kv_lengths"]} if lengths is not None else {}
+    actual, expected = (with_gradients(floats, backend=backend, **options) for backend in BACKENDS)
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_slopes_below_zero_leave_queries_beyond_the_end_alone(backend: str, causal: bool, device: torch.device) -> None:
-    """130 queries are padded to 256; the last of those would have scores of 265."""
+def test_negative_slopes_do_not_overflow_in_padded_queries(backend: str, causal: bool, device: torch.device) -> None:
+    """130 queries are padded to 256; the last padded one would have scores of 265."""
     draw = torch.Generator().manual_seed(3)
     shapes = {"q": (1, 1, 130, 8), "k": (1, 1, 140, 8), "v": (1, 1, 140, 8)}
     call = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}
@@ -352,12 +348,12 @@ def test_slopes_below_zero_leave_queries_beyond_the_end_alone(backend: str, caus
     actual, expected = (with_gradients(call, backend=name, causal=causal) for name in (backend, "reference"))
     for name, value in actual.items():
         torch.testing.assert_close(
-            value, expected[name], rtol=1e-3, atol=1e-3, msg=lambda said, name=name: f"{name}: {said}"
+            value, expected[name], rtol=1e-3, atol=1e-3, msg=lambda message, name=name: f"{name}: {message}"
         )
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_two_runs_give_equal_bits(backend: str, device: torch.device) -> None:
+def test_two_runs_are_bitwise_equal(backend: str, device: torch.device) -> None:
     call = call_of(layout_of(150, 40, 48), dtype=torch.float32)
     call |= {name: call[name][:1] for name in "qkv"}
     call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
@@ -365,7 +361,7 @@ def test_two_runs_give_equal_bits(backend: str, device: torch.device) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_blocks_selected_on_the_device_have_biases() -> None:
+def test_selections_on_the_device_have_biases() -> None:
     selected = BlockLayout.from_topk(torch.tensor([[[[1, -1], [0, 1], [2, 2]]]]), 80, 90, block_size=32)
     known = BlockLayout.from_blocks([0, 1, 1, 2], [1, 0, 1, 2], 80, 90, block_size=32)
     assert selected.capacity == 6 and selected.nnz == 4
@@ -380,7 +376,7 @@ def test_blocks_selected_on_the_device_have_biases() -> None:
             torch.testing.assert_close(actual, expected)
 
 
-def test_options_take_any_floating_type_and_autocast() -> None:
+def test_options_have_any_floating_dtype_under_autocast() -> None:
     call = call_of(layout_of(), dtype=torch.float32)
     halves = {name: call[name].bfloat16().requires_grad_() for name in ("sinks", "alibi_slopes", "block_bias")}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -392,39 +388,38 @@ def test_options_take_any_floating_type_and_autocast() -> None:
     torch.testing.assert_close(out, attention(**{**call, **halves, **plain}), rtol=0, atol=0)
 
 
-def test_parts_with_their_own_options_merge() -> None:
-    """A sink in one part alone is a sink of the whole."""
+def test_a_sink_of_one_part_is_a_sink_of_the_merged_result() -> None:
     call = {name: value for name, value in call_of().items() if name in ("q", "k", "v", "sinks")}
     halves = [{name: call[name][:, :, part] for name in "kv"} for part in (slice(0, 20), slice(20, None))]
     first = attention_with_lse(call["q"], **halves[0], sinks=call["sinks"])
     torch.testing.assert_close(merge(*first, *attention_with_lse(call["q"], **halves[1])), attention_with_lse(**call))
 
 
-# ---- what torch needs of the operators ----
+# ---- operators ----
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_opcheck(backend: str, device: torch.device) -> None:
+def test_operators_pass_opcheck(backend: str, device: torch.device) -> None:
     layout = layout_of()
     call = call_of(layout, dtype=torch.float32)
     q, k, v = (call[name][:1].to(device).requires_grad_() for name in ("q", "k", "v"))
     sinks, slopes, bias = (call[name].float().to(device) for name in ("sinks", "alibi_slopes", "block_bias"))
     lists = list(layout.plan(device)), list(layout.bias_index(device))
     rest: tuple[Any, ...] = (None, None, *CallSpec(0.25, False, 0.0, 1.5, backend, False))
-    given = (sinks.requires_grad_(), slopes.requires_grad_(), bias[None].detach().requires_grad_())
+    mods = (sinks.requires_grad_(), slopes.requires_grad_(), bias[None].detach().requires_grad_())
     operators = torch.ops.blocksparse_flash
-    results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *given, *lists, *rest))
+    results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *mods, *lists, *rest))
     assert set(results.values()) == {"SUCCESS"}
-    q, k, v, *given = (tensor.detach() for tensor in (q, k, v, *given))
-    out, lse = operators.attention_forward(q, k, v, *given, *lists, *rest)
+    q, k, v, *mods = (tensor.detach() for tensor in (q, k, v, *mods))
+    out, lse = operators.attention_forward(q, k, v, *mods, *lists, *rest)
     for wanted in ([True, True, True], *([] if backend == "triton" else [[False, True, False]])):
-        arguments = (torch.randn_like(out), None, q, k, v, *given, out, lse, *lists, *rest, wanted)
+        arguments = (torch.randn_like(out), None, q, k, v, *mods, out, lse, *lists, *rest, wanted)
         results = torch.library.opcheck(operators.attention_backward.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_compiles_whole_and_equals_the_uncompiled_call(causal: bool, device: torch.device) -> None:
+def test_compiles_into_one_graph_and_equals_the_uncompiled_call(causal: bool, device: torch.device) -> None:
     layout = layout_of().to(device)
     layout.plan(device, causal=causal)
     layout.bias_index(device, causal=causal)
@@ -443,7 +438,7 @@ def test_compiles_whole_and_equals_the_uncompiled_call(causal: bool, device: tor
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_an_index_that_is_not_there_is_refused_under_compile() -> None:
+def test_a_missing_bias_index_is_refused_under_compile() -> None:
     layout = layout_of().to("cpu")
     call = call_of(layout)
     with pytest.raises(Exception, match=r"layout\.bias_index\(q\.device\)"):
@@ -458,7 +453,7 @@ def test_a_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 NNZ = layout_of().capacity
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
@@ -469,7 +464,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ("sinks must be floating", "torch.int32"),
     ),
     "sinks of kv heads": ({"sinks": torch.zeros(1)}, ValueError, ("sinks must have shape (2,)", "got (1,)", "expand")),
-    "sinks elsewhere": (
+    "sinks on another device": (
         {"sinks": torch.zeros(2, device="meta")},
         ValueError,
         ("q's device cpu", "got meta", "sinks.to("),
@@ -510,13 +505,17 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("block_bias must have shape", "for a layout with heads or batches"),
     ),
-    "bias elsewhere": ({"block_bias": torch.zeros(NNZ, device="meta")}, ValueError, ("q's device cpu", "got meta")),
+    "bias on another device": (
+        {"block_bias": torch.zeros(NNZ, device="meta")},
+        ValueError,
+        ("q's device cpu", "got meta"),
+    ),
 }
 
 
 @pytest.mark.parametrize("function", [attention, attention_with_lse, explain])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_option_is_refused_and_told_the_way_out(name: str, function: Any) -> None:
+def test_errors_name_the_option_and_the_fix(name: str, function: Any) -> None:
     change, exception, parts = WRONG[name]
     call = {name: value for name, value in call_of(layout_of()).items() if name in ("q", "k", "v", "layout")}
     with pytest.raises(exception) as error:
@@ -525,5 +524,5 @@ def test_a_wrong_option_is_refused_and_told_the_way_out(name: str, function: Any
         assert part in str(error.value)
 
 
-def test_what_is_not_asked_for_is_not_carried() -> None:
+def test_calls_without_score_mods_have_no_score_options() -> None:
     assert functional._score_options(None, None, None, None) is None

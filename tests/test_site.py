@@ -1,4 +1,4 @@
-"""The documentation site: every page and public name is in it, docstrings become Markdown, and it builds strictly."""
+"""The documentation site has every page and public name, turns docstrings into Markdown and builds without warnings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from masks import deepspeed
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-# each has one page, masks one entry for each name, since modules and functions of that package share names
+# packages with one entry each; masks has one entry per name, since its modules and functions share names
 WHOLE = (blocksparse_flash, nn, interop, distributed, huggingface, deepspeed)
 
 
 def extension(name: str, monkeypatch: pytest.MonkeyPatch, **packages: object) -> ModuleType:
-    """A module of docs/extensions, which needs packages of the extra `docs`; stand-ins are enough here."""
+    """A module of docs/extensions, with stand-ins for packages of the extra `docs`."""
     for package, stand_in in packages.items():
         monkeypatch.setitem(sys.modules, package.replace("__", "."), stand_in)
     spec = importlib.util.spec_from_file_location(name, DOCS / "extensions" / f"{name}.py")
@@ -48,7 +48,7 @@ def repository_links(monkeypatch: pytest.MonkeyPatch) -> Any:
     return extension("repository_links", monkeypatch, mkdocs__structure__files=files)
 
 
-# ---- what is in it ----
+# ---- contents ----
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -69,8 +69,8 @@ def test_the_site_has_every_public_name(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="needs the extra `docs`")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     found = {
         name
         for page in (tmp_path / "reference").glob("*.html")
@@ -119,7 +119,7 @@ def test_a_docstring_becomes_markdown(docstrings: Any) -> None:
 
 
 def test_no_public_docstring_loses_a_word(docstrings: Any) -> None:
-    """Of every public name and method, the words of the Markdown are those of the docstring."""
+    """The Markdown of every public name and method has the words of the docstring."""
     things = [getattr(module, name) for module in (*WHOLE, masks) for name in getattr(module, "__all__", vars(module))]
     things += [member for thing in things if inspect.isclass(thing) for member in vars(thing).values()]
     texts = [text for thing in things if callable(thing) and (text := inspect.getdoc(thing))]

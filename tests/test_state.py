@@ -108,7 +108,7 @@ def outputs(layout: BlockLayout, bias: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*SELECTED, *CANONICAL])
-def test_what_comes_back_is_the_same(name: str, way: str) -> None:
+def test_copies_and_loaded_layouts_are_equal(name: str, way: str) -> None:
     layout = {**SELECTED, **CANONICAL}[name]()
     again = WAYS[way](layout)
     assert again is not layout and again == layout and hash(again) == hash(layout)
@@ -123,15 +123,15 @@ def test_what_comes_back_is_the_same(name: str, way: str) -> None:
     assert all(map(torch.equal, outputs(again, bias), outputs(layout, bias)))
 
 
-def test_a_selection_that_moved_is_still_one(device: torch.device) -> None:
+def test_a_moved_selection_survives_its_state_dict(device: torch.device) -> None:
     for make in SELECTED.values():
         moved = make().to(device)
         again = BlockLayout.from_state_dict(moved.state_dict())
         assert again == make() and again.capacity == moved.capacity and again.device == device
 
 
-def test_a_file_is_read_by_who_imports_the_package(tmp_path: Path) -> None:
-    """torch.load(weights_only=True) reads a layout among other values."""
+def test_torch_load_reads_layouts_once_the_package_is_imported(tmp_path: Path) -> None:
+    """With weights_only=True, and among other values."""
     layout, chosen = masks.causal(300), topk([[[[2, -1], [0, 1], [-1, -1]]]])
     torch.save({"layouts": [layout, chosen], "step": 3}, tmp_path / "file.pt")
     program = (
@@ -144,12 +144,12 @@ def test_a_file_is_read_by_who_imports_the_package(tmp_path: Path) -> None:
 
 
 def test_a_pickle_calls_no_builtin() -> None:
-    said = [str(argument) for _, argument, _ in pickletools.genops(pickle.dumps(masks.causal(300), protocol=2))]
-    assert "blocksparse_flash.layout restored" in said and not [line for line in said if "builtin" in line]
+    arguments = [str(argument) for _, argument, _ in pickletools.genops(pickle.dumps(masks.causal(300), protocol=2))]
+    assert "blocksparse_flash.layout restored" in arguments and not [each for each in arguments if "builtin" in each]
 
 
 class Narrow(BlockLayout):
-    """A class of a user."""
+    """A subclass defined by a user."""
 
 
 def test_a_copy_is_of_the_same_class() -> None:
@@ -158,13 +158,13 @@ def test_a_copy_is_of_the_same_class() -> None:
         assert type(again) is Narrow and again == layout
 
 
-def test_a_layout_of_shapes_alone_is_copied() -> None:
+def test_a_meta_layout_is_copied() -> None:
     for layout in (masks.causal(300), SELECTED["padded"]()):
         moved = copy.deepcopy(layout.to("meta"))
         assert moved.device.type == "meta" and moved.shape == layout.shape and moved.capacity == layout.capacity
 
 
-# ---- tampering
+# ---- damaged state
 
 
 def fields(layout: BlockLayout) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def changed(at: int, value: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-# canonical and selected layouts: the field, its change, and a part of the error besides its name
+# for canonical layouts and selections: field, its change, and a part of the error besides the field's name
 TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indptr-short": ("indptr", lambda t: t[..., :-1].clone(), "shape"),
     "indptr-long": ("indptr", lambda t: torch.cat([t, t[..., -1:]], dim=2), "shape"),
@@ -225,13 +225,13 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "block_size-odd": ("block_size", lambda sides: (sides[0], 40), "multiple of 16"),
     "block_size-of-3": ("block_size", lambda sides: (*sides, 64), "block_q"),
 }
-OF_SELECTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+TAMPERED_SELECTION: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indices-unused": ("indices", changed(-1, 1), "0 behind the last"),
     "indices-short": ("indices", lambda t: t[:-1].clone(), "shape of indices"),
     "ids-partial": ("bitmask_ids", changed(-1, 0), "-1"),
     "block_size-48": ("block_size", lambda sides: (48, 48), "n_rows|divide 128"),
 }
-OF_CANONICAL: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+TAMPERED_CANONICAL: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "indptr-early": ("indptr", lambda t: changed(-1, int(t[0, 0, -1]) - 1)(t), "end at the length"),
     "bitmasks-empty": ("bitmasks", torch.zeros_like, "canonical"),
     "bitmasks-equal": ("bitmasks", lambda t: t[:1].repeat(len(t), 1, 1), "canonical"),
@@ -248,15 +248,15 @@ def for_tampering(kind: str) -> BlockLayout:
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [("canonical", case) for case in (*TAMPERED, *OF_CANONICAL)]
-    + [("selected", case) for case in (*TAMPERED, *OF_SELECTED)],
+    [("canonical", case) for case in (*TAMPERED, *TAMPERED_CANONICAL)]
+    + [("selected", case) for case in (*TAMPERED, *TAMPERED_SELECTION)],
 )
-def test_no_way_restores_a_field_that_is_none_of_a_layout(kind: str, case: str) -> None:
+def test_every_way_refuses_a_damaged_field(kind: str, case: str) -> None:
     layout = for_tampering(kind)
-    name, change, message = {**TAMPERED, **OF_SELECTED, **OF_CANONICAL}[case]
+    name, change, message = {**TAMPERED, **TAMPERED_SELECTION, **TAMPERED_CANONICAL}[case]
     value = change(getattr(layout, name))
     damaged = unchecked(layout, **{name: value})
-    # the error may come from another field that no longer fits; the message names both
+    # the error may be about another field, which no longer fits; the message names both
     expected = (
         f"(?s){'' if name in FIELDS_OF_TENSORS else '.*'}{name}.*"
         if message not in ("n_rows", "n_cols", "bitmasks")
@@ -271,7 +271,7 @@ def test_no_way_restores_a_field_that_is_none_of_a_layout(kind: str, case: str) 
         BlockLayout.from_state_dict(state)
 
 
-def test_a_selection_has_k_entries_for_each_row_and_uses_no_more() -> None:
+def test_a_selection_must_have_k_entries_per_row_and_use_at_most_those() -> None:
     layout = topk([[[[0], [1], [2]]]])
     with pytest.raises(ValueError, match="indptr must give each row of this selection at most k = 1 blocks, got 2"):
         pickle.loads(pickle.dumps(unchecked(layout, indptr=torch.tensor([[[0, 2, 3, 3]]], dtype=torch.int32))))
@@ -283,7 +283,7 @@ def test_a_selection_has_k_entries_for_each_row_and_uses_no_more() -> None:
 
 
 @pytest.mark.parametrize("change", [{"selected": 3}, {"selected": torch.tensor(2)}, {"selected": None}])
-def test_whether_a_state_is_selected_is_true_or_false(change: dict[str, Any]) -> None:
+def test_selected_must_be_a_bool(change: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="selected must be True or False"):
         BlockLayout.from_state_dict(SELECTED["padded"]().state_dict() | change)
 
@@ -299,9 +299,9 @@ def test_a_selection_is_not_read_as_canonical() -> None:
 
 @pytest.mark.parametrize("kind", ["canonical", "selected"])
 @pytest.mark.parametrize("name", [*TENSORS, "q_len", "kv_len", "block_size"])
-def test_a_pickle_that_was_changed_is_refused_even_if_it_is_that_of_a_layout(kind: str, name: str) -> None:
+def test_a_changed_pickle_is_refused_even_if_it_is_a_valid_layout(kind: str, name: str) -> None:
     layout = for_tampering(kind) if kind == "selected" else masks.causal(300, block_size=64)
-    # of the same shapes; another of each
+    # other values with the same shapes
     other: dict[str, Any] = {"q_len": 299, "kv_len": 1000, "block_size": (128, 128)}
     function, (state, checksums, *_) = layout.__reduce__()[:2]  # type: ignore[misc]
     wrong = state | {name: other[name] if name in other else state[name] + (1 if name != "bitmasks" else 0)}
@@ -314,7 +314,7 @@ def test_a_pickle_that_was_changed_is_refused_even_if_it_is_that_of_a_layout(kin
     assert function(state, checksums) == layout
 
 
-def test_a_class_whose_objects_nothing_checks_stays_unknown_to_torch_load() -> None:
+def test_torch_load_trusts_only_the_function_that_checks_layouts() -> None:
     known = torch.serialization.get_safe_globals()
     assert [value for value in known if getattr(value, "__module__", "").startswith("blocksparse_flash")] == [
         BlockLayout.from_blocks([0], [0], 64, 64, block_size=64).__reduce__()[0]
@@ -335,7 +335,7 @@ class Layouts(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts file descriptors as Linux lists them")
-def test_layouts_of_workers_hold_no_file() -> None:
+def test_layouts_from_workers_hold_no_file_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
     loader = torch.utils.data.DataLoader(Layouts(), num_workers=2, batch_size=20, collate_fn=list)
     kept, most = [], 0
@@ -350,7 +350,7 @@ def test_layouts_of_workers_hold_no_file() -> None:
 
 
 def spoil(layout: BlockLayout) -> None:
-    """Writes into everything a layout returns, in every way tensors offer."""
+    """Writes to everything that a layout returns, in every way that tensors allow."""
     for name in TENSORS:
         getattr(layout, name).fill_(1)
         getattr(layout, name).numpy()[...] = 1
@@ -375,8 +375,8 @@ MADE: dict[str, Callable[[], BlockLayout]] = {
     "direct": lambda: BlockLayout(**fields(masks.causal(300, block_size=64))),
     "loaded": lambda: BlockLayout.from_state_dict(masks.causal(300, block_size=64).state_dict()),
     "blocks": lambda: BlockLayout.from_blocks([0, 1, 2], [2, 0, 1], 300, 300, block_size=128),
-    "met": lambda: masks.causal(300, block_size=64) & masks.causal(300, block_size=64),
-    "turned": lambda: masks.causal(300, block_size=64).T,
+    "intersection": lambda: masks.causal(300, block_size=64) & masks.causal(300, block_size=64),
+    "transposed": lambda: masks.causal(300, block_size=64).T,
     "received": lambda: ForkingPickler.loads(ForkingPickler.dumps(masks.causal(300, block_size=64))),
     "selection-received": lambda: ForkingPickler.loads(ForkingPickler.dumps(SELECTED["padded"]())),
 }
@@ -384,7 +384,7 @@ MADE: dict[str, Callable[[], BlockLayout]] = {
 
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("name", MADE)
-def test_nothing_that_is_written_into_its_tensors_changes_a_layout(name: str, is_used: bool) -> None:
+def test_writes_to_returned_tensors_do_not_change_a_layout(name: str, is_used: bool) -> None:
     layout, twin = MADE[name](), MADE[name]()
     if is_used:
         hash(layout)
@@ -415,8 +415,8 @@ def test_a_changed_copy_makes_another_layout() -> None:
     assert moved == BlockLayout.from_blocks([0, 1], [0, 1], 256, 256, block_size=128) != layout
 
 
-def test_a_selection_follows_the_graph_that_rewrites_it() -> None:
-    """As in the replay of a CUDA graph: kernels write into the same tensors again, unknown to the layout."""
+def test_a_selection_follows_writes_of_a_graph_replay() -> None:
+    """The replay of a CUDA graph writes to the same tensors again, without notice to the layout."""
     layout, other = topk([[[[2, -1], [0, 1], [-1, -1]]]]), topk([[[[0, 1], [2, -1], [1, 0]]]])
     hash(layout)
     for mine, new in zip(layout._cache["selection"][:3], other._cache["selection"][:3], strict=True):
@@ -426,7 +426,7 @@ def test_a_selection_follows_the_graph_that_rewrites_it() -> None:
 
 
 def test_compiled_code_makes_and_reads_layouts() -> None:
-    """In one graph; reads give copies there too."""
+    """In one graph, where reads also give copies."""
     scores = torch.randn(1, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     q, fixed = (
         torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(1)),

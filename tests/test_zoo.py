@@ -1,11 +1,11 @@
-"""Accuracy of every backend on every layout, dtype, head grouping and head size, forward and backward.
+"""Every backend is accurate for every layout, dtype, head grouping and head dimension, forward and backward.
 
-The product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, all with one tolerance. By default a part of it runs:
-on `eager` every layout meets every value of every axis, on `triton` every family of layouts does, since Triton's
-interpreter is slow on the CPU. --zoo=full runs all of it. On a GPU of compute capability 9.0 the calls that `hopper`
+The cases are the product of BACKENDS, cases.LAYOUTS (and no layout) and CALLS, with one tolerance. By default a part of
+them runs: on `eager` each layout, and on `triton` each family of layouts, is tested with every value of every axis,
+since Triton's interpreter is slow. --zoo=full runs all. On a GPU of compute capability 9.0 the calls that `hopper`
 supports run on `hopper` too.
 
-Every input is a view into a larger buffer full of NaN, and new memory is full of NaN: a read out of bounds shows.
+Every input is a view into a larger buffer full of NaN, and new memory is full of NaN, so that out-of-bounds reads fail.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Call:
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-# head_dim 16: the least a tensor core takes; 40: padded to 64; 64, 128: what models use. Grouped heads are 4 to 1.
-# Any four in a row have both dtypes, both groupings and all sizes
+# head_dim 16: the smallest for tensor cores; 40: padded to 64; 64, 128: used by models. Grouped heads are 4 to 1. Any
+# four in a row have both dtypes, both groupings and all head dimensions
 PRODUCT = [
     Call(dtype=dtype, kv_heads=kv_heads, head_dim=head_dim)
     for start in range(4)
@@ -233,7 +233,7 @@ def kv_lengths(layout: Layout, call: Call, device: torch.device) -> Tensor:
     return torch.tensor([max(0, kv_len - 3), min(kv_len, 9)], dtype=torch.int32, device=device)
 
 
-def added(layout: Layout, call: Call, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def score_mods(layout: Layout, call: Call, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """The sinks, alibi_slopes and block_bias that the call uses."""
     batch, heads, *_ = sizes_of(layout, call)
     generator = torch.Generator().manual_seed(heads)
@@ -268,7 +268,7 @@ def run(
     deterministic: bool = False,
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv, and the gradients of the score mods."""
-    options = {name: tensor.requires_grad_() for name, tensor in added(layout, call, call.dtype, device).items()}
+    options = {name: tensor.requires_grad_() for name, tensor in score_mods(layout, call, call.dtype, device).items()}
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
     out, lse = attention_with_lse(
         *leaves,
@@ -304,7 +304,7 @@ def expected(layout: Layout, call: Call, device: torch.device) -> list[tuple[lis
             kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
             dropout_p=call.dropout_p,
             seed=torch.tensor([SEED], device=device),
-            added=added(layout, call, dtype, device),
+            score_mods=score_mods(layout, call, dtype, device),
             blocks=blocks_of(layout) if call.bias else None,
             softcap=call.softcap,
         )
@@ -321,7 +321,7 @@ def assert_backend_is_accurate(
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     tensors = {name: buried(tensor).detach() if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
     actual = run(backend, layout, call, tensors, device, deterministic=deterministic)
-    names = [*NAMES, *(f"d{name}" for name in added(layout, call, call.dtype, device))]
+    names = [*NAMES, *(f"d{name}" for name in score_mods(layout, call, call.dtype, device))]
     for name, result, (plains, truth) in zip(names, actual, expected(layout, call, device), strict=True):
         if result.dim() >= 3 and name != "dblock_bias":
             assert_as_accurate(result, plains, truth, name=name)
@@ -334,33 +334,33 @@ def test_is_as_accurate_as_the_reference(backend, layout, call, device):
     assert_backend_is_accurate(backend, layout, call, device)
 
 
-@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0; other backends have no other kernels for it")
-@pytest.mark.parametrize("asked", HOPPER_CALLS, ids=str)
-@pytest.mark.parametrize("where", [(256, 256), (113, 203), "causal", "full-ragged", "one-block"], ids=str)
-def test_equal_bits_are_as_accurate(where, asked, device):
-    (found,) = [each for each in [*cases.LAYOUTS, *DENSE] if where in (each, getattr(each, "name", None))]
-    assert_backend_is_accurate("hopper", found, asked, device, deterministic=True)
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0; other backends have one backward")
+@pytest.mark.parametrize("hopper_call", HOPPER_CALLS, ids=str)
+@pytest.mark.parametrize("wanted", [(256, 256), (113, 203), "causal", "full-ragged", "one-block"], ids=str)
+def test_the_deterministic_backward_of_hopper_is_accurate(wanted, hopper_call, device):
+    (layout,) = [each for each in [*cases.LAYOUTS, *DENSE] if wanted in (each, getattr(each, "name", None))]
+    assert_backend_is_accurate("hopper", layout, hopper_call, device, deterministic=True)
 
 
-def test_the_spread_meets_every_value_of_every_axis():
+def test_the_spread_covers_every_value_of_every_axis():
     entries = zoo("spread")
     layouts: list[Layout] = [*cases.LAYOUTS, *DENSE]
     axes = ("dtype", "kv_heads", "head_dim")
     values = {axis: {getattr(call, axis) for call in PRODUCT} for axis in axes}
     for layout in layouts:
-        met = [call for backend, other, call in entries if backend == "eager" and other is layout]
-        assert all({getattr(call, axis) for call in met} >= values[axis] for axis in axes), name_of(layout)
+        calls = [call for backend, other, call in entries if backend == "eager" and other is layout]
+        assert all({getattr(call, axis) for call in calls} >= values[axis] for axis in axes), name_of(layout)
     for backend in BACKENDS:
         expected_calls = HOPPER_CALLS if backend == "hopper" else CALLS
         assert {call for name, _, call in entries if name == backend} == set(expected_calls)
     for family in {family_of(layout) for layout in layouts}:
-        met = [call for backend, layout, call in entries if backend == "triton" and family_of(layout) == family]
-        if len(met) >= 4:
-            assert {call.dtype for call in met} >= values["dtype"], family
-            assert {call.kv_heads for call in met} >= values["kv_heads"], family
+        calls = [call for backend, layout, call in entries if backend == "triton" and family_of(layout) == family]
+        if len(calls) >= 4:
+            assert {call.dtype for call in calls} >= values["dtype"], family
+            assert {call.kv_heads for call in calls} >= values["kv_heads"], family
 
 
-def test_the_full_zoo_is_the_whole_product():
+def test_the_full_zoo_is_the_full_product():
     entries = zoo("full")
     n_calls = 2 * len(CALLS) + HAS_HOPPER * len(HOPPER_CALLS)
     assert len(entries) == len(set(entries)) == (len(cases.LAYOUTS) + len(DENSE)) * n_calls
@@ -385,15 +385,15 @@ CYCLES = cases.Case(
 
 @pytest.mark.parametrize("layout", [PER_HEAD, CYCLES, (40, 50)], ids=name_of)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_several_key_heads_have_a_group_each(name, layout, device):
-    """With 1 or 4 key heads, a kernel with a wrong head index could still be right."""
+def test_several_key_heads_each_serve_a_group(name, layout, device):
+    """With 1 or 4 key heads, a kernel with a wrong head index could still be correct."""
     call = Call(head_dim=16, kv_heads=2, dtype=torch.float16 if name == "hopper" else FLOAT32)
     assert_backend_is_accurate(name, layout, call, device)
 
 
-# steps of 32 keys, of which the diagonal masks one pair, or all but one
+# the diagonal masks one pair of a step of 32 keys, or all but one
 @pytest.mark.parametrize("layout", [(70, 100), (70, 103)], ids=name_of)
-def test_a_diagonal_about_the_edge_of_a_step(layout, device):
+def test_a_diagonal_near_the_edge_of_a_step_is_accurate(layout, device):
     assert_backend_is_accurate("triton", layout, Call(head_dim=16, causal=True), device)
 
 
@@ -404,19 +404,19 @@ def test_gradients_may_be_expanded(name, device):
     leaves = [tensors[key].requires_grad_() for key in ("q", "k", "v")]
     results = []
     for backend in (name, "reference"):
-        of_out = torch.autograd.grad(attention_with_lse(*leaves, backend=backend)[0].sum(), leaves)
-        of_lse = torch.autograd.grad(attention_with_lse(*leaves, backend=backend)[1].sum(), leaves[:2])
-        results.append([*of_out, *of_lse])
+        out_grads = torch.autograd.grad(attention_with_lse(*leaves, backend=backend)[0].sum(), leaves)
+        lse_grads = torch.autograd.grad(attention_with_lse(*leaves, backend=backend)[1].sum(), leaves[:2])
+        results.append([*out_grads, *lse_grads])
     for actual, expected_gradient in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected_gradient)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_an_expanded_gradient_is_as_good_as_a_written_one(name, device):
-    """In 16 bits, where TMA cannot load strides of 0."""
+def test_expanded_and_contiguous_gradients_give_the_same_bits(name, device):
+    """In bfloat16, where kernels use TMA, which cannot load strides of 0."""
     tensors = {key: value.to(device, BFLOAT16) for key, value in inputs((40, 50), Call(head_dim=16)).items()}
     leaves = [tensors[key].requires_grad_() for key in ("q", "k", "v")]
     out, _ = attention_with_lse(*leaves, backend=name)
-    written = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
-    for expanded, gradient in zip(torch.autograd.grad(out.sum(), leaves), written, strict=True):
+    contiguous = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    for expanded, gradient in zip(torch.autograd.grad(out.sum(), leaves), contiguous, strict=True):
         assert torch.equal(expanded, gradient)

@@ -1,8 +1,8 @@
-"""Accuracy of attention on every mask family, forward and backward.
+"""Attention is accurate on every mask family, forward and backward.
 
-Each family once, small and ragged, with the tolerance of test_zoo.py: always on `eager`, and on `triton` where there is
-a GPU. In Triton's interpreter, which is slow, only the families in MET_BY_TRITON run. tests/masks tests what the masks
-mean.
+Each family runs once, small and ragged, with the tolerance of test_zoo.py: on `eager`, and on `triton` if there is a
+GPU. Without one, only the families in INTERPRETED run on `triton`, since Triton's interpreter is slow. tests/masks
+compares the masks with their definitions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.masks.test_build import SETTINGS
 from tests.support.cases import Case
 from tests.test_zoo import Call, assert_backend_is_accurate
 
-# five blocks, the last one ragged, and two of the kernels' tiles
+# five blocks, the last one ragged; two tiles of the kernels
 LENGTH, BLOCK_SIZE = 200, 48
 GRID = (10, 20)
 RANDOM = np.random.default_rng(0)
@@ -37,8 +37,8 @@ OTHERS = {
     "top_p": {"scores": SCORES, "q_len": LENGTH, "kv_len": LENGTH, "p": 0.5},
     "tree": {"parents": [-1, *((node - 1) // 2 for node in range(1, 120))], "prompt": 80},
 }
-# one of each kind: full blocks, windows, different heads, more keys than queries, documents, a grid
-MET_BY_TRITON = ["alibi_windows", "bigbird", "documents", "fixed", "lsh", "sink_window", "swin", "top_k", "tree"]
+# one family of each kind: full blocks, windows, different heads, more keys than queries, documents, a grid
+INTERPRETED = ["alibi_windows", "bigbird", "documents", "fixed", "lsh", "sink_window", "swin", "top_k", "tree"]
 FAMILIES = [name for name in masks.__all__ if name != "build" and not name.endswith("_order")]
 
 
@@ -63,7 +63,7 @@ def check(backend: str, name: str, call: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_layouts_are_worth_computing(name):
+def test_layouts_are_neither_empty_nor_full(name):
     layout = CASES[name].build()
     assert 0 < layout.to_dense().float().mean() < 1
     assert max(layout.shape[2:]) == LENGTH
@@ -71,11 +71,11 @@ def test_layouts_are_worth_computing(name):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_eager_computes_it(name, call, device):
+def test_eager_is_accurate(name, call, device):
     check("eager", name, call, device)
 
 
 @pytest.mark.parametrize("call", CALLS if HAS_CUDA else ["float32"])
-@pytest.mark.parametrize("name", FAMILIES if HAS_CUDA else MET_BY_TRITON)
-def test_triton_computes_it(name, call, device):
+@pytest.mark.parametrize("name", FAMILIES if HAS_CUDA else INTERPRETED)
+def test_triton_is_accurate(name, call, device):
     check("triton", name, call, device)

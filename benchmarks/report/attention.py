@@ -77,7 +77,7 @@ def speed_section(lines: pd.DataFrame) -> str:
     """Caption, table and speed-ups of the main benchmark on one GPU."""
     shown = main_lines(lines)
     rate = measurements.matmul_rate(lines, shown)
-    product = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f}."
+    product = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s."
     return joined(
         f"{caption(shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
         f"measured.{product}",
@@ -128,7 +128,7 @@ def everything(lines: pd.DataFrame) -> str:
 
 def change_section(lines: pd.DataFrame) -> str:
     """Wall-clock milliseconds of a step with one mask and with new masks: the tables of each setting."""
-    parts = ["`< x`: the steps vary by x (p20 to p80), and the change costs less."]
+    parts = ["p20 and p80 are percentiles. `< x`: the change costs less than x, the variation between steps."]
     if (lines["provider"] == "flex").any():
         parts.append(
             "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
@@ -136,8 +136,8 @@ def change_section(lines: pd.DataFrame) -> str:
             "in advance."
         )
     columns = {
-        "by": "{by}", "pattern": "{pattern}", "head_dim": "{head_dim}",
-        "ms a step (p20 to p80)": "{ms:.2f} ({ms_p20:.2f} to {ms_p80:.2f})", "ms for the change": "{cost}",
+        "library": "{by}", "mask": "{pattern}", "head_dim": "{head_dim}",
+        "ms per step (p20 to p80)": "{ms:.2f} ({ms_p20:.2f} to {ms_p80:.2f})", "ms for the change": "{cost}",
         "first call ms": "{setup}",
     }  # fmt: skip
     for found in groups(lines, SETTING):
@@ -239,8 +239,8 @@ def _growth(lines: pd.DataFrame) -> str:
     lengths = select(lines, pattern="local")["n"]
     first, last = lengths[lengths >= summaries.LINEAR_FROM].min(), lengths.max()
     return (
-        f"- With a fixed number of keys per query, {last:,} tokens take {min(found):.0f} to {max(found):.0f} "
-        f"times as long as {first:,} ({last // first} times as many)."
+        f"- With a fixed number of keys per query, {last // first} times as many tokens ({last:,} instead of "
+        f"{first:,}) take {min(found):.0f} to {max(found):.0f} times as long."
     )
 
 

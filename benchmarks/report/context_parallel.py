@@ -35,8 +35,8 @@ def settings(lines: pd.DataFrame, **values: Any) -> list[pd.DataFrame]:
 
 def caption(lines: pd.DataFrame) -> str:
     text = (
-        "{ranks} {device}, {n:,} tokens in all, {heads} query heads on {kv_heads} key heads of {head_dim}, {dtype}, "
-        'order "{order}", {versions}'
+        "{ranks} {device}, {n:,} tokens in all, {heads} query heads and {kv_heads} key heads of dimension {head_dim}, "
+        '{dtype}, order "{order}", {versions}'
     )
     return text.format_map({**lines.iloc[0], "versions": measurements.versions(lines, "torch", "triton")})
 
@@ -44,10 +44,10 @@ def caption(lines: pd.DataFrame) -> str:
 def link(lines: pd.DataFrame) -> str:
     """The measured rates of the link."""
     rates = [
-        f"{line.ranks:.0f} {line.device}: {line.what} of {line.bytes / 2**20:.0f} MiB a rank, {line.gb_s:.0f} GB/s"
+        f"{line.ranks:.0f} {line.device}: {line.what} of {line.bytes / 2**20:.0f} MiB per rank, {line.gb_s:.0f} GB/s"
         for line in select(lines, bench="link").itertuples()
     ]
-    return f"Link. {'; '.join(rates)}." if rates else ""
+    return f"Measured rates of the link: {'; '.join(rates)}." if rates else ""
 
 
 def _providers(lines: pd.DataFrame) -> list[str]:
@@ -92,7 +92,7 @@ def summary(lines: pd.DataFrame) -> str:
         ]
         for pattern in every["pattern"].unique()
     ]
-    columns = ["{n:,} tokens, {heads} heads on {kv_heads}".format_map(found.iloc[0]) for found in shown]
+    columns = ["{n:,} tokens, {heads} query and {kv_heads} key heads".format_map(found.iloc[0]) for found in shown]
     where = "{device}, head_dim {head_dim}, {dtype}".format_map(every.iloc[0])
     return joined(
         f"Speed-up over one GPU, forward and backward together: {' / '.join(LABELS[name] for name in providers)}. "
@@ -109,8 +109,8 @@ def section(lines: pd.DataFrame) -> str:
     if not shown:
         return ""
     return joined(
-        "Speed-up over one GPU, forward and backward together. In brackets: the upper bound set by computing or by "
-        "receiving, whichever is slower. `-`: cannot run, or was not measured. All measurements are in "
+        "Speed-up over one GPU, forward and backward together. In brackets: the upper bound, and what sets it, "
+        "computing or the link between the GPUs. `-`: cannot run, or was not measured. All measurements are in "
         "[results/context_parallel.md](benchmarks/results/context_parallel.md).",
         link(lines),
         *(text for found in shown for text in (f"{caption(found)}:", speedups(found))),

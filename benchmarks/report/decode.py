@@ -27,8 +27,8 @@ def section(lines: pd.DataFrame) -> str:
     densities = select(shown, pattern="sparse")["density"]
     sparse = f" The sparse layout stores {densities.min():.1%} to {densities.max():.1%} of the blocks."
     caption = (
-        "Microseconds of one call on one {device}, {dtype}, {heads} query heads on {kv_heads} key heads of {head_dim}, "
-        "in a CUDA graph (`python -m benchmarks.run.decode`, "
+        "Microseconds of one call on one {device}, {dtype}, {heads} query heads and {kv_heads} key heads of "
+        "dimension {head_dim}, in a CUDA graph (`python -m benchmarks.run.decode`, "
     ).format_map(shown.iloc[0])
     return joined(
         f"{caption}{measurements.versions(shown, 'torch', 'triton')}).{sparse if len(densities) else ''} `-`: not "

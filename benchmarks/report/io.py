@@ -59,7 +59,7 @@ def of_tiles(line: Any) -> int:
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     moved = memory.backward(Call(x, x, x, None, False, False, 0.0, False, x.dtype, line["backend"]))
-    return axes * total + (0 if is_forward else moved.overlapped + moved.passes)
+    return axes * total + (0 if is_forward else moved.passes)
 
 
 def counted(lines: pd.DataFrame) -> pd.DataFrame:
@@ -103,8 +103,8 @@ def section(lines: pd.DataFrame) -> str:
                 "backend": first["backend"], "direction": first["direction"], "heads": first["heads"],
                 "head_dim": first["head_dim"],
                 "L2 to SMs": f"{at_zero / 1e6:,.0f} + {slope / 1e6:,.0f} s MB, R^2 {fit:.4f}",
-                "times the bound": _range(call["on_chip"] / call["bound"], ".2f"),
-                "of what tiles load": _range(call["on_chip"] / call["tiles"], ".2f"),
+                "L2 to SMs / bound": _range(call["on_chip"] / call["bound"], ".2f"),
+                "L2 to SMs / tile loads": _range(call["on_chip"] / call["tiles"], ".2f"),
                 "device memory": f"{first['memory'] / 1e6:,.0f} to {last['memory'] / 1e6:,.0f} MB",
             }
         )  # fmt: skip
@@ -113,11 +113,15 @@ def section(lines: pd.DataFrame) -> str:
     shown = pd.DataFrame(rows)
     call = next(call for _, call in lines.groupby(CALL, sort=False) if len(call) > 1)
     return joined(
-        f"Bytes moved at {call['n'].iloc[0]:,} tokens and a share s of stored blocks, {_range(call['density'], '.2g')} "
+        f"Bytes moved at {call['n'].iloc[0]:,} tokens, as the density s grows from {_range(call['density'], '.2g')} "
         f"(`python -m benchmarks.run.io`, {call['device'].iloc[0]}, "
-        f"{measurements.versions(lines, 'torch', 'triton')}). The bound is N d + s N^2 d^2 / M numbers "
-        "([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, constant 1), where M numbers fit in the "
-        "shared memory of a program. [All of them](benchmarks/results/io.md).",
+        f"{measurements.versions(lines, 'torch', 'triton')}). [All measurements](benchmarks/results/io.md).",
+        "- `L2 to SMs` is a linear fit in s.\n"
+        "- `bound` is N d + s N^2 d^2 / M numbers ([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, "
+        "constant 1), where M is how many numbers fit in the shared memory of a program.\n"
+        "- `tile loads` are the bytes loaded and stored if each program loads all of its tiles.\n"
+        "- The ratios are the smallest and the largest over s. `device memory` has the bytes read and written at the "
+        "smallest and at the largest s.",
         listing(shown, {name: f"{{{name}}}" for name in shown}),
         "![Bytes moved against density](benchmarks/results/io.png)",
     )

@@ -13,7 +13,7 @@ COLUMNS = {
     "blocksparse_flash": "blocksparse_flash",
     "flex, compiled": "`create_block_mask`, compiled (first call)",
     "flex": "`create_block_mask`",
-    "dense": "dense bools, then blocks",
+    "dense": "dense boolean mask, then blocks",
 }
 
 

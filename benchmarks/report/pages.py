@@ -34,8 +34,8 @@ def prediction_section() -> str:
     """Errors of explain's predictions on the measurements that they were fitted to."""
     columns = {
         "GPU": "{device.name}", "backend": "{backend}", "direction": "{direction}", "head_dim": "{head_dim}",
-        "measurements": "{n_lines}", "median error": "{median_error:.1%}", "worst": "{worst_error:.1%}",
-        "worst of those left out of a fit": "{unseen_error:.1%}",
+        "measurements": "{n_lines}", "median error": "{median_error:.1%}", "largest error": "{worst_error:.1%}",
+        "largest error, left out of the fit": "{unseen_error:.1%}",
     }  # fmt: skip
     return listing(pd.DataFrame([one._asdict() for one in prediction.calibrations()]), columns)
 
@@ -63,8 +63,8 @@ def highlights(lines: Lines) -> str:
     ]
     changes = summaries.changes(select(shown, bench="change"))
     head = (
-        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: the steps vary by x, and the "
-        "mask adds less:"
+        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: less than x, the variation "
+        "between steps. `-`: not measured."
     )
     return joined(summaries.ranges(values, "measurement", "backend", "baseline"), head if changes else "", changes)
 

@@ -211,7 +211,7 @@ def density(lines: pd.DataFrame) -> Any:
 
 
 def change(lines: pd.DataFrame) -> Any:
-    """Bars: a synchronised step (mask, forward, backward) with one mask and with new ones; a panel per length."""
+    """Bars: a synchronized step (mask, forward, backward) with one mask and with new ones; a panel per length."""
     lines = select(lines, direction="step")
     cases = [*lines.assign(largest_first=-lines["head_dim"]).groupby(["n", "largest_first"])]
     title = f"{SWEEPS['change']}\n{_setting(lines)}; wall clock of mask, forward and backward"

@@ -74,7 +74,7 @@ def growth(lines: pd.DataFrame) -> list[Value]:
         for _, curve in panel.groupby("by", observed=True):
             first, last = curve.loc[curve["n"].idxmin()], curve.loc[curve["n"].idxmax()]
             if first.n < last.n:
-                name = f"time of {last.n // first.n}x the tokens, {last.n:,}, fixed keys per query"
+                name = f"time at {last.n:,} tokens, {last.n // first.n} times as many, fixed keys per query"
                 found.append(_value(name, last, f"{first.n:,} tokens", last.ms / first.ms))
     return found
 
@@ -157,4 +157,4 @@ def changes(lines: pd.DataFrame) -> str:
             cells = [" / ".join(select(found, by=by, pattern=way)["cost"]) or "-" for found in columns.values()]
             if way != SAME_MASK:
                 rows.append([by, way, *cells])
-    return table(["by", "ms added by", *columns], rows) if rows else ""
+    return table(["library", "change", *columns], rows) if rows else ""

@@ -163,7 +163,7 @@ def ways_of(peer: Peer, drawn: list[Pattern], run: Run, kept: Call) -> dict[str,
 
 
 def time_changes(drawn: list[Pattern], run: Run, peer: Peer, label: str) -> None:
-    """Times every way in which the masks of one peer change: a line each for synchronised steps and steps in a row."""
+    """Times every way in which the masks of one peer change: a line each for synchronized steps and steps in a row."""
     pattern, n_steps = drawn[0], len(drawn)
     tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
     kept = peer.prepare(pattern, run.shape)

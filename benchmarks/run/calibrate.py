@@ -146,7 +146,7 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
     device = device_of(one.line)
-    beside = one.moved.walk + one.moved.overlapped
+    beside = one.moved.walk
     return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
 
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
-from blocksparse_flash.distributed import gather_scatter, pass_kv
-from blocksparse_flash.distributed.exchange_plan import unflatten
-from blocksparse_flash.distributed.local_attention import attend, call_spec
-from blocksparse_flash.distributed.pass_q import RankContext
+from blocksparse_flash.distributed import gather_scatter
+from blocksparse_flash.distributed.local_attention import attend, chunk_heads
+from blocksparse_flash.distributed.pass_kv import PassKV
 
 from .patterns import BLOCK, Pattern
 
@@ -155,28 +154,24 @@ def parts(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward of "exchange" in two parts: (messages alone, attention to keys that have arrived)."""
     layer = plan.layers[0]
-    (keys, *_), near = unflatten(layer.tensors, layer.counts, plan.n_ranks)
     backend = dispatch.choose("auto", q.device, q.dtype)
     n_chunks = shared.n_chunks(chunks, plan, 0, k, v, k.dtype)
-    chunks_of_heads = pass_kv.head_chunks(n_chunks, plan.heads, keys.plan)
-    spec = call_spec(q.shape[3] ** -0.5, backend, deterministic=False)
-    ranks = RankContext(spec, plan.group, plan.rank)
+    options = q.shape[3] ** -0.5, n_chunks, True, False, plan.group_name, backend, False
+    scheme = PassKV(layer.tensors, layer.counts, *options)
+    keys, near, spec = scheme.keys, scheme.local_plan, scheme.ranks.spec
 
     def send_and_wait() -> list[Tensor]:
-        return [message.wait() for message in pass_kv.send_kv(k, v, keys, chunks_of_heads, ranks)]
+        return [message.wait() for message in scheme.send_kv(k, v)]
 
     arrived = send_and_wait()
 
     def compute() -> None:
         if near:
             attend(q, k, v, near, spec)
-        every = pass_kv.own_kv_in_slots(k, v, keys, backend)
-        for chunk, part in zip(chunks_of_heads, arrived, strict=True):
-            k_all, v_all = (pass_kv.select_heads(x, chunk.kv) for x in every)
+        of_q, of_k, of_v = (chunk_heads(x, n_chunks) for x in (q, *scheme.own_kv_in_slots(k, v)))
+        for mine, k_all, v_all, plan_of_chunk, part in zip(of_q, of_k, of_v, scheme.plans, arrived, strict=True):
             gather_scatter.unpack(part, [k_all, v_all], keys.slots, backend)
-            mine = pass_kv.select_heads(q, chunk.q)
-            if near:
-                (mine,) = gather_scatter.picked([mine], keys.rows, backend)
-            attend(mine, k_all, v_all, chunk.plan, spec)
+            rows = gather_scatter.picked([mine], keys.rows, backend)[0] if near else mine
+            attend(rows, k_all, v_all, plan_of_chunk, spec)
 
     return send_and_wait, compute

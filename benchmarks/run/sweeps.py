@@ -22,7 +22,7 @@ FILLED = (1.0, 0.8)
 FIXED_DENSITY = 1 / 8
 # of --sweep change: the baseline `pattern`, and the directions
 SAME_MASK = "same mask"
-TIMED = {"step": "a synchronised step", "steps": "one of many steps in a row"}
+TIMED = {"step": "a synchronized step", "steps": "one of many steps in a row"}
 
 
 class Case(NamedTuple):

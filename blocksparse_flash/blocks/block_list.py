@@ -76,23 +76,38 @@ class Frame(NamedTuple):
         return -(-self.kv_len // self.block_size[1])
 
     @property
+    def blocks_per_lead(self) -> int:
+        """Number of blocks of one lead, stored or not."""
+        return self.n_rows * self.n_cols
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks of all leads, stored or not."""
+        return self.leads * self.blocks_per_lead
+
+    def density(self, nnz: int) -> float:
+        """Stored blocks / all blocks; 0.0 if there are none."""
+        return nnz / self.n_blocks if self.n_blocks else 0.0
+
+    @property
     def sizes(self) -> dict[str, Any]:
-        """Keyword arguments of most functions here."""
+        """Keyword arguments of the constructors of a layout."""
         return {"q_len": self.q_len, "kv_len": self.kv_len, "block_size": self.block_size}
 
+    @property
+    def transposed(self) -> Frame:
+        return Frame(self.batch, self.heads, self.kv_len, self.q_len, self.block_size[::-1])
 
-# ---------------------------------------------------------------------------------------------------------------- sizes
+    def positions(self, keys: Array) -> tuple[Array, Array, Array]:
+        """(leads, rows, cols) of the blocks with these keys."""
+        lines, cols = np.divmod(keys, max(self.n_cols, 1))
+        if self.leads == 1:
+            # most layouts have one lead; a division takes longer than the rest of many functions
+            return np.zeros_like(lines), lines, cols
+        return *np.divmod(lines, max(self.n_rows, 1)), cols
 
 
-def grid(q_len: int, kv_len: int, block_size: Size) -> Size:
-    """(n_rows, n_cols) in blocks, including a ragged last one."""
-    return -(-q_len // block_size[0]), -(-kv_len // block_size[1])
-
-
-def divided(values: Array, by: int) -> tuple[Array, Array]:
-    """(quotient, remainder) of non-negative integers; np.divmod handles signs and takes three times as long."""
-    quotient = values // max(by, 1)
-    return quotient, values - quotient * by
+# --------------------------------------------------------------------------------------------------------------- arrays
 
 
 def words_per_query(block_kv: int) -> int:
@@ -120,25 +135,25 @@ def unpack(words: Array, block_kv: int) -> Array:
     return np.unpackbits(octets, axis=-1, count=block_kv, bitorder="little").view(np.bool_)
 
 
-def existing(q_len: int, kv_len: int, block_size: Size) -> Array:
+def existing(frame: Frame) -> Array:
     """Bitmasks of the pairs inside the lengths, uint32 (4, block_q, words), by edge kind.
 
     Edge kinds: 0 interior, 1 ragged last col, 2 ragged last row, 3 both. Kinds that do not occur equal the interior.
     """
-    block_q, block_kv = block_size
+    block_q, block_kv = frame.block_size
     bits = np.ones((4, block_q, block_kv), np.bool_)
-    bits[2:, (q_len % block_q or block_q) :] = False
-    bits[1::2, :, (kv_len % block_kv or block_kv) :] = False
+    bits[2:, (frame.q_len % block_q or block_q) :] = False
+    bits[1::2, :, (frame.kv_len % block_kv or block_kv) :] = False
     return pack(bits)
 
 
-def edge_kinds(keys: Array, *, q_len: int, kv_len: int, block_size: Size) -> Array:
+def edge_kinds(keys: Array, frame: Frame) -> Array:
     """Edge kind (see `existing`) of each block, int64 (nnz,). A last row or col that is not ragged is interior."""
-    n_rows, n_cols = grid(q_len, kv_len, block_size)
+    n_rows, n_cols = frame.n_rows, frame.n_cols
     kinds = np.zeros(keys.shape, np.int64)
-    if kv_len % block_size[1]:
+    if frame.kv_len % frame.block_size[1]:
         kinds += keys % n_cols == n_cols - 1
-    if q_len % block_size[0]:
+    if frame.q_len % frame.block_size[0]:
         kinds += 2 * (keys // n_cols % n_rows == n_rows - 1)
     return kinds
 
@@ -148,29 +163,16 @@ def full_list(keys: Array, block_size: Size) -> BlockList:
     return BlockList(keys, np.full(len(keys), FULL, np.int32), no_bitmasks(block_size))
 
 
-def _split(keys: Array, frame: Frame) -> tuple[Array, Array]:
-    """indptr and cols of ascending keys, as of BlockRows."""
-    n_rows, n_cols, leads = frame.n_rows, frame.n_cols, frame.leads
-    first = n_cols * np.arange(leads * n_rows + 1)
-    offsets = keys.searchsorted(first)
-    cols = (keys - first[:-1].repeat(offsets[1:] - offsets[:-1])).astype(np.int32)
+def by_rows(found: BlockList, frame: Frame) -> BlockRows:
+    """The list in CSR form; shares only the bitmasks with it."""
+    n_rows, leads = frame.n_rows, frame.leads
+    first = frame.n_cols * np.arange(leads * n_rows + 1)
+    offsets = found.keys.searchsorted(first)
+    cols = (found.keys - first[:-1].repeat(offsets[1:] - offsets[:-1])).astype(np.int32)
     # each lead ends where the next begins, so their offsets overlap by one
     step = offsets.itemsize
     indptr = np.ndarray((leads, n_rows + 1), offsets.dtype, offsets, strides=(step * n_rows, step)).astype(np.int32)
-    return indptr, cols
-
-
-def by_rows(found: BlockList, frame: Frame) -> BlockRows:
-    """The list in CSR form; shares only the bitmasks with it."""
-    return BlockRows(*_split(found.keys, frame), found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
-
-
-def full_rows(keys: Array, frame: Frame) -> BlockRows:
-    """The list of full blocks at the ascending keys, in CSR form."""
-    ids = np.empty(len(keys), np.int32)
-    # twice as fast as np.full
-    ids.fill(FULL)
-    return BlockRows(*_split(keys, frame), ids, no_bitmasks(frame.block_size))
+    return BlockRows(indptr, cols, found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
 
 
 def by_keys(rows: BlockRows, frame: Frame) -> BlockList:
@@ -188,7 +190,47 @@ def ranges(starts: Array, counts: Array) -> Array:
     return values
 
 
+def run_lengths(*columns: Array) -> tuple[Array, Array]:
+    """(starts, lengths) of the runs of equal values; with several columns, of equal values in each."""
+    begins = np.zeros(len(columns[0]), np.bool_)
+    begins[:1] = True
+    for values in columns:
+        begins[1:] |= values[1:] != values[:-1]
+    starts = np.flatnonzero(begins)
+    return starts, np.diff(starts, append=len(begins))
+
+
+def at_once(bytes_each: int) -> int:
+    """Number of items that fill about _CHUNK_BYTES; at least 1."""
+    return max(1, _CHUNK_BYTES // max(1, bytes_each))
+
+
+def chunks(count: int, bytes_each: int) -> Iterator[slice]:
+    """Slices that cover range(count), each of about _CHUNK_BYTES."""
+    step = at_once(bytes_each)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
 # ------------------------------------------------------------------------------------------------------------- equality
+
+
+def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
+    """np.unique(codes, return_inverse=True) of int64 codes in [0, limit), without a sort if they are dense."""
+    if limit > 4 * len(codes) + 65536:
+        values, inverse = np.unique(codes, return_inverse=True)
+        return values, inverse.reshape(-1)
+    seen = np.zeros(limit, np.bool_)
+    seen[codes] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[codes]
+
+
+def _first_equal_bitmask(words: Array) -> Array:
+    """Index of the first equal bitmask, for each bitmask, int64."""
+    width = words.shape[1] * words.shape[2]
+    # as bytes, which Python hashes and compares
+    each = np.ascontiguousarray(words).reshape(len(words), width).view(f"V{4 * width}").reshape(-1).tolist()
+    first: dict[bytes, int] = {}
+    return np.fromiter(map(first.setdefault, each, range(len(each))), np.int64, len(each))
 
 
 def _mix(values: Array, seed: int) -> Array:
@@ -203,52 +245,38 @@ def _mix(values: Array, seed: int) -> Array:
     return mixed
 
 
-def at_once(bytes_each: int) -> int:
-    """Number of items that fill about _CHUNK_BYTES; at least 1."""
-    return max(1, _CHUNK_BYTES // max(1, bytes_each))
+def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) -> Array:
+    """Index of the first run with the same codes and the same kind, for each run of counts[i] codes at starts[i].
 
-
-def chunks(count: int, bytes_each: int) -> Iterator[slice]:
-    """Slices that cover range(count), each of about _CHUNK_BYTES."""
-    step = at_once(bytes_each)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def _first_of(hashes: Array) -> Array:
-    """Index of the first element with the same hash, for each element."""
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    return first[inverse]
-
-
-def _first_equal_bitmask(words: Array) -> Array:
-    """Index of the first equal bitmask, for each bitmask, int64. Found by hash, then verified bit by bit."""
-    table = np.ascontiguousarray(words).reshape(len(words), words[0].size if len(words) else 2).view(np.uint64)
+    Found by hash, then verified code by code.
+    """
+    if not len(starts):
+        return starts
     for seed in itertools.count():
-        # weights by position, so that moved words change the sum
-        weights = _mix(np.arange(table.shape[1]), seed) | np.uint64(1)
-        hashes = np.empty(len(table), np.uint64)
-        for part in chunks(len(table), 8 * table.shape[1]):
-            hashes[part] = (_mix(table[part], seed) * weights).sum(axis=1, dtype=np.uint64)
-        first = _first_of(hashes)
-        copies = np.flatnonzero(first != np.arange(len(first)))
-        parts = chunks(len(copies), 8 * table.shape[1])
-        if all(np.array_equal(table[copies[part]], table[first[copies[part]]]) for part in parts):
-            return first
+        hashes = np.add.reduceat(_mix(codes, seed), starts) + _mix(kinds, seed + 1)
+        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        first = first[inverse]
+        if np.array_equal(counts[first], counts) and np.array_equal(kinds[first], kinds):
+            twins = np.arange(len(codes)) + np.repeat(starts[first] - starts, counts)
+            if np.array_equal(codes[twins], codes):
+                return first
     raise AssertionError
 
 
-def distinct(codes: Array, limit: int) -> tuple[Array, Array]:
-    """np.unique(codes, return_inverse=True) of int64 codes in [0, limit), without a sort if they are dense."""
-    if limit > 4 * len(codes) + 65536:
-        values, inverse = np.unique(codes, return_inverse=True)
-        return values, inverse.reshape(-1)
-    seen = np.zeros(limit, np.bool_)
-    seen[codes] = True
-    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[codes]
+# ------------------------------------------------------------------------------------------------------- canonical form
+
+
+def _mapped(ids: Array, outcome: Array) -> Array:
+    """outcome[id] of each id; FULL and EMPTY stay."""
+    # negative indices: EMPTY is -2, FULL -1
+    return np.append(outcome, [EMPTY, FULL])[ids]
 
 
 def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
-    """Number the bitmasks by first appearance and drop unused ones."""
+    """Drop EMPTY blocks and unused bitmasks, and number the bitmasks by first appearance."""
+    stored = ids != EMPTY
+    if not stored.all():
+        keys, ids = keys[stored], ids[stored]
     partial = np.flatnonzero(ids >= 0)
     first = np.full(len(bitmasks), len(ids))
     # the last assignment to an index wins: reversed, so that the first appearance does
@@ -257,113 +285,73 @@ def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     order = used[np.argsort(first[used], kind="stable")]
     if len(order) == len(bitmasks) and np.array_equal(order, np.arange(len(order))):
         return BlockList(keys, ids.astype(np.int32, copy=False), bitmasks)
-    number = np.empty(len(bitmasks), np.int32)
-    number[order] = np.arange(len(order), dtype=np.int32)
-    new_ids = np.full(len(ids), FULL, np.int32)
-    new_ids[partial] = number[ids[partial]]
-    return BlockList(keys, new_ids, bitmasks[order])
+    number = np.empty(len(bitmasks), np.int64)
+    number[order] = np.arange(len(order))
+    return BlockList(keys, _mapped(ids, number).astype(np.int32), bitmasks[order])
 
 
-def classify(words: Array, kinds: Array, there: Array) -> tuple[Array, Array]:
-    """(outcome, kept): EMPTY, FULL or an index into kept for each bitmask; the bitmasks in kept are distinct.
+def _classify(words: Array, kinds: Array, exists: Array) -> Array:
+    """EMPTY, FULL or the index of the first equal bitmask, for each bitmask.
 
     words  uint32 (n, block_q, words), 0 for pairs that do not exist
     kinds  (n,): edge kind of the blocks with this bitmask
-    there  from `existing`
+    exists  `existing` of the frame
     """
     outcome = _first_equal_bitmask(words)
-    for kind in range(4):
-        of_kind = np.flatnonzero(kinds == kind)
-        for part in chunks(len(of_kind), there[0].nbytes):
-            chosen = of_kind[part]
-            outcome[chosen[(words[chosen] == there[kind]).all(axis=(1, 2))]] = FULL
+    for part in chunks(len(words), exists[0].nbytes):
+        outcome[part][(words[part] == exists[kinds[part]]).all(axis=(1, 2))] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
-    is_partial = outcome >= 0
-    used, number = distinct(outcome[is_partial], len(words))
-    outcome[is_partial] = number
-    return outcome, words[used]
+    return outcome
 
 
-def _mapped(ids: Array, outcome: Array) -> Array:
-    """outcome[id] of each id; FULL and EMPTY stay."""
-    mapped = ids.copy()
-    is_partial = ids >= 0
-    mapped[is_partial] = outcome[ids[is_partial]]
-    return mapped
-
-
-def settle(keys: Array, ids: Array, words: Array, kinds: Array, there: Array) -> BlockList:
+def settle(keys: Array, ids: Array, words: Array, kinds: Array, exists: Array) -> BlockList:
     """The canonical list of blocks with these bitmasks.
 
     keys  ascending
     ids   (nnz,): index into words, FULL or EMPTY
-    words, kinds, there  as in `classify`
+    words, kinds, exists  as in `_classify`
     """
-    outcome, words = classify(words, kinds, there)
-    ids = _mapped(ids, outcome)
-    stored = ids != EMPTY
-    if not stored.all():
-        keys, ids = keys[stored], ids[stored]
-    return renumber(keys, ids, words)
+    return renumber(keys, _mapped(ids, _classify(words, kinds, exists)), words)
 
 
 class Gathering:
-    """Collects blocks chunk by chunk, so that only one chunk of unclassified bitmasks is in memory."""
+    """`settle` of bitmasks that are added chunk by chunk, so that only one chunk with duplicates is in memory."""
 
-    def __init__(self, there: Array) -> None:
-        self.there = there
+    def __init__(self, exists: Array) -> None:
+        self.exists = exists
         self._ids: list[Array] = []
-        self._words: list[Array] = [there[:0]]
+        self._words: list[Array] = [exists[:0]]
         self._n_words = 0
 
     def add(self, words: Array, kinds: Array) -> None:
-        ids, kept = classify(words, kinds, self.there)
-        self._ids.append(np.where(ids >= 0, ids + self._n_words, ids))
-        self._words.append(kept)
-        self._n_words += len(kept)
+        ids = _classify(words, kinds, self.exists)
+        used, number = distinct(ids[ids >= 0], len(words))
+        ids[ids >= 0] = number + self._n_words
+        self._ids.append(ids)
+        self._words.append(words[used])
+        self._n_words += len(used)
 
-    def ids(self) -> tuple[Array, Array]:
-        """(ids, words): index into words, FULL or EMPTY of every bitmask added; words are distinct."""
+    def settle(self, keys: Array, ids: Array) -> BlockList:
+        """The canonical list of blocks with the ids FULL, EMPTY or the number of a bitmask, in the order added."""
         words = np.concatenate(self._words)
-        ids = np.concatenate([*self._ids, np.zeros(0, np.int64)])
-        used, number = distinct(_first_equal_bitmask(words), len(words))
-        return _mapped(ids, number), words[used]
+        outcome = np.concatenate([*self._ids, np.zeros(0, np.int64)])
+        return renumber(keys, _mapped(ids, _mapped(outcome, _first_equal_bitmask(words))), words)
 
 
-def gathered(keys: Array, ids: Array, words: Array) -> BlockList:
-    """The canonical list of blocks with the ids and words of a Gathering."""
-    stored = ids != EMPTY
-    return renumber(keys[stored], ids[stored], words)
-
-
-def canonical(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, block_size: Size) -> BlockList:
+def canonical(found: BlockList, frame: Frame) -> BlockList:
     """The canonical list of the same mask; keys must be ascending, bits beyond the lengths are dropped."""
+    keys, ids, bitmasks = found
     if not len(bitmasks):
-        return full_list(keys, block_size)
-    there = existing(q_len, kv_len, block_size)
-    kinds = edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
-    codes = np.where(ids >= 0, 4 * ids.astype(np.int64) + kinds + 1, 0)
-    values, which = distinct(codes, 4 * len(bitmasks) + 1)
-    # value 0 is FULL, if there is one
-    n_full = int(len(values) > 0 and values[0] == 0)
-    values = values[n_full:] - 1
-    words = bitmasks[values // 4] & there[values % 4]
-    return settle(keys, which - n_full if n_full else which, words, values % 4, there)
+        return full_list(keys, frame.block_size)
+    exists, is_partial = existing(frame), ids >= 0
+    kinds = edge_kinds(keys[is_partial], frame)
+    values, number = distinct(4 * ids[is_partial].astype(np.int64) + kinds, 4 * len(bitmasks))
+    new_ids = np.full(len(ids), FULL, np.int64)
+    new_ids[is_partial] = number
+    return settle(keys, new_ids, bitmasks[values // 4] & exists[values % 4], values % 4, exists)
 
 
 # -------------------------------------------------------------------------------------------------------------- regroup
-
-
-def first_equal_run(codes: Array, starts: Array, counts: Array, kinds: Array) -> Array:
-    """Index of the first tile with the same pieces and edge kind, for each tile; codes (pieces,) are tile by tile."""
-    for seed in itertools.count():
-        hashes = np.add.reduceat(_mix(codes, seed), starts) + _mix(kinds, seed + 1)
-        first = _first_of(hashes)
-        if np.array_equal(counts[first], counts) and np.array_equal(kinds[first], kinds):
-            twins = np.arange(len(codes)) + np.repeat(starts[first] - starts, counts)
-            if np.array_equal(codes[twins], codes):
-                return first
-    raise AssertionError
 
 
 def _pieces(rows: Array, old: int, new: int, length: int) -> tuple[Array, Array]:
@@ -372,47 +360,47 @@ def _pieces(rows: Array, old: int, new: int, length: int) -> tuple[Array, Array]
     return first, (np.minimum((rows + 1) * old, length) - 1) // new - first + 1
 
 
-def regroup(keys: Array, ids: Array, bitmasks: Array, *, q_len: int, kv_len: int, old: Size, new: Size) -> BlockList:
+def regroup(found: BlockList, frame: Frame, new: Size) -> BlockList:
     """The same mask in blocks of another size, exact for any two sizes; canonical if the list is.
 
     Blocks are cut along the borders of the new blocks (here: tiles). Tiles of equal pieces at equal places have equal
     bitmasks, so one bitmask is built per distinct set of pieces. O(nnz log nnz).
     """
-    if old == new or not len(keys):
-        return BlockList(keys, ids, bitmasks) if old == new else full_list(keys, new)
-    n_rows, n_cols = grid(q_len, kv_len, old)
-    n_tile_rows, n_tile_cols = grid(q_len, kv_len, new)
-    rows, cols, leads = keys // n_cols % n_rows, keys % n_cols, keys // (n_rows * n_cols)
-    tile_rows, n_down = _pieces(rows, old[0], new[0], q_len)
-    tile_cols, n_across = _pieces(cols, old[1], new[1], kv_len)
+    old, tiled = frame.block_size, frame._replace(block_size=new)
+    if old == new:
+        return found
+    keys, ids, bitmasks = found
+    if not len(keys):
+        return full_list(keys, new)
+    leads, rows, cols = frame.positions(keys)
+    tile_rows, n_down = _pieces(rows, old[0], new[0], frame.q_len)
+    tile_cols, n_across = _pieces(cols, old[1], new[1], frame.kv_len)
     if (n_down > 1).any() or (n_across > 1).any():
         n_pieces = n_down * n_across
         source = np.repeat(np.arange(len(keys)), n_pieces)
         piece = ranges(np.zeros(len(keys), np.int64), n_pieces)
         rows, cols, leads, ids, n_across = rows[source], cols[source], leads[source], ids[source], n_across[source]
         tile_rows, tile_cols = tile_rows[source] + piece // n_across, tile_cols[source] + piece % n_across
-    tile_keys = (leads * n_tile_rows + tile_rows) * n_tile_cols + tile_cols
+    tile_keys = (leads * tiled.n_rows + tile_rows) * tiled.n_cols + tile_cols
     # place of a block relative to its tile, in units of 16 tokens: -old < place < new
     down = (rows * old[0] - tile_rows * new[0]) // SIDE_UNIT
     across = (cols * old[1] - tile_cols * new[1]) // SIDE_UNIT
     n_places = (old[0] + new[0]) // SIDE_UNIT, (old[1] + new[1]) // SIDE_UNIT
     places = (down + old[0] // SIDE_UNIT) * n_places[1] + across + old[1] // SIDE_UNIT
-    n_all_places = n_places[0] * n_places[1]
-    codes = (ids.astype(np.int64) + 1) * n_all_places + places
+    codes = (ids.astype(np.int64) + 1) * (n_places[0] * n_places[1]) + places
 
     if (tile_keys[1:] < tile_keys[:-1]).any():
         order = np.argsort(tile_keys, kind="stable")
         tile_keys, codes = tile_keys[order], codes[order]
-    starts = np.flatnonzero(np.append(True, tile_keys[1:] != tile_keys[:-1]))
-    counts = np.diff(np.append(starts, len(codes)))
+    starts, counts = run_lengths(tile_keys)
     tile_keys = tile_keys[starts]
-    kinds = edge_kinds(tile_keys, q_len=q_len, kv_len=kv_len, block_size=new)
+    kinds = edge_kinds(tile_keys, tiled)
     first, which = distinct(first_equal_run(codes, starts, counts, kinds), len(starts))
 
-    there = existing(q_len, kv_len, new)
+    exists = existing(tiled)
     words = _join(codes[ranges(starts[first], counts[first])], counts[first], bitmasks, n_places[1], old, new)
-    words &= there[kinds[first]]
-    return settle(tile_keys, which, words, kinds[first], there)
+    words &= exists[kinds[first]]
+    return settle(tile_keys, which, words, kinds[first], exists)
 
 
 def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size, new: Size) -> Array:
@@ -424,64 +412,50 @@ def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size
     source = np.concatenate([ones, bitmasks]).view(np.uint16)
     joined = np.zeros((len(counts), new[0], words_per_query(new[1])), np.uint32)
     target = joined.view(np.uint16)
-    places, which = distinct(codes % n_all_places, n_all_places)
+    ids, places = np.divmod(codes, n_all_places)
     # pieces at one place are copied together: the loop is over places, at most 32 x 32, not over blocks
-    order = np.argsort(which, kind="stable")
-    bounds = np.searchsorted(which[order], np.arange(len(places) + 1))
-    for place, begin, end in zip(places.tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        pieces = order[begin:end]
+    order = np.argsort(places, kind="stable")
+    for pieces in np.split(order, run_lengths(places[order])[0][1:]):
+        place = int(places[pieces[0]])
         down = place // n_across * SIDE_UNIT - old[0]
         # in units of 16 keys, which is one uint16
         across = place % n_across - old[1] // SIDE_UNIT
         q_begin, q_end = max(0, down), min(new[0], down + old[0])
         kv_begin, kv_end = max(0, across), min(new[1] // SIDE_UNIT, across + old[1] // SIDE_UNIT)
-        block = source[
-            codes[pieces] // n_all_places, q_begin - down : q_end - down, kv_begin - across : kv_end - across
-        ]
-        target[tiles[pieces], q_begin:q_end, kv_begin:kv_end] = block
+        piece = source[ids[pieces], q_begin - down : q_end - down, kv_begin - across : kv_end - across]
+        target[tiles[pieces], q_begin:q_end, kv_begin:kv_end] = piece
     return joined
 
 
 # ---------------------------------------------------------------------------------------------------------------- dense
 
 
-def from_mask(mask: Array, block_size: Size) -> BlockList:
+def from_mask(mask: Array, frame: Frame) -> BlockList:
     """The canonical list of a bool mask (leads, q_len, kv_len). Time and memory O(mask)."""
-    leads, q_len, kv_len = mask.shape
-    block_q, block_kv = block_size
-    n_rows, n_cols = grid(q_len, kv_len, block_size)
-    gathering = Gathering(existing(q_len, kv_len, block_size))
-    # a chunk is a whole number of leads, or of block rows of one lead
-    rows_at_once = max(1, min(n_rows, _CHUNK_BYTES // max(1, n_cols * block_q * block_kv)))
-    leads_at_once = (
-        max(1, _CHUNK_BYTES // max(1, n_rows * n_cols * block_q * block_kv)) if rows_at_once == n_rows else 1
-    )
-    for lead, row in itertools.product(range(0, leads, leads_at_once), range(0, n_rows, rows_at_once)):
-        part = mask[lead : lead + leads_at_once, row * block_q : (row + rows_at_once) * block_q]
-        rows_here = -(-part.shape[1] // block_q)
-        padded = np.zeros((part.shape[0], rows_here * block_q, n_cols * block_kv), np.bool_)
-        padded[:, : part.shape[1], :kv_len] = part
-        # words are [leads, rows, cols, block_q, words of a query]
-        words = pack(padded.reshape(part.shape[0], rows_here, block_q, n_cols, block_kv).swapaxes(2, 3))
-        words = words.reshape(part.shape[0] * rows_here * n_cols, *words.shape[3:])
-        keys = (lead * n_rows + row) * n_cols + np.arange(len(words))
-        gathering.add(words, edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size))
-    return gathered(np.arange(leads * n_rows * n_cols), *gathering.ids())
+    (block_q, block_kv), n_rows, n_cols = frame.block_size, frame.n_rows, frame.n_cols
+    missing = n_rows * block_q - frame.q_len, n_cols * block_kv - frame.kv_len
+    if any(missing):
+        mask = np.pad(mask, ((0, 0), (0, missing[0]), (0, missing[1])))
+    lines = mask.reshape(frame.leads * n_rows, block_q, n_cols, block_kv)
+    gathering = Gathering(existing(frame))
+    for part in chunks(len(lines), n_cols * block_q * block_kv):
+        words = pack(lines[part].swapaxes(1, 2)).reshape(-1, *gathering.exists.shape[1:])
+        gathering.add(words, edge_kinds(np.arange(part.start * n_cols, part.stop * n_cols), frame))
+    keys = np.arange(frame.n_blocks)
+    return gathering.settle(keys, keys)
 
 
-def to_mask(blocks: BlockList, *, leads: int, q_len: int, kv_len: int, block_size: Size) -> Array:
+def to_mask(found: BlockList, frame: Frame) -> Array:
     """The bool mask (leads, q_len, kv_len) of a list; the inverse of `from_mask`."""
-    block_q, block_kv = block_size
-    n_rows, n_cols = grid(q_len, kv_len, block_size)
-    padded = np.zeros((leads, n_rows, block_q, n_cols, block_kv), np.bool_)
-    row, col = blocks.keys // max(n_cols, 1), blocks.keys % max(n_cols, 1)
-    lead, row = row // max(n_rows, 1), row % max(n_rows, 1)
-    is_full = blocks.ids == FULL
+    (block_q, block_kv), n_rows, n_cols = frame.block_size, frame.n_rows, frame.n_cols
+    padded = np.zeros((frame.leads, n_rows, block_q, n_cols, block_kv), np.bool_)
+    lead, row, col = frame.positions(found.keys)
+    is_full = found.ids == FULL
     if is_full.any():
         padded[lead[is_full], row[is_full], :, col[is_full]] = True
     partial = np.flatnonzero(~is_full)
     for part in chunks(len(partial), block_q * block_kv):
         chosen = partial[part]
-        padded[lead[chosen], row[chosen], :, col[chosen]] = unpack(blocks.bitmasks[blocks.ids[chosen]], block_kv)
-    dense = padded.reshape(leads, n_rows * block_q, n_cols * block_kv)
-    return np.ascontiguousarray(dense[:, :q_len, :kv_len])
+        padded[lead[chosen], row[chosen], :, col[chosen]] = unpack(found.bitmasks[found.ids[chosen]], block_kv)
+    dense = padded.reshape(frame.leads, n_rows * block_q, n_cols * block_kv)
+    return np.ascontiguousarray(dense[:, : frame.q_len, : frame.kv_len])

@@ -32,10 +32,10 @@ def switch(value: object, name: str) -> bool:
 
 
 def length(value: object, name: str) -> int:
-    length = integer(value, name)
-    if not 0 <= length < 2**31:
-        raise ValueError(f"{name} must be in 0 .. 2**31 - 1 tokens, got {length}")
-    return length
+    tokens = integer(value, name)
+    if not 0 <= tokens < 2**31:
+        raise ValueError(f"{name} must be in 0 .. 2**31 - 1 tokens, got {tokens}")
+    return tokens
 
 
 def position(value: object, size: int, name: str, way_out: str) -> int:
@@ -53,20 +53,19 @@ def axis(value: object, name: str) -> int:
     return size
 
 
-def _side(value: object, block_size: object) -> int:
-    side = integer(value, "block_size")
-    if not 16 <= side <= 256 or side % 16:
-        raise ValueError(f"block_size must be a multiple of 16 from 16 to 256 on each side, got {block_size!r}")
-    return side
-
-
-def sides(block_size: object) -> Size:
-    if not isinstance(block_size, (tuple, list)):
-        side = _side(block_size, block_size)
-        return side, side
-    if len(block_size) != 2:
+def sides(block_size: object, *, most: int | None = 256) -> Size:
+    """(block_q, block_kv); most is the longest side, None for any."""
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(pair) != 2:
         raise ValueError(f"block_size must be an int or (block_q, block_kv), got {block_size!r}")
-    return _side(block_size[0], block_size), _side(block_size[1], block_size)
+    block_q, block_kv = (integer(side, "block_size") for side in pair)
+    for side in (block_q, block_kv):
+        if side < 16 or side % 16 or (most is not None and side > most):
+            limits = "" if most is None else f" from 16 to {most}"
+            raise ValueError(
+                f"block_size must be a multiple of 16{limits} on each side, got {block_size!r}; 128 is one"
+            )
+    return block_q, block_kv
 
 
 def check_multiple(large: Size, small: Size, expected: str) -> None:
@@ -135,6 +134,14 @@ def check_range(values: Array, limit: int, name: str, limit_name: str, of: str =
     if outside.any():
         where = int(outside.argmax())
         raise ValueError(f"{name} must be in 0 .. {limit_name} - 1 = {limit - 1}, got {values[where]} at {where}{of}")
+
+
+def check_distinct(keys: Array, frame: Frame, name: str) -> None:
+    """Refuse ascending keys that name a block twice."""
+    twice = keys[1:] == keys[:-1]
+    if twice.any():
+        _, row, col = (int(i) for i in frame.positions(keys[twice.argmax()]))
+        raise ValueError(f"{name} must name every block once, but block (row {row}, col {col}) comes again")
 
 
 def bools(mask: object, name: str) -> Array:
@@ -259,8 +266,8 @@ def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) 
 def check_tensors(tensors: Sequence[torch.Tensor], frame: Frame) -> None:
     """Refuse tensors that are not the fields of a layout with this frame."""
     check_fields(tensors, frame)
-    for name, tensor in zip(TENSORS, tensors, strict=True):
-        check_in_memory(tensor, name)
+    # the others are on its device
+    check_in_memory(tensors[0], "indptr")
     indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
     check_rows(indptr, indices, frame, is_padded=False)
     outside = (ids < FULL) | (ids >= len(bitmasks))

@@ -1,4 +1,4 @@
-"""Keys of full blocks from indices, ranges, a mask or a SciPy matrix; and the SciPy matrix of a block list."""
+"""Keys of full blocks from indices, ranges, a mask or a SciPy matrix; and the SciPy matrix of blocks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from typing import Any
 import numpy as np
 
 from . import block_list, checks
-from .block_list import FULL, Array, BlockList, Frame
+from .block_list import FULL, Array, BlockRows, Frame
 
 
 def by_index(rows: object, cols: object, frame: Frame) -> Array:
     """Keys of blocks (rows[i], cols[i]) in any order; repeated blocks are refused."""
-    n_rows, n_cols = frame.n_rows, frame.n_cols
     row, col = checks.integers(rows, "rows"), checks.integers(cols, "cols")
     if len(row) != len(col):
         raise ValueError(f"rows and cols must have one entry for each block, got {len(row)} and {len(col)}")
-    checks.check_range(row, n_rows, "rows", "n_rows")
-    checks.check_range(col, n_cols, "cols", "n_cols")
-    keys = row * n_cols + col
+    checks.check_range(row, frame.n_rows, "rows", "n_rows")
+    checks.check_range(col, frame.n_cols, "cols", "n_cols")
+    keys = row * frame.n_cols + col
     keys.sort(kind="stable")
-    twice = keys[1:] == keys[:-1]
-    if twice.any():
-        again = divmod(int(keys[twice.argmax()]), n_cols)
-        raise ValueError(f"rows and cols must name every block once, but block {again} comes again")
+    checks.check_distinct(keys, frame, "rows and cols")
     return keys
 
 
@@ -83,16 +79,14 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
     return by_index(row[stored], csr.indices[stored], frame)
 
 
-def to_matrix(found: BlockList, frame: Frame, batch: int, head: int) -> Any:
+def to_matrix(rows: BlockRows, frame: Frame, batch: int, head: int) -> Any:
     """The blocks of one batch and head as scipy.sparse.csr_array (n_rows, n_cols), int8: 1 full, 2 partial."""
     import scipy.sparse
 
     for value, name, size in ((batch, "batch", frame.batch), (head, "head", frame.heads)):
         checks.position(value, size, name, f"; the layout has {frame.batch} batches of {frame.heads} heads")
-    first = (batch * frame.heads + head) * frame.n_rows
-    offsets = np.searchsorted(found.keys, np.arange(first, first + frame.n_rows + 1) * frame.n_cols)
-    of_lead = slice(offsets[0], offsets[-1])
-    values = np.where(found.ids[of_lead] == FULL, 1, 2).astype(np.int8)
-    cols = (found.keys[of_lead] % max(frame.n_cols, 1)).astype(np.int32)
-    indptr = (offsets - offsets[0]).astype(np.int32)
-    return scipy.sparse.csr_array((values, cols, indptr), shape=(frame.n_rows, frame.n_cols))
+    indptr = rows.indptr[batch * frame.heads + head]
+    of_lead = slice(indptr[0], indptr[-1])
+    values = np.where(rows.ids[of_lead] == FULL, 1, 2).astype(np.int8)
+    matrix = values, rows.cols[of_lead].copy(), indptr - indptr[0]
+    return scipy.sparse.csr_array(matrix, shape=(frame.n_rows, frame.n_cols))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import block_list, checks, set_operations
 from .block_list import FULL, Array, BlockList, Frame, Size
+from .reindexing import gather
 
 # kinds of cells
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
@@ -29,24 +30,28 @@ def _blocks_a_cell(frame: Frame, most: int) -> Size:
     return max(1, -(-frame.n_rows // most)), max(1, -(-frame.n_cols // most))
 
 
-def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
-    """(cells, (down, across)): the first head in at most `most` x `most` cells of down x across blocks each.
-
-    A cell is _FULL if all its blocks are, _EMPTY if none is stored, otherwise _PARTIAL.
-    """
-    n_rows, n_cols = frame.n_rows, frame.n_cols
+def _cells(found: BlockList, frame: Frame, most: int) -> Array:
+    """The first head in at most `most` x `most` cells: _FULL if all their blocks are, _EMPTY if none is stored."""
     down, across = _blocks_a_cell(frame, most)
-    height, width = -(-n_rows // down), -(-n_cols // across)
-    is_first = found.keys < n_rows * n_cols
-    keys, is_full = found.keys[is_first], found.ids[is_first] == FULL
-    place = keys // max(n_cols, 1) // down * width + keys % max(n_cols, 1) // across
+    height, width = -(-frame.n_rows // down), -(-frame.n_cols // across)
+    is_first = found.keys < frame.blocks_per_lead
+    is_full = found.ids[is_first] == FULL
+    _, rows, cols = frame.positions(found.keys[is_first])
+    place = rows // down * width + cols // across
     n_all = np.outer(
-        np.bincount(np.arange(n_rows) // down, minlength=height),
-        np.bincount(np.arange(n_cols) // across, minlength=width),
+        np.bincount(np.arange(frame.n_rows) // down, minlength=height),
+        np.bincount(np.arange(frame.n_cols) // across, minlength=width),
     )
     n_stored = np.bincount(place, minlength=height * width).reshape(height, width)
     n_full = np.bincount(place[is_full], minlength=height * width).reshape(height, width)
-    return np.where(n_full == n_all, _FULL, np.where(n_stored > 0, _PARTIAL, _EMPTY)), (down, across)
+    return np.where(n_full == n_all, _FULL, np.where(n_stored > 0, _PARTIAL, _EMPTY))
+
+
+def _notes(frame: Frame, most: int, cell: str, rule: str = "") -> str:
+    """What a legend adds if cells hold several blocks, or if there are several heads."""
+    down, across = _blocks_a_cell(frame, most)
+    notes = f"; a {cell} is {down} x {across} blocks{rule}" if down * across > 1 else ""
+    return notes + "; batch 0, head 0" * (frame.leads > 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -55,27 +60,21 @@ def _cells(found: BlockList, frame: Frame, most: int) -> tuple[Array, Size]:
 def _sizes(found: BlockList, frame: Frame) -> list[str]:
     """Two lines with the sizes of a layout."""
     batch, heads, q_len, kv_len, block_size = frame
-    n_rows, n_cols, n_distinct = frame.n_rows, frame.n_cols, len(found.bitmasks)
-    n_blocks = frame.leads * n_rows * n_cols
-    density = len(found.keys) / n_blocks if n_blocks else 0.0
+    nnz, density = len(found.keys), frame.density(len(found.keys))
     return [
         f"BlockLayout({q_len} x {kv_len} tokens, {block_size=}, {batch=}, {heads=})",
-        f"{n_rows} x {n_cols} blocks, nnz={len(found.keys)}, density={density:.4g}, {n_distinct} distinct bitmasks",
+        f"{frame.n_rows} x {frame.n_cols} blocks, {nnz=}, {density=:.4g}, {len(found.bitmasks)} distinct bitmasks",
     ]
 
 
 def text(found: BlockList, frame: Frame) -> str:
     """The sizes of a layout, and its first head drawn in letters."""
     lines = _sizes(found, frame)
-    if frame.n_rows * frame.n_cols == 0:
+    if not frame.blocks_per_lead:
         return "\n".join(lines)
-    cells, (down, across) = _cells(found, frame, _LETTERS)
-    key = "# full, + partial, . empty"
-    if down * across > 1:
-        key += f"; a character is {down} x {across} blocks"
-    if frame.leads > 1:
-        key += "; batch 0, head 0"
-    return "\n".join([*lines, key, *("".join(row) for row in np.array(list(".+#"))[cells])])
+    key = "# full, + partial, . empty" + _notes(frame, _LETTERS, "character")
+    drawn = np.array(list(".+#"))[_cells(found, frame, _LETTERS)]
+    return "\n".join([*lines, key, *map("".join, drawn)])
 
 
 # ------------------------------------------------------------------------------------------------------------ notebooks
@@ -83,7 +82,7 @@ def text(found: BlockList, frame: Frame) -> str:
 
 def svg(found: BlockList, frame: Frame) -> str:
     """The first head of a layout as SVG, at most 64 x 64 squares. A few kilobytes."""
-    cells, _ = _cells(found, frame, _SQUARES)
+    cells = _cells(found, frame, _SQUARES)
     height, width = cells.shape
     ratio = _ratio(frame.q_len, frame.kv_len)
     size = _PIXELS * min(1, 1 / ratio), _PIXELS * min(1, ratio)
@@ -109,36 +108,58 @@ def svg(found: BlockList, frame: Frame) -> str:
 def html(found: BlockList, frame: Frame) -> str:
     """The sizes of a layout and its `svg`, with a legend, for notebooks."""
     lines = _sizes(found, frame)
-    if frame.n_rows * frame.n_cols == 0:
+    if not frame.blocks_per_lead:
         return f"<div>{'<br>'.join(lines)}</div>"
-    down, across = _blocks_a_cell(frame, _SQUARES)
     legend = ", ".join(
         f'<span style="color:{_COLOURS[kind]};background:{_COLOURS[kind]};border:1px solid #888">&#9632;</span> '
         f"{_NAMES[kind]}"
         for kind in (_FULL, _PARTIAL, _EMPTY)
     )
-    if down * across > 1:
-        legend += f"; a square is {down} x {across} blocks: full or empty if all of them are, else partial"
-    if frame.leads > 1:
-        legend += "; batch 0, head 0"
+    legend += _notes(frame, _SQUARES, "square", ": full or empty if all of them are, else partial")
     return f"<div>{'<br>'.join(lines)}<br>{svg(found, frame)}<br>{legend}</div>"
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
 
 
-def _matplotlib() -> Any:
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise ImportError("layout.plot needs matplotlib: pip install 'blocksparse_flash[plot]'") from error
-    return matplotlib
+class _View(NamedTuple):
+    """What a picture of one head shows: all blocks, or the pairs of a region.
+
+    q, kv   (start, stop) in tokens
+    """
+
+    frame: Frame
+    q: Size
+    kv: Size
+    is_zoom: bool
+
+    @property
+    def ratio(self) -> float:
+        """Height / width of a panel: true to scale, within limits."""
+        return _ratio(self.q[1] - self.q[0], self.kv[1] - self.kv[0])
+
+    def title(self, mask: BlockList | None = None) -> str:
+        """Without a mask, for all heads."""
+        if self.is_zoom:
+            return f"pairs of queries {self.q[0]} to {self.q[1] - 1} and keys {self.kv[0]} to {self.kv[1] - 1}"
+        title = "blocks of {} x {} tokens".format(*self.frame.block_size)
+        if mask is not None:
+            title = f"{len(mask.keys)} {title}, density {self.frame.density(len(mask.keys)):.3g}"
+        down, across = _blocks_a_cell(self.frame, _DOTS)
+        if down * across == 1:
+            return title
+        return f"{title}\na dot is {down} x {across} blocks: full if all are, empty if all are, else partial"
 
 
-def _read_tokens(tokens: Any, frame: Frame) -> tuple[Size, Size] | None:
-    """((q_start, q_stop), (kv_start, kv_stop)), checked."""
+def _ratio(height: int, width: int) -> float:
+    return min(max(max(height, 1) / max(width, 1), 0.25), 2.5)
+
+
+def _view(tokens: Any, frame: Frame) -> _View:
+    """The view of the caller's tokens, checked."""
+    one = frame._replace(batch=1, heads=1)
     if tokens is None:
-        return None
+        return _View(one, (0, frame.q_len), (0, frame.kv_len), is_zoom=False)
     is_pairs = isinstance(tokens, (tuple, list)) and len(tokens) == 2
     if not is_pairs or not all(isinstance(side, (tuple, list)) and len(side) == 2 for side in tokens):
         raise TypeError(f"tokens must be ((q_start, q_stop), (kv_start, kv_stop)), got {tokens!r}")
@@ -151,7 +172,7 @@ def _read_tokens(tokens: Any, frame: Frame) -> tuple[Size, Size] | None:
                 f"apart, got ({first}, {last}); tokens=None draws blocks"
             )
         sides.append((first, last))
-    return sides[0], sides[1]
+    return _View(one, sides[0], sides[1], is_zoom=True)
 
 
 def _leads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[str, BlockList]:
@@ -175,40 +196,32 @@ def _leads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[str, B
 
 def plot(found: BlockList, frame: Frame, *, ax: Any, batch: Any, head: Any, tokens: tuple[Size, Size] | None) -> Any:
     """The Figure of `BlockLayout.plot`."""
-    matplotlib = _matplotlib()
-    region = _read_tokens(tokens, frame)
-    panels = _leads(found, frame, batch, head)
-    one = frame._replace(batch=1, heads=1)
-    if ax is not None:
-        if not isinstance(ax, matplotlib.axes.Axes):
-            raise TypeError(f"ax must be matplotlib Axes, or None for a figure of its own, got {type(ax).__name__}")
-        if len(panels) > 1:
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise ImportError("layout.plot needs matplotlib: pip install 'blocksparse_flash[plot]'") from error
+    view, panels = _view(tokens, frame), _leads(found, frame, batch, head)
+    if ax is not None and not isinstance(ax, matplotlib.axes.Axes):
+        raise TypeError(f"ax must be matplotlib Axes, or None for a figure of its own, got {type(ax).__name__}")
+    if len(panels) > 1:
+        if ax is not None:
             raise ValueError(f"ax has room for one panel, but {len(panels)} heads differ: choose one by head=")
-        ((title, mask),) = panels.items()
-        _panel(ax, mask, one, region)
-        ax.set_title(title)
-        _legend(ax, is_zoom=region is not None)
+        return _grid(matplotlib.figure.Figure, panels, view)
+    ((where, mask),) = panels.items()
+    if ax is not None:
+        _panel(ax, mask, view)
+        _legend(ax, view)
+        ax.set_title(where)
         return ax.figure
-    if len(panels) == 1:
-        ((title, mask),) = panels.items()
-        return _single(matplotlib, mask, one, region, title)
-    return _grid(matplotlib, panels, one, region)
-
-
-def _single(matplotlib: Any, mask: BlockList, frame: Frame, region: Any, where: str) -> Any:
-    """A figure of one mask; with bars for the blocks of each row, unless it shows pairs."""
-    height, width = (frame.q_len, frame.kv_len) if region is None else (stop - start for start, stop in region)
     # width of the panel in inches; the figure adds labels, title and bars
-    across = min(5.2, 7.5 / _ratio(height, width))
-    size = across * 1.3 + 1.1, across * _ratio(height, width) + 1.5
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    across = min(5.2, 7.5 / view.ratio)
+    figure = matplotlib.figure.Figure(figsize=(across * 1.3 + 1.1, across * view.ratio + 1.5), layout="constrained")
     ax = figure.subplots()
-    _panel(ax, mask, frame, region)
-    title = _facts(mask, frame) if region is None else _named(region)
-    ax.set_title(f"{where}: {title}" if where else title, fontsize=11)
-    _legend(ax, is_zoom=region is not None)
-    if region is None and frame.n_rows:
-        _row_work(ax, mask, frame)
+    _panel(ax, mask, view)
+    _legend(ax, view)
+    ax.set_title(f"{where}: {view.title(mask)}" if where else view.title(mask), fontsize=11)
+    if not view.is_zoom and frame.n_rows:
+        _row_work(ax, mask, view.frame)
     return figure
 
 
@@ -226,119 +239,71 @@ def _row_work(ax: Any, mask: BlockList, frame: Frame) -> None:
     work.spines[["top", "right"]].set_visible(False)
 
 
-def _grid(matplotlib: Any, panels: dict[str, BlockList], frame: Frame, region: Any) -> Any:
+def _grid(new_figure: Any, panels: dict[str, BlockList], view: _View) -> Any:
     """A figure with one panel per head."""
     n_across = min(4, len(panels))
     n_down = -(-len(panels) // n_across)
-    figure = matplotlib.figure.Figure(figsize=(2.9 * n_across, 3.0 * n_down + 0.5), layout="constrained")
+    figure = new_figure(figsize=(2.9 * n_across, 3.0 * n_down + 0.5), layout="constrained")
     for index, (title, mask) in enumerate(panels.items()):
         ax = figure.add_subplot(n_down, n_across, index + 1)
-        _panel(ax, mask, frame, region)
-        ax.set_title(f"{title}: density {_density(mask, frame):.3g}" if region is None else title, fontsize=10)
+        _panel(ax, mask, view)
+        density = "" if view.is_zoom else f": density {view.frame.density(len(mask.keys)):.3g}"
+        ax.set_title(title + density, fontsize=10)
         # labels at the left, and where no panel is below
         is_left, is_last = index % n_across == 0, index + n_across >= len(panels)
         ax.tick_params(labelleft=is_left, labelbottom=is_last)
         ax.set_ylabel(ax.get_ylabel() if is_left else "")
         ax.set_xlabel(ax.get_xlabel() if is_last else "")
-    title = _facts(None, frame) if region is None else _named(region)
-    figure.suptitle(title, fontsize=11)
-    figure.legend(handles=_swatches(is_zoom=region is not None), loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(view.title(), fontsize=11)
+    figure.legend(handles=_swatches(view), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
-def _ratio(height: int, width: int) -> float:
-    """Height / width of a panel: true to scale, within limits."""
-    return min(max(max(height, 1) / max(width, 1), 0.25), 2.5)
-
-
-def _named(region: tuple[Size, Size]) -> str:
-    (top, bottom), (left, right) = region
-    return f"pairs of queries {top} to {bottom - 1} and keys {left} to {right - 1}"
-
-
-def _density(mask: BlockList, frame: Frame) -> float:
-    n_blocks = frame.n_rows * frame.n_cols
-    return len(mask.keys) / n_blocks if n_blocks else 0.0
-
-
-def _facts(mask: BlockList | None, frame: Frame) -> str:
-    """Title of a picture of blocks; without a mask, for all heads."""
-    block_q, block_kv = frame.block_size
-    facts = f"blocks of {block_q} x {block_kv} tokens"
-    if mask is not None:
-        facts = f"{len(mask.keys)} {facts}, density {_density(mask, frame):.3g}"
-    down, across = _blocks_a_cell(frame, _DOTS)
-    if down * across == 1:
-        return facts
-    return f"{facts}\na dot is {down} x {across} blocks: full if all are, empty if all are, else partial"
-
-
-def _panel(ax: Any, mask: BlockList, frame: Frame, region: tuple[Size, Size] | None) -> None:
+def _panel(ax: Any, mask: BlockList, view: _View) -> None:
     """The cells of a mask, or the pairs of a region, with axes in tokens; queries down, keys across."""
     from matplotlib.colors import ListedColormap
 
-    if region is None:
-        cells, (down, across) = _cells(mask, frame, _DOTS)
-        sides = down * frame.block_size[0], across * frame.block_size[1]
-        span = cells.shape[0] * sides[0], cells.shape[1] * sides[1]
-        left, top, right, bottom = 0, 0, frame.kv_len, frame.q_len
-        # whole cells, clipped by the limits of the axes
-        extent = (0, span[1], span[0], 0)
+    frame, (top, bottom), (left, right), is_zoom = view
+    if is_zoom:
+        part = gather(mask, frame, np.arange(top, bottom), np.arange(left, right))
+        pairs = block_list.to_mask(part, frame._replace(q_len=bottom - top, kv_len=right - left))[0]
+        cells, extent = np.where(pairs, _FULL, _EMPTY), (left, right, bottom, top)
     else:
-        (top, bottom), (left, right) = region
-        cells = np.where(_pairs(mask, frame, region), _FULL, _EMPTY)
-        extent = (left, right, bottom, top)
-    colours = ListedColormap(_COLOURS)
+        cells, (down, across) = _cells(mask, frame, _DOTS), _blocks_a_cell(frame, _DOTS)
+        # whole cells, clipped by the limits of the axes
+        height, width = cells.shape[0] * down * frame.block_size[0], cells.shape[1] * across * frame.block_size[1]
+        extent = (0, width, height, 0)
     ax.set_facecolor(_COLOURS[_EMPTY])
     if cells.size:
+        colours = ListedColormap(_COLOURS)
         ax.imshow(cells, cmap=colours, vmin=0, vmax=2, interpolation="nearest", extent=extent, aspect="auto")
-    if region is not None:
-        for (start, stop), side, line in zip(region, frame.block_size, (ax.axhline, ax.axvline), strict=True):
+    if is_zoom:
+        for (start, stop), side, line in zip(view[1:3], frame.block_size, (ax.axhline, ax.axvline), strict=True):
             for border in range(start // side * side + side, stop, side):
                 line(border, color=_BORDER, linewidth=0.8)
     ax.set_xlim(left, max(right, left + 1))
     ax.set_ylim(max(bottom, top + 1), top)
-    ax.set_box_aspect(_ratio(bottom - top, right - left))
+    ax.set_box_aspect(view.ratio)
     ax.set_xlabel("key (token)")
     ax.set_ylabel("query (token)")
     ax.locator_params(nbins=5, integer=True)
 
 
-def _pairs(mask: BlockList, frame: Frame, region: tuple[Size, Size]) -> Array:
-    """bool (q_stop - q_start, kv_stop - kv_start): the pairs of a region. O(its blocks)."""
-    (top, bottom), (left, right) = region
-    block_q, block_kv = frame.block_size
-    row, col = np.divmod(mask.keys, frame.n_cols)
-    is_near = (row >= top // block_q) & (row * block_q < bottom) & (col >= left // block_kv) & (col * block_kv < right)
-    first_row, first_col = top // block_q, left // block_kv
-    part = frame._replace(
-        q_len=min(frame.q_len, -(-bottom // block_q) * block_q) - first_row * block_q,
-        kv_len=min(frame.kv_len, -(-right // block_kv) * block_kv) - first_col * block_kv,
-    )
-    keys = (row[is_near] - first_row) * part.n_cols + col[is_near] - first_col
-    near = block_list.to_mask(BlockList(keys, mask.ids[is_near], mask.bitmasks), leads=1, **part.sizes)[0]
-    q_offset, kv_offset = first_row * block_q, first_col * block_kv
-    return near[top - q_offset : bottom - q_offset, left - kv_offset : right - kv_offset]
-
-
-def _swatches(*, is_zoom: bool) -> list[Any]:
+def _swatches(view: _View) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    if not is_zoom:
-        return [Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=_NAMES[kind]) for kind in (2, 1, 0)]
-    pairs = [
-        Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=name)
-        for kind, name in ((_FULL, "attends"), (_EMPTY, "does not attend"))
+    names = {_FULL: "attends", _EMPTY: "does not attend"} if view.is_zoom else dict(enumerate(_NAMES))
+    swatches: list[Any] = [
+        Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=names[kind]) for kind in sorted(names, reverse=True)
     ]
-    return [*pairs, Line2D([], [], color=_BORDER, label="border of a block")]
+    return [*swatches, Line2D([], [], color=_BORDER, label="border of a block")] if view.is_zoom else swatches
 
 
-def _legend(ax: Any, *, is_zoom: bool) -> None:
+def _legend(ax: Any, view: _View) -> None:
     """Legend half an inch below the panel, leaving the title to the caller."""
     from matplotlib.transforms import ScaledTranslation
 
     below = ax.transAxes + ScaledTranslation(0, -0.5, ax.figure.dpi_scale_trans)
-    handles = _swatches(is_zoom=is_zoom)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below, "borderaxespad": 0}
-    ax.legend(handles=handles, ncols=3, frameon=False, fontsize=9, **place)
+    ax.legend(handles=_swatches(view), ncols=3, frameon=False, fontsize=9, **place)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from . import block_list
-from .block_list import Array, BlockList, Frame, Size
+from .block_list import Array, BlockList, Frame
 
 # pairs evaluated at once: with 4 M positions the temporaries of a predicate take tens of megabytes
 _PAIRS_AT_ONCE = 1 << 22
@@ -119,58 +119,40 @@ def causal(frame: Frame) -> tuple[Predicate, DedupKey]:
 
 
 def evaluate(
-    fn: Predicate,
-    keys: Array,
-    *,
-    heads: int,
-    by_head: bool,
-    dedup_key: DedupKey | None,
-    q_len: int,
-    kv_len: int,
-    block_size: Size,
-    shows_progress: bool = False,
+    fn: Predicate, keys: Array, frame: Frame, dedup_key: DedupKey | None, *, by_head: bool, shows_progress: bool = False
 ) -> BlockList:
     """The canonical list of the pairs for which fn is true, in the blocks `keys` (ascending).
 
     fn       fn(q_pos, kv_pos), or fn(batch, head, q_pos, kv_pos) if by_head; int64 tensors that broadcast to
              (blocks, block_q, block_kv), clamped to positions that exist
-    heads    size of the head axis, to take the keys apart
     dedup_key  dedup_key(row, col) -> int64: blocks with equal keys and equal edge kinds have equal pairs, so fn is
              evaluated for one of them
     shows_progress  a progress bar, or a log without tqdm
     """
-    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
-    kinds = block_list.edge_kinds(keys, q_len=q_len, kv_len=kv_len, block_size=block_size)
-    chosen, number = keys, None
+    kinds = block_list.edge_kinds(keys, frame)
     if dedup_key is not None and len(keys):
-        chosen, number = _representatives(dedup_key, keys, kinds, n_rows, n_cols)
-        kinds = kinds[chosen]
-        chosen = keys[chosen]
-    gathering = block_list.Gathering(block_list.existing(q_len, kv_len, block_size))
-    step = max(1, _PAIRS_AT_ONCE // (block_size[0] * block_size[1]))
-    # device named: the caller may have set another default device
-    q_step, kv_step = (torch.arange(side, device="cpu") for side in block_size)
+        chosen, number = _representatives(dedup_key, keys, kinds, frame)
+    else:
+        chosen = number = np.arange(len(keys))
+    gathering, (block_q, block_kv) = block_list.Gathering(block_list.existing(frame)), frame.block_size
+    step = max(1, _PAIRS_AT_ONCE // (block_q * block_kv))
+    # explicit, since the caller may have set another default device
+    q_step, kv_step = (torch.arange(side, device="cpu") for side in frame.block_size)
     starts = range(0, len(chosen), step)
     for start in _with_progress(starts) if shows_progress else starts:
         part = chosen[start : start + step]
-        rows, cols, leads = part // n_cols % n_rows, part % n_cols, part // (n_rows * n_cols)
-        q_pos = torch.from_numpy(rows)[:, None, None] * block_size[0] + q_step[:, None]
-        kv_pos = torch.from_numpy(cols)[:, None, None] * block_size[1] + kv_step
-        positions = [q_pos.clamp_(max=q_len - 1), kv_pos.clamp_(max=kv_len - 1)]
-        if by_head:
-            positions = [torch.from_numpy(axis)[:, None, None] for axis in np.divmod(leads, heads)] + positions
-        bits = _checked(_evaluated(fn, positions), (len(part), *block_size))
-        words = block_list.pack(bits.numpy()) & gathering.there[kinds[start : start + step]]
-        gathering.add(words, kinds[start : start + step])
-    found, words = gathering.ids()
-    return block_list.gathered(keys, found if number is None else found[number], words)
+        leads, rows, cols = (torch.from_numpy(index)[:, None, None] for index in frame.positions(keys[part]))
+        q_pos = (rows * block_q + q_step[:, None]).clamp_(max=frame.q_len - 1)
+        kv_pos = (cols * block_kv + kv_step).clamp_(max=frame.kv_len - 1)
+        axes = [leads // frame.heads, leads % frame.heads] if by_head else []
+        bits = _checked(_evaluated(fn, [*axes, q_pos, kv_pos]), (len(part), block_q, block_kv))
+        gathering.add(block_list.pack(bits.numpy()) & gathering.exists[kinds[part]], kinds[part])
+    return gathering.settle(keys, number)
 
 
-def _representatives(dedup_key: DedupKey, keys: Array, kinds: Array, n_rows: int, n_cols: int) -> tuple[Array, Array]:
+def _representatives(dedup_key: DedupKey, keys: Array, kinds: Array, frame: Frame) -> tuple[Array, Array]:
     """(which, number): index of one key per distinct (dedup key, edge kind, lead), and the number of each key's."""
-    rows, cols = np.divmod(keys, n_cols)
-    # most layouts have one lead, which saves a division, the dominating cost
-    leads, rows = np.divmod(rows, n_rows) if rows[-1] >= n_rows else (np.zeros_like(rows), rows)
+    leads, rows, cols = frame.positions(keys)
     numbers = np.asarray(dedup_key(rows, cols))
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"dedup_key must give integers, one for each block, got {numbers.dtype}")

@@ -31,9 +31,9 @@ def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> B
         found = _gather_queries(found, frame, q_order)
         frame = frame._replace(q_len=len(q_order))
     if not _is_identity(kv_order, frame.kv_len):
-        turned = frame._replace(q_len=frame.kv_len, kv_len=frame.q_len, block_size=frame.block_size[::-1])
-        moved = _gather_queries(transpose(*found, **frame.sizes), turned, kv_order)
-        found = transpose(*moved, **turned._replace(q_len=len(kv_order)).sizes)
+        turned = frame.transposed
+        moved = _gather_queries(transpose(found, frame), turned, kv_order)
+        found = transpose(moved, turned._replace(q_len=len(kv_order)))
     return found
 
 
@@ -60,7 +60,7 @@ def crop(found: BlockList, frame: Frame, q: Size, kv: Size) -> BlockList:
         found, frame = _gather_queries(found, frame, np.arange(*q)), frame._replace(q_len=q_len)
     if kv[0] % block_kv:
         return gather(found, frame, np.arange(q_len), np.arange(*kv) - first * block_kv)
-    return block_list.canonical(*found, q_len=q_len, kv_len=kv_len, block_size=frame.block_size)
+    return block_list.canonical(found, frame._replace(q_len=q_len, kv_len=kv_len))
 
 
 def _is_identity(order: Array, length: int) -> bool:
@@ -87,16 +87,12 @@ def _patches(order: Array, block_q: int) -> _Patches:
     position = np.flatnonzero(order != NONE)
     token = order[position]
     row, source = position // block_q, token // block_q
-    n_sources = int(source.max()) + 1 if len(source) else 1
+    n_sources = int(source.max()) + 1
     # stable, so that positions ascend within a patch
     by_patch = np.argsort(row * n_sources + source, kind="stable")
     position, token, row, source = position[by_patch], token[by_patch], row[by_patch], source[by_patch]
     codes = position % block_q * block_q + token % block_q
-    is_first = np.append(True, (row[1:] != row[:-1]) | (source[1:] != source[:-1]))[: len(row)]
-    starts = np.flatnonzero(is_first)
-    counts = np.diff(np.append(starts, len(codes)))
-    if not len(starts):
-        return _Patches(row, source, row, codes, starts, counts)
+    starts, counts = block_list.run_lengths(row, source)
     alike = block_list.first_equal_run(codes, starts, counts, np.zeros(len(starts), np.int64))
     first, pattern = block_list.distinct(alike, len(starts))
     return _Patches(row[starts], source[starts], pattern, codes, starts[first], counts[first])
@@ -105,9 +101,9 @@ def _patches(order: Array, block_q: int) -> _Patches:
 def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
     """`gather` along the queries alone. Bits are built once per distinct set of pieces."""
     new = frame._replace(q_len=len(order))
-    patches = _patches(order, frame.block_size[0])
-    if not len(found.keys) or not len(patches.row):
+    if not len(found.keys) or (order == NONE).all():
         return block_list.full_list(found.keys[:0], frame.block_size)
+    patches = _patches(order, frame.block_size[0])
     # line = lead * n_rows + row; one entry per patch of each lead
     leads = np.arange(frame.leads)[:, None]
     offsets = np.searchsorted(found.keys, np.arange(frame.leads * frame.n_rows + 1) * frame.n_cols)
@@ -116,30 +112,25 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
     pattern = np.tile(patches.pattern, frame.leads)
     begin, counts = offsets[old_line], offsets[old_line + 1] - offsets[old_line]
 
-    there = block_list.existing(**new.sizes)
-    gathering = block_list.Gathering(there)
-    keys, numbers, n_added = [found.keys[:0]], [found.keys[:0]], 0
-    for part in _parts(new_line, counts, block_list.at_once(there[0].nbytes)):
+    exists = block_list.existing(new)
+    gathering = block_list.Gathering(exists)
+    keys, numbers, n_added = [], [], 0
+    for part in _parts(new_line, counts, block_list.at_once(exists[0].nbytes)):
         source = block_list.ranges(begin[part], counts[part])
         piece_keys = np.repeat(new_line[part], counts[part]) * new.n_cols + found.keys[source] % frame.n_cols
         codes = (found.ids[source].astype(np.int64) + 1) * len(patches.starts) + np.repeat(pattern[part], counts[part])
         by_block = np.argsort(piece_keys, kind="stable")
         piece_keys, codes = piece_keys[by_block], codes[by_block]
-        starts = np.flatnonzero(np.append(True, piece_keys[1:] != piece_keys[:-1])[: len(codes)])
-        if not len(starts):
-            continue
-        n_pieces = np.diff(np.append(starts, len(codes)))
-        kinds = block_list.edge_kinds(piece_keys[starts], **new.sizes)
+        starts, n_pieces = block_list.run_lengths(piece_keys)
+        kinds = block_list.edge_kinds(piece_keys[starts], new)
         chosen, number = block_list.distinct(block_list.first_equal_run(codes, starts, n_pieces, kinds), len(starts))
-        words = _join(
-            codes[block_list.ranges(starts[chosen], n_pieces[chosen])], n_pieces[chosen], found.bitmasks, patches
-        )
-        gathering.add(words & there[kinds[chosen]], kinds[chosen])
+        pieces = block_list.ranges(starts[chosen], n_pieces[chosen])
+        words = _join(codes[pieces], n_pieces[chosen], found.bitmasks, patches)
+        gathering.add(words & exists[kinds[chosen]], kinds[chosen])
         keys.append(piece_keys[starts])
         numbers.append(number + n_added)
         n_added += len(chosen)
-    ids, words = gathering.ids()
-    return block_list.gathered(np.concatenate(keys), ids[np.concatenate(numbers)], words)
+    return gathering.settle(np.concatenate(keys), np.concatenate(numbers))
 
 
 def _parts(lines: Array, counts: Array, limit: int) -> list[slice]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import block_list, set_operations
+from . import block_list, checks, set_operations
 from .block_list import FULL, Array, BlockList, Frame, Size
 
 # edges that all searches for `hops` may visit, 1 to 4 s
@@ -18,7 +18,7 @@ _LANCZOS_RESTARTS = 100
 
 
 class Balance(NamedTuple):
-    """Stored blocks per row (or col) over all heads: most, mean, most / mean (1.0 without work), empty rows."""
+    """Stored blocks per row (or col) over all heads: most, mean, most / mean (1.0 if none), number of empty rows."""
 
     most: int
     mean: float
@@ -95,8 +95,8 @@ class Description:
         ]
         for name, side in (("rows", self.rows), ("cols", self.cols)):
             lines.append(
-                f"{name}      at most {side.most} blocks, {side.mean:.4g} in the mean, imbalance {side.imbalance:.3g}; "
-                f"{side.idle} without work"
+                f"{name}      {side.most} blocks at most, {side.mean:.4g} on average, imbalance {side.imbalance:.3g}; "
+                f"{side.idle} empty"
             )
         lines.append(f"tokens    {self.idle_queries} queries without a key, {self.idle_keys} keys without a query")
         return "\n".join([*lines, f"mixing    {self._said_mixing()}"])
@@ -108,12 +108,12 @@ class Description:
 
     def _said_mixing(self) -> str:
         if self.mixing is None:
-            return "only of as many queries as keys"
+            return "only for q_len == kv_len"
         hops, is_sampled, gap = self.mixing
         if hops is None:
-            reach = "some block never hears of another"
+            reach = "some block never reaches another"
         else:
-            reach = f"every block hears of every other in {'at least ' * is_sampled}{hops} hops"
+            reach = f"every block reaches every other in {'at least ' * is_sampled}{hops} hops"
         return f"{reach}; spectral gap {'not computed, the graph is too large' if gap is None else f'{gap:.3g}'}"
 
 
@@ -155,7 +155,7 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
     attends = np.zeros((frame.leads * frame.n_rows, block_q), np.bool_)
     for part in block_list.chunks(len(pairs), block_q):
         here = pairs[part] // n_ids
-        starts = np.flatnonzero(np.append(True, here[1:] != here[:-1]))
+        starts, _ = block_list.run_lengths(here)
         attends[here[starts]] |= np.logical_or.reduceat(has_key[pairs[part] % n_ids], starts, axis=0)
     exists = attends.reshape(frame.leads, frame.n_rows * block_q)[:, : frame.q_len]
     return int(exists.size - np.count_nonzero(exists))
@@ -164,21 +164,18 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
 def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: int) -> Description:
     """The description of a canonical list. O(nnz log nnz), plus the searches of `Mixing`."""
     for value, name in ((head_dim, "head_dim"), (element_bytes, "element_bytes")):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
+        if checks.integer(value, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    nnz, n_blocks = len(found.keys), frame.leads * frame.n_rows * frame.n_cols
+    nnz, n_blocks = len(found.keys), frame.n_blocks
     block_q, block_kv = frame.block_size
     pairs, n_pairs = int(set_operations.counts_of_pairs(found, frame).sum()), frame.leads * frame.q_len * frame.kv_len
     line, col = np.divmod(found.keys, max(frame.n_cols, 1))
-    turned = frame._replace(q_len=frame.kv_len, kv_len=frame.q_len, block_size=frame.block_size[::-1])
     queries = 2 * frame.leads * frame.q_len
     return Description(
         **frame._asdict(),
         nnz=nnz,
         full_share=float((found.ids == FULL).mean()) if nnz else 0.0,
-        density=nnz / n_blocks if n_blocks else 0.0,
+        density=frame.density(nnz),
         pairs=pairs,
         pair_density=pairs / n_pairs if n_pairs else 0.0,
         distinct_bitmasks=len(found.bitmasks),
@@ -191,7 +188,7 @@ def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: in
         rows=_balance(line, frame.leads * frame.n_rows),
         cols=_balance(line // max(frame.n_rows, 1) * frame.n_cols + col, frame.leads * frame.n_cols),
         idle_queries=_idle_queries(found, frame),
-        idle_keys=_idle_queries(set_operations.transpose(*found, **frame.sizes), turned),
+        idle_keys=_idle_queries(set_operations.transpose(found, frame), frame.transposed),
         mixing=_mixing(found, frame) if frame.q_len == frame.kv_len else None,
     )
 
@@ -204,9 +201,7 @@ def _mixing(found: BlockList, frame: Frame) -> Mixing:
     import scipy.sparse
 
     side = max(frame.block_size)
-    keys = block_list.regroup(
-        *found, q_len=frame.q_len, kv_len=frame.kv_len, old=frame.block_size, new=(side, side)
-    ).keys
+    keys = block_list.regroup(found, frame, (side, side)).keys
     n = -(-frame.q_len // side)
     if n == 0:
         return Mixing(0, False, 1.0)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from . import checks
-from .block_list import BlockList, BlockRows, Frame, Size, distinct, ranges, words_per_query
+from .block_list import BlockList, BlockRows, Frame, Size, distinct, ranges
 from .transfer import to_device
 
-# keys of a state dict, besides those of its tensors; the second only for blocks selected on a device
+# keys of a state dict in addition to its tensors; SELECTED only for blocks selected on a device
 NUMBERS, SELECTED = ("q_len", "kv_len", "block_size"), "selected"
 
 
@@ -31,11 +31,6 @@ def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tup
     arrays = (rows.indptr.reshape(frame.batch, frame.heads, -1), rows.cols, rows.ids, rows.bitmasks.view(np.int32))
     tensors = [torch.from_numpy(array) for array in arrays]
     return tuple(tensors if device == "cpu" else to_device(tensors, device))
-
-
-def no_bitmasks(frame: Frame, device: torch.device) -> torch.Tensor:
-    """Bitmasks of a layout without partial blocks."""
-    return torch.empty(0, frame.block_size[0], words_per_query(frame.block_size[1]), dtype=torch.int32, device=device)
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -78,10 +78,7 @@ def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
     size = sum([array.size for array in arrays])
     is_pinned = size <= MOST_PINNED and may_pin(device)
     packed = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-    values, end = packed.numpy(), 0
-    for array in arrays:
-        begin, end = end, end + array.size
-        values[begin:end] = array.reshape(-1)
+    np.concatenate([array.reshape(-1) for array in arrays], out=packed.numpy())
     return packed.to(device, non_blocking=is_pinned)
 
 

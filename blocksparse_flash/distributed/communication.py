@@ -6,7 +6,6 @@ gather_scatter.py packs and unpacks it. Only `redistribute` is an operator that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,21 +16,21 @@ from torch import Tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class PendingAllToAll:
-    """An asynchronous all-to-all. Holds its tensors until `wait`."""
+class AllToAll:
+    """An asynchronous all-to-all: send[r] tokens to each rank r, receive[r] from it. Holds its tensors until `wait`."""
 
-    def __init__(self, message: Tensor, into: Tensor, send: list[int], receive: list[int], group: Any) -> None:
-        self.message, self.into = message, into
-        self.work = dist.all_to_all_single(into, message, receive, send, group=group, async_op=True)
+    def __init__(self, message: Tensor, send: list[int], receive: list[int], group: Any) -> None:
+        self.message, self.received = message, message.new_empty(sum(receive), *message.shape[1:])
+        self.work = dist.all_to_all_single(self.received, message, receive, send, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """The received message. On a GPU the current stream waits, not the host."""
         self.work.wait()
-        return self.into
+        return self.received
 
 
-class PendingAllGather:
-    """An asynchronous all-gather. Holds its tensors until `wait`."""
+class AllGather:
+    """An asynchronous all-gather; rank r holds sizes[r] tokens. Holds its tensors until `wait`."""
 
     def __init__(self, message: Tensor, sizes: list[int], group: Any) -> None:
         self.sizes, self.longest = sizes, max(sizes)
@@ -41,15 +40,16 @@ class PendingAllGather:
             padded[: len(message)].copy_(message)
             message = padded
         self.message = message
-        self.into = message.new_empty(len(sizes) * self.longest, *message.shape[1:])
-        self.work = _all_gather(self.into, message, group=group, async_op=True)
+        self.received = message.new_empty(len(sizes) * self.longest, *message.shape[1:])
+        self.work = _all_gather(self.received, message, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """The tokens of all ranks, in rank order. On a GPU the current stream waits, not the host."""
         self.work.wait()
         if min(self.sizes) == self.longest:
-            return self.into
-        return torch.cat([part[:size] for part, size in zip(self.into.split(self.longest), self.sizes, strict=True)])
+            return self.received
+        parts = self.received.split(self.longest)
+        return torch.cat([part[:size] for part, size in zip(parts, self.sizes, strict=True)])
 
 
 class GroupedAllToAll:
@@ -88,33 +88,20 @@ class GroupedAllToAll:
             work.wait()
 
 
-Pending = PendingAllToAll | PendingAllGather
-
-
 def process_group_of(name: str) -> Any:
     """The process group of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
-def all_to_all(message: Tensor, send: list[int], receive: list[int], group: Any) -> PendingAllToAll:
-    """Start an all-to-all: send[r] tokens to each rank r, receive[r] tokens from it."""
-    return PendingAllToAll(message, message.new_empty(sum(receive), *message.shape[1:]), send, receive, group)
-
-
-def all_gather(message: Tensor, sizes: list[int], group: Any) -> PendingAllGather:
-    """Start an all-gather; rank r holds sizes[r] tokens."""
-    return PendingAllGather(message, sizes, group)
-
-
-def sender(group: Any) -> Callable[[Tensor, list[int], list[int]], Tensor]:
-    """A function (message, send, receive) that runs an all-to-all and waits for it."""
-    return lambda message, send, receive: all_to_all(message.contiguous(), send, receive, group).wait()
+def exchanged(message: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    """The received message of an all-to-all."""
+    return AllToAll(message.contiguous(), send, receive, group).wait()
 
 
 @torch.library.custom_op("blocksparse_flash::redistribute", mutates_args=())
 def redistribute(message: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Differentiable all-to-all of a message (tokens, ...); the gradient takes the way back."""
-    return sender(process_group_of(group))(message, send, receive)
+    return exchanged(message, send, receive, process_group_of(group))
 
 
 @redistribute.register_fake

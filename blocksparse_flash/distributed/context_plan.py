@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import socket
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,36 +22,33 @@ from ..plan_format import TILE
 from . import ownership, routing, time_model
 from .agreement import agreed, gather_objects
 from .communication import redistribute
-from .cost_model import ELEMENT_BYTES, HEAD_DIM, Costs, costs_of, report, slower_than_one
-from .exchange_plan import ExchangePlan
+from .cost_model import Costs, costs_of, report, slower_than_one
+from .exchange_plan import all_gather_plan, pass_kv_plan
 from .ownership import ORDERS, Pairs
-from .time_model import Work
+from .routing import Shards
 
 SCHEMES = ("auto", "exchange", "ulysses", "all_gather")
-# local rows (no received keys) are computed separately if they hold more than this share of a rank's tiles
-LEAST_NEAR = 0.5
-# gradients are summed in place if at most this share of a rank's tokens gets gradients from other ranks
-MOST_TOUCHED = 0.5
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """What one layer exchanges.
 
-    layout   under "ulysses" the layout of all tokens and this rank's heads; otherwise None
-    tensors, counts  flattened ExchangePlans of pass_kv.py; empty under "ulysses"
-    work     work of the busiest rank
+    batch    of the layout
+    tensors, counts  arguments of the operators, see pass_kv.PassKV and ulysses.Ulysses
     costs    of every scheme, and why this one was chosen
-    cache    results of earlier calls: number of messages by time_model.Call, PassKVContext or UlyssesContext by options
+    cache    schemes of earlier calls, see operators.py
     """
 
-    scheme: str
-    layout: BlockLayout | None
+    batch: int
     tensors: list[Tensor]
     counts: list[int]
-    work: Work
     costs: Costs
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def scheme(self) -> str:
+        return self.costs.scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +67,6 @@ class ContextPlan:
     is_deterministic, keeps_received, checks_calls  the arguments deterministic, keep_received and check_calls of `plan`
     layers     one for each layout
     unfitted   why no speed-up over one GPU is predicted; empty if the time model was fitted to these GPUs
-    calls      checked calls by tensor specs and arguments, see functional.py
     """
 
     group: Any
@@ -90,8 +85,6 @@ class ContextPlan:
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
     unfitted: str
-    # init=False: a copy made by `dataclasses.replace` starts empty
-    calls: dict[Any, Any] = field(init=False, default_factory=dict, repr=False)
 
     @property
     def local_length(self) -> int:
@@ -145,6 +138,11 @@ class ContextPlan:
         )
 
 
+def check_plan(plan: Any) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+
+
 def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
@@ -156,10 +154,8 @@ def _members(group: Any) -> tuple[Any, torch.device]:
     """The process group, and the device of its tensors."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"group must be a mesh of one dimension, got {group.mesh_dim_names or group.ndim}; mesh[name] is one "
-                "of them"
-            )
+            names = group.mesh_dim_names or group.ndim
+            raise ValueError(f"group must be a mesh of one dimension, got {names}; mesh[name] is one of them")
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
         # get_backend returns "undefined" for a group without an explicit backend
@@ -193,14 +189,6 @@ def _heads(heads: object) -> tuple[int, int]:
     return q_heads, kv_heads
 
 
-def _check_layout_heads(layouts: Sequence[BlockLayout], q_heads: int) -> None:
-    for layout in layouts:
-        if layout.shape[1] not in (1, q_heads):
-            raise ValueError(
-                f"layouts must have 1 head or as many as there are query heads, {q_heads}, got {layout.shape[1]}"
-            )
-
-
 def _owner(order: object, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> tuple[Array, str]:
     """The owner list, and the name of the order."""
     if isinstance(order, str):
@@ -227,139 +215,9 @@ def _scheme(scheme: object, kv_heads: int, n_ranks: int) -> str:
 
 def _pairs(tiles: BlockLayout) -> Pairs:
     """The tiles of a layout with 128 x 128 blocks, over all batches and heads."""
-    indptr, indices = (tensor.cpu().numpy().astype(np.int64) for tensor in (tiles.indptr, tiles.indices))
-    counts: Array = np.diff(indptr, axis=2).reshape(-1)
-    row = np.repeat(np.arange(len(counts)), counts) % max(tiles.n_rows, 1)
-    return Pairs(*np.divmod(np.unique(row * max(tiles.n_cols, 1) + indices[: len(row)]), max(tiles.n_cols, 1)))
-
-
-def _table(found: routing.TokenIndices, touched: Array, n_tokens: int, rank: int) -> Array:
-    """ExchangePlan.table for these touched tokens."""
-    place: Array = np.full(n_tokens, -1, np.int64)
-    place[touched] = np.arange(len(touched))
-    table: Array = np.full((len(found.send_counts), len(touched)), -1, np.int32)
-    is_touched = place[found.own] >= 0
-    table[rank, place[found.own[is_touched]]] = found.own_slots[is_touched]
-    bounds = np.cumsum([0, *found.send_counts])
-    for other, (begin, end) in enumerate(itertools.pairwise(bounds.tolist())):
-        table[other, place[found.sent[begin:end]]] = np.arange(begin, end)
-    return table
-
-
-def _exchange_plan(
-    tiles: BlockLayout, indices: routing.TokenIndices, lists: Sequence[Array], rows: Array | None, cols: Array | None,
-    device: torch.device,
-) -> ExchangePlan:  # fmt: skip
-    """An ExchangePlan whose kernels compute rows x cols of a layout of tiles; None means indices.tiles."""
-    plan = tiles.select(rows=indices.tiles if rows is None else rows, cols=indices.tiles if cols is None else cols)
-    arrays = (indices.own, indices.own_slots, indices.sent, indices.slots, *lists)
-    own, own_slots, sent, slots, mine, touched, table = (
-        torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays
-    )
-    kernel_plan = list(plan.plan(device))
-    return ExchangePlan(
-        own, own_slots, sent, slots, mine, touched, table, kernel_plan, indices.send_counts, indices.receive_counts
-    )
-
-
-def _without(tiles: BlockLayout, rows: Array) -> BlockLayout:
-    """The layout without the blocks of these tile rows."""
-    if not len(rows):
-        return tiles
-    counts = tiles.indptr.diff(dim=2)
-    stays = torch.ones(tiles.n_rows, dtype=torch.bool, device=tiles.device)
-    stays[torch.from_numpy(rows).to(tiles.device)] = False
-    entries = stays.expand_as(counts).flatten().repeat_interleave(counts.flatten())
-    kept = torch.cat([counts.new_zeros(1), (counts * stays).flatten().cumsum(0, dtype=torch.int32)])
-    # each head begins at the end of the one before
-    first = torch.arange(0, counts.numel() + 1, max(tiles.n_rows, 1), device=tiles.device)[:-1]
-    indptr = kept[(first[:, None] + torch.arange(tiles.n_rows + 1, device=tiles.device))]
-    indptr = indptr.reshape(tiles.indptr.shape)
-    indices, ids = (tensor[: len(entries)][entries] for tensor in (tiles.indices, tiles.bitmask_ids))
-    length = tiles.q_len
-    return BlockLayout(indptr, indices, ids, tiles.bitmasks, q_len=length, kv_len=length, block_size=TILE)
-
-
-def _remote_rows(row: Array, col: Array, owner: Array, rank: int, length: int, kv_heads: int) -> Array:
-    """Tile rows of a rank to compute after its messages arrive: those that need received keys, or all.
-
-    Rows that need no received keys can overlap with the messages. That pays only if they are a large part of much work.
-    """
-    mine = owner[row] == rank
-    needs = np.zeros(len(owner), np.bool_)
-    needs[row[mine & (owner[col] != rank)]] = True
-    held = np.flatnonzero(owner == rank)
-    is_near = ~needs[row[mine]]
-    n_tokens = int(routing.tokens_of(held, length).sum())
-    if not is_near.sum() > LEAST_NEAR * len(is_near):
-        return held
-    return held[needs[held]] if time_model.splitting_pays(n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES) else held
-
-
-def _in_place_slot(found: routing.TokenIndices, n_tokens: int) -> int:
-    """The slot of a rank's first token if its gradients are summed in place, otherwise -1.
-
-    That needs tokens in consecutive slots, and few gradients from other ranks.
-    """
-    if not 0 < len(found.own) == n_tokens or len(np.unique(found.sent)) > MOST_TOUCHED * n_tokens:
-        return -1
-    first = int(found.own_slots[0])
-    return first if np.array_equal(found.own_slots, first + np.arange(n_tokens)) else -1
-
-
-def _all_gather_plan(
-    tiles: BlockLayout, owner: Array, rank: int, n_ranks: int, device: torch.device
-) -> tuple[list[Tensor], list[int]]:
-    """(tensors, counts) of a rank that receives all keys. Every token gets gradients, none is summed in place."""
-    length, n_tiles, held = tiles.q_len, len(owner), np.flatnonzero(owner == rank)
-    every = np.arange(n_tiles)
-    keys = routing.transfers(np.repeat(np.arange(n_ranks), n_tiles), np.tile(every, n_ranks), owner)
-    found = routing.token_indices(every, keys, owner, length, rank, n_ranks)
-    tokens = np.arange(len(found.own))
-    tensors, counts = _exchange_plan(
-        tiles, found, (tokens, tokens, _table(found, tokens, len(tokens), rank)), held, None, device
-    ).flatten()
-    return tensors, [*counts, -1]
-
-
-def _pass_kv_plan(
-    tiles: BlockLayout, pairs: Pairs, pass_q_rows: Array, owner: Array, kv_heads: int, rank: int, n_ranks: int,
-    device: torch.device,
-) -> tuple[list[Tensor], list[int]]:  # fmt: skip
-    """(tensors, counts) of a rank: exchange of keys; if any, exchange of pass-Q queries and kernel plan of local rows.
-
-    The last count is the slot of the first own token if gradients are summed in place, otherwise -1.
-    """
-    length, held, is_pass_q = tiles.q_len, np.flatnonzero(owner == rank), np.isin(pairs.row, pass_q_rows)
-    n_tokens = int(routing.tokens_of(held, length).sum())
-    row, col = pairs.row[~is_pass_q], pairs.col[~is_pass_q]
-    remote, stays = _remote_rows(row, col, owner, rank, length, kv_heads), _without(tiles, pass_q_rows)
-    keys = routing.transfers(owner[row], col, owner)
-    found = routing.token_indices(col[np.isin(row, remote)], keys, owner, length, rank, n_ranks)
-    splits = len(remote) < len(held)
-    first = _in_place_slot(found, n_tokens) if not splits and not len(pass_q_rows) else -1
-    if first >= 0:
-        touched = np.unique(found.sent)
-    elif splits and not len(pass_q_rows):
-        touched = np.union1d(found.own, found.sent)
-    else:
-        # every token may get gradients from other ranks
-        touched = np.arange(n_tokens)
-    lists = (routing.places(remote, held, length), touched, _table(found, touched, n_tokens, rank))
-    tensors, counts = _exchange_plan(stays, found, lists, remote, None, device).flatten()
-    if len(pass_q_rows):
-        row, col = pairs.row[is_pass_q], pairs.col[is_pass_q]
-        queries = routing.transfers(owner[col], row, owner)
-        # own queries even if they need no key of this rank, since they are merged here
-        wanted = np.append(row[owner[col] == rank], pass_q_rows[owner[pass_q_rows] == rank])
-        found = routing.token_indices(wanted, queries, owner, length, rank, n_ranks)
-        lists = (found.own, found.own, _table(found, found.own, n_tokens, rank))
-        more = _exchange_plan(tiles, found, lists, None, held, device).flatten()
-        tensors, counts = tensors + more[0], counts + more[1]
-    if splits:
-        near = _without(stays, remote).select(rows=held, cols=held)
-        tensors = tensors + list(near.plan(device))
-    return tensors, [*counts, first]
+    counts, n_tiles = tiles.indptr.diff(dim=2).flatten().numpy(), max(tiles.n_rows, 1)
+    row = np.repeat(np.arange(len(counts)), counts) % n_tiles
+    return Pairs(*np.divmod(np.unique(row * n_tiles + tiles.indices.numpy()), n_tiles))
 
 
 def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> BlockLayout:
@@ -371,43 +229,37 @@ def _heads_of(layout: BlockLayout, q_heads: int, rank: int, n_ranks: int) -> Blo
 
 
 def _layer(
-    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, owner: Array, heads: tuple[int, int],
-    rank: int, n_ranks: int, device: torch.device,
+    layout: BlockLayout, tiles: BlockLayout, pairs: Pairs, costs: Costs, shards: Shards, heads: tuple[int, int],
+    orders: list[Tensor], device: torch.device,
 ) -> LayerPlan:  # fmt: skip
+    """orders: restore and rearrange of ContextPlan, unless tokens are in order."""
     if costs.scheme == "ulysses":
-        return LayerPlan("ulysses", _heads_of(layout, heads[0], rank, n_ranks).to(device), [], [], costs.work, costs)
-    if costs.scheme == "all_gather":
-        return LayerPlan("all_gather", None, *_all_gather_plan(tiles, owner, rank, n_ranks, device), costs.work, costs)
-    flat = _pass_kv_plan(tiles, pairs, costs.pass_q_rows, owner, heads[1], rank, n_ranks, device)
-    return LayerPlan("exchange", None, *flat, costs.work, costs)
-
-
-def _token_order(owner: Array, length: int, n_ranks: int) -> tuple[Array, list[int]]:
-    """The tokens of the sequence in rank order, and the number on each rank."""
-    stable = np.argsort(owner, kind="stable")
-    sizes = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
-    return routing.positions(stable, length), sizes.tolist()
+        kernel_plan = _heads_of(layout, heads[0], shards.rank, shards.n_ranks).plan(device)
+        flat = [*kernel_plan, *orders], shards.sizes
+    elif costs.scheme == "all_gather":
+        flat = all_gather_plan(tiles, shards, device)
+    else:
+        flat = pass_kv_plan(tiles, pairs, costs.pass_q_rows, shards, heads[1], device)
+    return LayerPlan(layout.shape[0], *flat, costs)
 
 
 def _build(
-    layouts: object,
-    members: Any,
-    device: torch.device,
-    heads: object,
-    order: object,
-    scheme: object,
-    flags: dict[str, Any],
-) -> tuple[ContextPlan, dict[str, str]]:
+    layouts: object, members: Any, device: torch.device, heads: object, order: object, scheme: object,
+    flags: dict[str, bool], unfitted: str,
+) -> tuple[ContextPlan, dict[str, str]]:  # fmt: skip
     """The plan of this rank, and the facts on which all ranks must agree."""
     rank, n_ranks = dist.get_rank(members), dist.get_world_size(members)
     found, sides = _listed(layouts), _heads(heads)
     length = found[0].q_len
-    _check_layout_heads(found, sides[0])
+    for layout in found:
+        if layout.shape[1] not in (1, sides[0]):
+            raise ValueError(
+                f"layouts must have 1 head or as many as there are query heads, {sides[0]}, got {layout.shape[1]}"
+            )
     asked = _scheme(scheme, sides[1], n_ranks)
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
-    tiles = [layout.with_block_size(TILE) for layout in found]
+        checks.switch(flag, name)
+    tiles = [layout.to("cpu").with_block_size(TILE) for layout in found]
     pairs = [_pairs(layout) for layout in tiles]
     owner, name_of_order = _owner(order, pairs, tiles[0].n_rows, n_ranks)
     facts = {
@@ -417,16 +269,16 @@ def _build(
         "scheme": asked,
         **{name: str(flag) for name, flag in flags.items()},
     }
-    costs = [
-        costs_of(pair, owner, length, sides, n_ranks, requested=asked, without_pass_q=flags["deterministic"])
-        for pair in pairs
-    ]
-    layers = tuple(
-        _layer(layout, tile, pair, cost, owner, sides, rank, n_ranks, device)
-        for layout, tile, pair, cost in zip(found, tiles, pairs, costs, strict=True)
-    )
-    tokens, sizes = _token_order(owner, length, n_ranks)
-    rearrange = None if np.array_equal(tokens, np.arange(length)) else torch.from_numpy(tokens).to(device)
+    shards = Shards(owner, length, rank, n_ranks)
+    tokens = routing.positions(np.argsort(owner, kind="stable"), length)
+    orders: list[Tensor] = []
+    if not np.array_equal(tokens, np.arange(length)):
+        rearrange = torch.from_numpy(tokens).to(device)
+        orders = [rearrange.argsort(), rearrange]
+    layers = []
+    for layout, tile, pair in zip(found, tiles, pairs, strict=True):
+        costs = costs_of(pair, owner, length, sides, n_ranks, requested=asked, without_pass_q=flags["deterministic"])
+        layers.append(_layer(layout, tile, pair, costs, shards, sides, orders, device))
     plan = ContextPlan(
         group=members,
         group_name=members.group_name,
@@ -435,15 +287,15 @@ def _build(
         length=length,
         heads=sides,
         order=name_of_order,
-        positions=torch.from_numpy(routing.positions(np.flatnonzero(owner == rank), length)).to(device),
-        restore=None if rearrange is None else rearrange.argsort(),
-        rearrange=rearrange,
-        sizes=sizes,
+        positions=torch.from_numpy(routing.positions(shards.held, length)).to(device),
+        restore=orders[0] if orders else None,
+        rearrange=orders[1] if orders else None,
+        sizes=shards.sizes,
         is_deterministic=flags["deterministic"],
         keeps_received=flags["keep_received"],
         checks_calls=flags["check_calls"],
-        layers=layers,
-        unfitted="",
+        layers=tuple(layers),
+        unfitted=unfitted,
     )
     return plan, facts
 
@@ -476,8 +328,7 @@ def plan(
              backend="hopper"
     keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
     check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs.
-                 For
-             development: it waits for the device, and cannot be compiled
+             For development: it waits for the device, and cannot be compiled
     returns  ContextPlan. Printing it shows the predicted speed-up over one GPU; if a layer is predicted to be slower,
              the first rank issues a UserWarning
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
@@ -485,14 +336,10 @@ def plan(
     """
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
-    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags), members, "plan")
-    made = replace(made, unfitted=time_model.unfitted(gather_objects(_machine(device), members)))
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, socket.gethostname()
+    unfitted = time_model.unfitted(gather_objects(machine, members))
+    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags, unfitted), members, "plan")
     complaint = slower_than_one(made)
     if complaint and made.rank == 0:
         warnings.warn(complaint, UserWarning, stacklevel=2)
     return made
-
-
-def _machine(device: torch.device) -> tuple[str, str]:
-    """The GPU of this rank, or "cpu", and its host."""
-    return (torch.cuda.get_device_name(device) if device.type == "cuda" else device.type), socket.gethostname()

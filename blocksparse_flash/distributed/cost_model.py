@@ -1,8 +1,7 @@
 """Cost model: what each scheme moves and computes for a layer, and the choice of the fastest.
 
-Received amounts are heads * tokens for one forward of one sequence, with keys and values of the same head_dim; bytes
-are heads * tokens * head_dim * element size. Times come from time_model.py, for one sequence with heads of 128 in two
-bytes.
+Received amounts are heads * tokens of one forward of one sequence, with keys and values of the same head_dim. Bytes and
+times are for one sequence with heads of 128 in two bytes; times come from time_model.py.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from . import routing, time_model
 from .ownership import Pairs
 from .time_model import Call, Work
 
-# the scheme is chosen for these sizes
+# the scheme is chosen and reported for these sizes
 HEAD_DIM, ELEMENT_BYTES = 128, 2
 # rows that reach most keys count as few up to this share of all rows
 FEW = 1 / 8
@@ -59,18 +58,6 @@ class Costs:
         return None if seconds is None else self.one_gpu / seconds
 
 
-def _received(pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> Array:
-    """What each rank receives with these pass-Q rows: keys and values, queries, and outputs of its own queries."""
-    travels = is_pass_q[pairs.row]
-    row, col = pairs.row[~travels], pairs.col[~travels]
-    keys = routing.transfers(owner[row], col, owner)
-    queries = routing.transfers(owner[pairs.col[travels]], pairs.row[travels], owner)
-    received = 2 * heads[1] * routing.tokens_by(keys.receiver, keys.tile, length, n_ranks)
-    for rank in (queries.receiver, queries.sender):
-        received += heads[0] * routing.tokens_by(rank, queries.tile, length, n_ranks)
-    return received
-
-
 def _longest(rank: Array, line: Array, n_tiles: int) -> int:
     """The most tiles of one row, or column, on one rank."""
     return int(np.bincount(rank * n_tiles + line).max(initial=0))
@@ -84,22 +71,22 @@ def _work(pairs: Pairs, rank: Array, received: int) -> Work:
 
 
 def _exchange(
-    pairs: Pairs, is_pass_q: Array, owner: Array, length: int, heads: tuple[int, int], n_ranks: int
+    pairs: Pairs, is_pass_q: Array, owner: Array, length: int, call: Call, n_ranks: int
 ) -> tuple[float, Work, Array]:
     """With these pass-Q rows: seconds of a step, work of the other rows, what each rank receives."""
-    received = _received(pairs, is_pass_q, owner, length, heads, n_ranks)
-    travels = is_pass_q[pairs.row]
-    stay, travel = Pairs(pairs.row[~travels], pairs.col[~travels]), Pairs(pairs.row[travels], pairs.col[travels])
-    call = _call(heads)
+    kv_heads = call.q_heads // call.group
+    stay, travel = (pairs.where(is_pass_q[pairs.row] == travels) for travels in (False, True))
+    keys = routing.transfers(owner[stay.row], stay.col, owner)
+    queries = routing.transfers(owner[travel.col], travel.row, owner)
+    # keys and values, queries of others, and outputs of own queries
+    received = 2 * kv_heads * routing.tokens_by(keys.receiver, keys.tile, length, n_ranks)
+    for rank in (queries.receiver, queries.sender):
+        received += call.q_heads * routing.tokens_by(rank, queries.tile, length, n_ranks)
     work = _work(stay, owner[stay.row], int(received.max()))
-    seconds = time_model.pass_kv(work, call, time_model.best_chunks(work, call, heads[1]))
+    seconds = time_model.pass_kv(work, call, time_model.best_chunks(work, call, kv_heads))
     if len(travel.row):
         seconds += time_model.pass_q(_work(travel, owner[travel.col], 0), call)
     return seconds, work, received
-
-
-def _call(heads: tuple[int, int]) -> Call:
-    return Call(1, heads[0], heads[0] // heads[1], HEAD_DIM, ELEMENT_BYTES)
 
 
 def costs_of(
@@ -117,61 +104,58 @@ def costs_of(
     Tile rows that reach more than half of all tiles use pass-Q if that is faster, unless without_pass_q.
     """
     q_heads, kv_heads = heads
-    held = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
+    call = Call(1, q_heads, q_heads // kv_heads, HEAD_DIM, ELEMENT_BYTES)
     is_pass_q = np.zeros(len(owner), np.bool_)
-    exchanged, work, bound = _exchange(pairs, is_pass_q, owner, length, heads, n_ranks)
-    exchange, gathered = bound, 2 * kv_heads * (length - held)
+    exchanged, work, bound = _exchange(pairs, is_pass_q, owner, length, call, n_ranks)
+    exchange = bound
     reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
     if not without_pass_q and reaches_most.any():
-        found = _exchange(pairs, reaches_most, owner, length, heads, n_ranks)
+        found = _exchange(pairs, reaches_most, owner, length, call, n_ranks)
         if found[0] < exchanged:
             is_pass_q, (exchanged, work, exchange) = reaches_most, found
     if not is_pass_q.any():
         exchanged += time_model.HOST_OVERHEAD
     few_reach_most = 0 < reaches_most.sum() <= FEW * len(owner)
     was_timed = not few_reach_most or n_ranks >= time_model.TIMED_RANKS or n_ranks == 1
+
+    held = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
+    gathered = 2 * kv_heads * (length - held)
     work_of = {"exchange": work, "all_gather": _work(pairs, owner[pairs.row], int(gathered.max()))}
-    gather = time_model.HOST_OVERHEAD + time_model.all_gather(
-        work_of["all_gather"], _call(heads), 2 * kv_heads * length
-    )
+    gather = time_model.HOST_OVERHEAD + time_model.all_gather(work_of["all_gather"], call, 2 * kv_heads * length)
     seconds = {"exchange": exchanged if was_timed else None, "ulysses": None, "all_gather": gather}
     ulysses, whole = None, _work(pairs, np.zeros(len(pairs.row), np.int64), 0)
-    one_gpu = sum(time_model.attention(whole, _call(heads), q_heads))
     if kv_heads % n_ranks == 0:
         # q, k and v of own heads from other ranks, and out of own tokens from other heads
         ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
-        work_of["ulysses"] = whole = whole._replace(received=int(ulysses.max()))
-        seconds["ulysses"] = _ulysses(whole, owner, length, heads, n_ranks)
+        work_of["ulysses"] = whole._replace(received=int(ulysses.max()))
+        seconds["ulysses"] = _ulysses(work_of["ulysses"], owner, length, call, n_ranks)
+
     known = {name: found for name, found in seconds.items() if found is not None}
     scheme = min(known, key=lambda name: known[name]) if requested == "auto" else requested
     reason = ("" if requested == "auto" else "requested by name; ") + _reason(seconds, scheme, kv_heads, n_ranks)
-    if scheme != "exchange":
-        is_pass_q = np.zeros(len(owner), np.bool_)
-    tiles = np.bincount(owner[np.where(is_pass_q[pairs.row], pairs.col, pairs.row)], minlength=n_ranks)
+    is_pass_q &= scheme == "exchange"
     return Costs(
-        bound,
-        exchange,
-        ulysses,
-        gathered,
-        tiles,
-        np.flatnonzero(is_pass_q),
-        work_of[scheme],
-        seconds,
-        one_gpu,
-        scheme,
-        reason,
+        bound=bound,
+        exchange=exchange,
+        ulysses=ulysses,
+        all_gather=gathered,
+        tiles=np.bincount(owner[np.where(is_pass_q[pairs.row], pairs.col, pairs.row)], minlength=n_ranks),
+        pass_q_rows=np.flatnonzero(is_pass_q),
+        work=work_of[scheme],
+        seconds=seconds,
+        one_gpu=sum(time_model.attention(whole, call, q_heads)),
+        scheme=scheme,
+        reason=reason,
     )
 
 
-def _ulysses(whole: Work, owner: Array, length: int, heads: tuple[int, int], n_ranks: int) -> float:
+def _ulysses(whole: Work, owner: Array, length: int, call: Call, n_ranks: int) -> float:
     """Seconds of a step of Ulysses: direct if possible and timed on so many ranks, otherwise packed."""
-    goes_direct = np.all(np.diff(owner) >= 0) and time_model.sends_heads_directly(
-        length // n_ranks, HEAD_DIM, ELEMENT_BYTES
-    )
-    if not goes_direct or n_ranks < time_model.TIMED_RANKS:
-        return time_model.packed_ulysses(whole, _call(heads), n_ranks)
-    of_rank = _call((heads[0] // n_ranks, heads[1] // n_ranks))
-    n_chunks = time_model.best_chunks(whole, of_rank, heads[1] // n_ranks, time_model.direct_ulysses)
+    is_long = time_model.sends_heads_directly(length // n_ranks, HEAD_DIM, ELEMENT_BYTES)
+    if not (is_long and np.all(np.diff(owner) >= 0) and n_ranks >= time_model.TIMED_RANKS):
+        return time_model.packed_ulysses(whole, call, n_ranks)
+    of_rank = call._replace(q_heads=call.q_heads // n_ranks)
+    n_chunks = time_model.best_chunks(whole, of_rank, of_rank.q_heads // call.group, time_model.direct_ulysses)
     return time_model.direct_ulysses(whole, of_rank, n_chunks)
 
 
@@ -197,9 +181,9 @@ def _against_one(plan: Any, costs: Costs) -> str:
         timed = f'"{costs.scheme}" was not timed on {plan.n_ranks} ranks for such a layout'
         return f"no speed-up over one GPU is predicted: {timed}"
     least, most = time_model.TIMED_TOKENS
-    is_far = "" if least <= plan.length <= most else f"; timed were {least} to {most} tokens"
-    milliseconds = f"{1e3 * costs.one_gpu:.3g} ms a step"
-    return f"predicted {costs.speedup:.2f} times as fast as one {time_model.GPU}, {milliseconds}{is_far}"
+    far = "" if least <= plan.length <= most else f"; {least} to {most} tokens were timed"
+    one_gpu = f"one {time_model.GPU}, {1e3 * costs.one_gpu:.3g} ms a step"
+    return f"predicted {costs.speedup:.2f} times as fast as {one_gpu}{far}"
 
 
 def slower_than_one(plan: Any) -> str:
@@ -211,45 +195,41 @@ def slower_than_one(plan: Any) -> str:
     ]
     if not slow:
         return ""
-    known = [[found for found in costs.seconds.values() if found is not None] for _, costs in slow]
-    is_fastest = all(costs.seconds[costs.scheme] == min(found) for (_, costs), found in zip(slow, known, strict=True))
+    is_fastest = all(costs.seconds[costs.scheme] == min(filter(None, costs.seconds.values())) for _, costs in slow)
     schemes = "" if is_fastest else ', scheme="auto", which is faster here'
     orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
     return (
         f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {time_model.GPU}: "
-        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key "
-        f"heads{orders}{schemes}, "
-        "or a mask whose blocks lie nearer to the diagonal may help; print(plan) shows what each scheme should take"
+        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}"
+        f"{schemes}, or a mask whose blocks lie nearer to the diagonal may help; print(plan) shows what each scheme "
+        "should take"
     )
 
 
-def report(plan: Any, head_dim: int = 128, element_bytes: int = 2) -> str:
+def _mebibytes(amount: int) -> str:
+    """Received bytes, from heads * tokens."""
+    n_bytes = int(amount) * HEAD_DIM * ELEMENT_BYTES
+    return f"{n_bytes / 2**20:.4g} MiB" if n_bytes else "0"
+
+
+def report(plan: Any) -> str:
     """A ContextPlan as text."""
-
-    def size(numbers: Any) -> str:
-        n_bytes = int(numbers) * head_dim * element_bytes
-        return f"{n_bytes / 2**20:.4g} MiB" if n_bytes else "0"
-
     q_heads, kv_heads = plan.heads
+    sizes = f"head_dim={HEAD_DIM}, element_bytes={ELEMENT_BYTES}"
     lines = [
         f"{plan.length} tokens in tiles of {TILE}, {plan.n_ranks} ranks, {q_heads} query heads, {kv_heads} key heads",
-        f'order "{plan.order}"; bytes received in a forward of one sequence, {head_dim=}, {element_bytes=}:',
+        f'order "{plan.order}"; bytes received in a forward of one sequence, {sizes}:',
     ]
     for i_layer, layer in enumerate(plan.layers):
         costs = layer.costs
-        ulysses = [None] * plan.n_ranks if costs.ulysses is None else costs.ulysses
         travels = f"; {len(costs.pass_q_rows)} tiles of queries travel" if len(costs.pass_q_rows) else ""
         lines += [f'layer {i_layer}: "{layer.scheme}": {costs.reason}{travels}']
         lines += filter(None, [_against_one(plan, costs)])
-        rows = [("rank", "tokens", "tiles", "exchange", "lower bound", "ulysses", "all-gather")]
-        for rank in range(plan.n_ranks):
-            rows.append(
-                (
-                    str(rank), str(plan.sizes[rank]), str(costs.tiles[rank]), size(costs.exchange[rank]),
-                    size(costs.bound[rank]), "-" if ulysses[rank] is None else size(ulysses[rank]),
-                    size(costs.all_gather[rank]),
-                )
-            )  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        columns: dict[str, Any] = {"rank": range(plan.n_ranks), "tokens": plan.sizes, "tiles": costs.tiles}
+        amounts = costs.exchange, costs.bound, costs.ulysses, costs.all_gather
+        for name, amount in zip(("exchange", "lower bound", "ulysses", "all-gather"), amounts, strict=True):
+            columns[name] = ["-"] * plan.n_ranks if amount is None else map(_mebibytes, amount)
+        texts = [[name, *map(str, cells)] for name, cells in columns.items()]
+        aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in texts]
+        lines += ["  ".join(row) for row in zip(*aligned, strict=True)]
     return "\n".join(lines)

@@ -44,8 +44,7 @@ def to_local(name: str, tensor: Any, plan: ContextPlan) -> Tensor:
         if not fits:
             raise ValueError(
                 f"{name} must be Shard(2) over the plan's group, and Shard(0), Shard(1) or Replicate() over others, "
-                "got "
-                f"{tensor.placements}; .redistribute() changes it"
+                f"got {tensor.placements}; .redistribute() changes it"
             )
         seen |= is_context
     if not seen:

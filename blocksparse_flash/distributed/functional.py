@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dispatch, validation
-from ..runtime import tracing
-from ..runtime.tensor_spec import specs_of
-from . import dtensors, pass_kv, time_model, ulysses
+from . import all_to_all, dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
-from .context_plan import ContextPlan
+from .communication import redistribute
+from .context_plan import ContextPlan, check_plan
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
     """Raises if the arguments do not fit the plan."""
-    if not isinstance(plan, ContextPlan):
-        raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+    check_plan(plan)
     if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
         raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
     if backend == "reference":
@@ -34,8 +33,22 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
             f"q and k must have the plan's heads {plan.heads}, got ({q.shape[1]}, {k.shape[1]}); "
             "plan(..., heads=(query heads, key heads)) takes others"
         )
+    if plan.layers[layer].batch not in (1, q.shape[0]):
+        raise ValueError(
+            f"layout of layer {layer} must have batch 1 or q's {q.shape[0]}, got {plan.layers[layer].batch}; build it "
+            "for that batch"
+        )
     if q.device != plan.device:
         raise ValueError(f"q must be on the plan's device {plan.device}, got {q.device}: use .to(plan.device)")
+
+
+def _is_direct(plan: ContextPlan, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether Ulysses sends heads directly, without packing: each rank holds one long stretch of the sequence.
+
+    head_dim, dtype  of the keys
+    """
+    n_tokens = plan.length // plan.n_ranks
+    return plan.rearrange is None and time_model.sends_heads_directly(n_tokens, head_dim, dtype.itemsize)
 
 
 def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
@@ -46,31 +59,22 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     (q_heads, kv_heads), found = plan.heads, plan.layers[layer]
     whose, seconds = "", time_model.pass_kv
     if found.scheme == "ulysses":
-        if not ulysses.is_direct(plan, k.shape[3], dtype):
-            # packed in one message
-            q_heads, kv_heads, whose = 1, 1, " that are sent together"
-        else:
-            q_heads, kv_heads, whose = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
         seconds = time_model.direct_ulysses
-    if chunks is None and found.scheme == "all_gather":
-        # only one message was timed
-        return 1
+        if _is_direct(plan, k.shape[3], dtype):
+            q_heads, kv_heads, whose = q_heads // plan.n_ranks, kv_heads // plan.n_ranks, " of a rank"
+        else:
+            q_heads, kv_heads, whose = 1, 1, " that are sent together"
     if chunks is None:
+        # only one message was timed
+        if found.scheme == "all_gather":
+            return 1
         call = time_model.Call(k.shape[0], q_heads, q_heads // kv_heads, (k.shape[3] + v.shape[3]) / 2, dtype.itemsize)
-        if torch.compiler.is_compiling():
-            return time_model.best_chunks(found.work, call, kv_heads, seconds)
-        if call not in found.cache:
-            found.cache[call] = time_model.best_chunks(found.work, call, kv_heads, seconds)
-        return found.cache[call]
+        return time_model.best_chunks(found.costs.work, call, kv_heads, seconds)
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
         raise ValueError(f"chunks must divide the {kv_heads} key heads{whose}, got {chunks}; None chooses")
     return chunks
-
-
-# q, k, v, plan, layer, scale, chunks, backend: the arguments of `attention`, in its order
-_Arguments = tuple[Tensor, Tensor, Tensor, ContextPlan, int, float | None, int | None, str]
 
 
 class _Call(NamedTuple):
@@ -80,9 +84,17 @@ class _Call(NamedTuple):
     autocast: torch.dtype | None
 
 
-def _checked(asked: _Arguments) -> _Call:
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    layer: int,
+    scale: float | None,
+    chunks: int | None,
+    backend: str,
+) -> _Call:
     """The checked call: raises if the arguments do not fit attention or the plan."""
-    q, k, v, plan, layer, scale, chunks, backend = asked
     autocast = validation.autocast_dtype(q)
     dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
@@ -95,40 +107,16 @@ def _checked(asked: _Arguments) -> _Call:
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
-def _checked_cached(asked: _Arguments) -> _Call:
-    """`_checked`, cached in the plan by tensor specs and arguments. Errors are not cached."""
-    q, k, v, plan, layer, scale, chunks, backend = asked
-    # other types are not cached, since True == 1 == 1.0
-    is_usual = (
-        type(plan) is ContextPlan
-        and type(layer) is int
-        and (scale is None or type(scale) is float)
-        and (chunks is None or type(chunks) is int)
-        and type(backend) is str
-        and tracing.can_launch_directly(q, k, v)
-    )
-    if not is_usual or (not tracing.is_without_autocast(q) and validation.autocast_dtype(q) is not None):
-        return _checked(asked)
-    # specs do not contain the device
-    key = specs_of(q, k, v), q.device, k.device, v.device, layer, scale, chunks, backend
-    found = plan.calls.get(key)
-    if found is None:
-        found = plan.calls[key] = _checked(asked)
-    return found
-
-
-def _checked_on_all_ranks(asked: _Arguments) -> _Call:
+def _checked_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, *options: Any) -> _Call:
     """`_checked` on all ranks: all raise if one raises or if their calls differ."""
-    q, k, v, plan, layer, *_ = asked
     if torch.compiler.is_compiling():
         raise ValueError(
             "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot "
-            "trace: "
-            "compile with check_calls=False"
+            "trace: compile with check_calls=False"
         )
 
     def make() -> tuple[_Call, dict[str, str]]:
-        call = _checked(asked)
+        call = _checked(q, k, v, plan, layer, *options)
         facts = {
             "batch": str(q.shape[0]),
             "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
@@ -145,16 +133,21 @@ def _checked_on_all_ranks(asked: _Arguments) -> _Call:
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, call: _Call, *, wants_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse); lse may be None unless wants_lse."""
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse is of this rank's tokens if wants_lse."""
     found = plan.layers[layer]
-    if found.layout is not None:
-        facts = plan, found.layout, call.scale, call.n_chunks, call.backend, found.cache
-        return ulysses.attention(q, k, v, *facts, wants_lse=wants_lse)
-    gathers = found.scheme == "all_gather"
-    deterministic = dispatch.is_deterministic(plan.is_deterministic or None)
-    options = call.n_chunks, plan.keeps_received, gathers, plan.group_name, call.backend, deterministic
-    return pass_kv.attention(q, k, v, found.tensors, found.counts, call.scale, options, found.cache)
+    common = plan.group_name, call.backend, dispatch.is_deterministic(plan.is_deterministic or None)
+    options: tuple[Any, ...] = plan.keeps_received, found.scheme == "all_gather", *common
+    run = pass_kv.attention
+    if found.scheme == "ulysses":
+        options = not _is_direct(plan, k.shape[3], k.dtype), *common
+        run = ulysses.attention
+    out, lse = run(q, k, v, found.tensors, found.counts, (call.scale, call.n_chunks, *options), found.cache)
+    if wants_lse and found.scheme == "ulysses":
+        send = partial(redistribute, group=plan.group_name)
+        (lse,) = all_to_all.to_tokens([lse[..., None]], plan.sizes, plan.local_length, plan.rearrange, send)
+        lse = lse[..., 0]
+    return out, lse
 
 
 def _attend(
@@ -168,13 +161,13 @@ def _attend(
     backend: str,
     *,
     wants_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     if dtensors.are_dtensors(q, k, v):
         whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
-        return dtensors.like(out, whole), None if lse is None else dtensors.like(lse, whole)
+        return dtensors.like(out, whole), dtensors.like(lse, whole) if wants_lse else lse
     checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_checked_on_all_ranks if checks_calls else _checked_cached)((q, k, v, plan, layer, scale, chunks, backend))
+    call = (_checked_on_all_ranks if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the dtype of each product themselves
@@ -198,9 +191,7 @@ def attention_with_lse(
 
     q, k, v, plan, layer, scale, chunks, backend  as `attention`. All ranks must call the same one of the two functions
     """
-    out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=True)
-    assert lse is not None
-    return out, lse
+    return _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=True)
 
 
 def attention(

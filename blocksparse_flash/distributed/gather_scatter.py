@@ -15,9 +15,6 @@ from torch import Tensor
 from .. import merging
 from .local_attention import accumulator_dtype
 
-# tensors per launch
-TOGETHER = 4
-
 
 @functools.cache
 def _kernels() -> Any:
@@ -54,8 +51,8 @@ def move(
             _move(source, target, taken, put)
         return
     kernels = _kernels()
-    for i in range(0, len(sources), TOGETHER):
-        kernels.move(sources[i : i + TOGETHER], targets[i : i + TOGETHER], taken, put)
+    for i in range(0, len(sources), kernels.MOST_PAIRS):
+        kernels.move(sources[i : i + kernels.MOST_PAIRS], targets[i : i + kernels.MOST_PAIRS], taken, put)
 
 
 def picked(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tensor]:
@@ -66,7 +63,7 @@ def picked(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tenso
 
 
 def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
-    """The message with these tokens of up to TOGETHER tensors of one dtype."""
+    """The message with these tokens of tensors of one dtype, as many as a launch takes."""
     first = sources[0]
     features = [x.shape[3] for x in sources]
     message = first.new_empty(tokens.shape[0], first.shape[0], first.shape[1], sum(features))

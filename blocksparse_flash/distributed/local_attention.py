@@ -1,23 +1,43 @@
-"""Attention of one rank over the keys it holds: the operators of one process, which may also get no tokens."""
+"""Attention of one rank over the keys it holds, which may be none, in chunks of heads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
 from ..dispatch import CallSpec
 from ..kernels.inputs import BackwardInputs
+from .communication import process_group_of
+
+
+class RankContext(NamedTuple):
+    """Spec, process group and rank of the calls of a layer."""
+
+    spec: CallSpec
+    group: Any
+    rank: int
+
+    @property
+    def backend(self) -> str:
+        """The backend of the kernels that compute and of those that move rows."""
+        return self.spec.backend
+
+
+def rank_context(scale: float, group: str, backend: str, deterministic: bool) -> RankContext:
+    """The context of calls over kernel plans, which contain the causal mask."""
+    spec = CallSpec(scale, causal=False, dropout_p=0.0, softcap=0.0, backend=backend, deterministic=deterministic)
+    process_group = process_group_of(group)
+    return RankContext(spec, process_group, dist.get_rank(process_group))
 
 
 def accumulator_dtype(q: Tensor) -> torch.dtype:
     """The dtype of lse and of sums over ranks."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def call_spec(scale: float, backend: str, deterministic: bool) -> CallSpec:
-    """The spec of a call over the tiles of a plan, which contains the causal mask."""
-    return CallSpec(scale, causal=False, dropout_p=0.0, softcap=0.0, backend=backend, deterministic=deterministic)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], spec: CallSpec) -> tuple[Tensor, Tensor]:
@@ -28,18 +48,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], spec: CallSpec) 
     return ops.launch_forward(q, k, v, plan, None, None, spec)
 
 
-def attend_backward(
-    douts: tuple[Tensor, Tensor | None],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    outs: tuple[Tensor, Tensor],
-    plan: list[Tensor],
-    spec: CallSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attend`: douts (dout, dlse or None), inputs (q, k, v), outs (out, lse)."""
-    q, k, v = inputs
+def attend_backward(inputs: BackwardInputs, plan: list[Tensor], spec: CallSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `attend`."""
+    q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # a chunk of heads is a strided view, and the backward needs contiguous tensors
-    out, lse = (tensor.contiguous() for tensor in outs)
-    dq, dk, dv = ops.launch_backward(BackwardInputs(*douts, *inputs, out, lse), plan, None, None, spec)
+    inputs = inputs._replace(out=inputs.out.contiguous(), lse=inputs.lse.contiguous())
+    dq, dk, dv = ops.launch_backward(inputs, plan, None, None, spec)
     return dq, dk, dv
+
+
+# ---- chunks of heads ----
+
+
+def chunk_plans(plan: list[Tensor], n_chunks: int) -> list[list[Tensor]]:
+    """The kernel plan of each chunk of heads."""
+    if n_chunks == 1:
+        return [plan]
+    # row and column records; the lists they index are shared by all heads
+    rows, cols = (x.chunk(n_chunks, dim=1) if x.shape[1] > 1 else (x,) * n_chunks for x in (plan[0], plan[3]))
+    return [[row, *plan[1:3], col, *plan[4:]] for row, col in zip(rows, cols, strict=True)]
+
+
+def chunk_heads(x: Tensor, n_chunks: int) -> Sequence[Tensor]:
+    """Splits a tensor along its heads into equal chunks."""
+    return (x,) if n_chunks == 1 else x.chunk(n_chunks, dim=1)
+
+
+def cat_heads(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `chunk_heads`."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..nn.positions import rotate_at
-from .context_plan import ContextPlan
+from ..nn.arguments import rotary_base
+from ..nn.positions import rotary_table, rotate
+from .context_plan import ContextPlan, check_plan
 from .functional import attention
 
 
@@ -38,24 +39,20 @@ class SelfAttention(nn.Module):
         alibi: bool = False,
     ) -> None:
         super().__init__()
-        for name, value, nothing in (("sinks", sinks, False), ("softcap", softcap, None), ("alibi", alibi, False)):
-            if value is not nothing:
+        for name, value, default in (("sinks", sinks, False), ("softcap", softcap, None), ("alibi", alibi, False)):
+            if value is not default:
                 raise ValueError(
-                    f"{name} must be {nothing}, got {value!r}: ranks that share a sequence exchange keys and values, "
-                    "and change "
-                    "no scores; blocksparse_flash.nn.SelfAttention of one process does"
+                    f"{name} must be {default}, got {value!r}: distributed.attention has no options that change "
+                    "scores; blocksparse_flash.nn.SelfAttention has them, in one process"
                 )
-        if not isinstance(plan, ContextPlan):
-            raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+        check_plan(plan)
         num_heads, kv_heads = plan.heads
         if embed_dim < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of the plan's {num_heads} query heads, got {embed_dim}")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
-        if rope is not None and (self.head_dim % 2 or not rope > 0):
-            raise ValueError(
-                f"rope must be a base above 0, for an even head_dim, got {rope} and head_dim {self.head_dim}; or None"
-            )
-        self.plan, self.layer, self.rope = plan, layer, rope
+        if rope is not None and self.head_dim % 2:
+            raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {self.head_dim}")
+        self.plan, self.layer, self.rope = plan, layer, None if rope is None else rotary_base("rope", rope)
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(embed_dim, embed_dim, bias=False)
 
@@ -70,7 +67,8 @@ class SelfAttention(nn.Module):
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
         q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
         if self.rope is not None:
-            q, k = (rotate_at(part, self.rope, self.plan.positions[:, None]) for part in (q, k))
+            table = rotary_table(self.plan.positions, self.rope, self.head_dim)
+            q, k = rotate(q, table), rotate(k, table)
         out = attention(q, k, v, self.plan, layer=self.layer)
         return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
 

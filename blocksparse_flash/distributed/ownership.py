@@ -31,6 +31,10 @@ class Pairs(NamedTuple):
     row: Array
     col: Array
 
+    def where(self, chosen: Array) -> Pairs:
+        """The pairs chosen by a bool array."""
+        return Pairs(self.row[chosen], self.col[chosen])
+
 
 def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
     """The owner list of a named order, the same on every machine.
@@ -120,8 +124,7 @@ def _tuned(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
 
 def _without_far_rows(pairs: Pairs, n_tiles: int) -> Pairs:
     """Drops rows that reach nearly every tile, since no order helps them."""
-    stays = (np.bincount(pairs.row, minlength=n_tiles) <= FAR * n_tiles)[pairs.row]
-    return Pairs(pairs.row[stays], pairs.col[stays])
+    return pairs.where((np.bincount(pairs.row, minlength=n_tiles) <= FAR * n_tiles)[pairs.row])
 
 
 def _swapped(layers: Sequence[Pairs], owner: Array) -> Array:

@@ -1,6 +1,6 @@
 """Which tiles move between ranks, and the position of each token in a message.
 
-A tile has 128 tokens; the last one may be shorter. `owner` gives the rank of each tile, see ownership.py.
+A tile has 128 tokens; the last one may be shorter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,34 @@ import numpy as np
 
 from ..blocks.block_list import Array, ranges
 from ..plan_format import TILE
+
+
+class Shards(NamedTuple):
+    """How a sequence is distributed, from the view of one rank.
+
+    owner   int64 (n_tiles,): the rank that holds each tile, see ownership.py
+    length  tokens of the sequence
+    """
+
+    owner: Array
+    length: int
+    rank: int
+    n_ranks: int
+
+    @property
+    def held(self) -> Array:
+        """The tiles of this rank."""
+        return np.flatnonzero(self.owner == self.rank)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each rank."""
+        return tokens_by(self.owner, np.arange(len(self.owner)), self.length, self.n_ranks).tolist()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.sizes[self.rank]
 
 
 class Transfers(NamedTuple):
@@ -65,9 +93,9 @@ def transfers(rank: Array, tile: Array, owner: Array) -> Transfers:
     return Transfers(receiver[order], sender[order], tile[order])
 
 
-def token_indices(wanted: Array, found: Transfers, owner: Array, length: int, rank: int, n_ranks: int) -> TokenIndices:
+def token_indices(wanted: Array, found: Transfers, shards: Shards) -> TokenIndices:
     """The indices of one rank. wanted: tiles that it computes with, own and received."""
-    held = np.flatnonzero(owner == rank)
+    owner, length, rank, n_ranks = shards
     tiles = np.unique(wanted)
     mine = tiles[owner[tiles] == rank]
     comes, goes = found.receiver == rank, found.sender == rank
@@ -75,9 +103,9 @@ def token_indices(wanted: Array, found: Transfers, owner: Array, length: int, ra
     received, sent = found.tile[comes], found.tile[goes]
     return TokenIndices(
         tiles,
-        places(mine, held, length),
+        places(mine, shards.held, length),
         places(mine, tiles, length),
-        places(sent, held, length),
+        places(sent, shards.held, length),
         places(received, tiles, length),
         tokens_by(found.receiver[goes], sent, length, n_ranks).tolist(),
         tokens_by(found.sender[comes], received, length, n_ranks).tolist(),

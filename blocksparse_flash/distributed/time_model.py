@@ -20,20 +20,17 @@ FORWARD_RATE, BACKWARD_RATE = 563e12, 500e12
 BACKWARD_TILE = 2e-6 / 16
 # a backward computes five products per tile, a forward two
 FORWARD_TILE = 0.4 * BACKWARD_TILE
-# time for packing and joining, relative to the time on the link. For pass-KV fitted together with HOST_OVERHEAD to 28
-# measured steps (predicted 0.79 to 1.18 times the measurement); for packed Ulysses from local, 262,144 tokens; direct
-# Ulysses copies nothing
+# time for packing and joining, relative to the time on the link. Pass-KV: fitted together with HOST_OVERHEAD to 28
+# steps (predictions are 0.79 to 1.18 times the measurements). Packed Ulysses: from local, 262,144 tokens
 EXCHANGE_COPIES, ULYSSES_COPIES, DIRECT_COPIES = 0.26, 1.55, 0.1
 # seconds per byte that an all-gather joins and splits; 30 measured steps are off by at most 18 %
 GATHER_COPY = 1.14e-12
-# host seconds per step of pass-KV or an all-gather; with pass-Q rows, PASS_Q_OVERHEAD covers it, once for each
-# direction
+# host seconds per step of pass-KV or an all-gather; with pass-Q rows, PASS_Q_OVERHEAD per direction takes its place
 HOST_OVERHEAD, PASS_Q_OVERHEAD = 0.43e-3, 0.45e-3
 # host seconds of a further message with its launches, and of a further message of direct Ulysses
 CHUNK, ULYSSES_CHUNK = 120e-6, 200e-6
 MAX_CHUNKS = 4
-# bytes of one head of a rank's tokens above which heads are sent directly (16 MiB: 9.6 ms direct, 16.4 packed; 4 MiB:
-# 5.3 and 4.2)
+# bytes of one head of a rank's tokens from which heads are sent directly: 9.6 ms for 16.4 at 16 MiB, 5.3 for 4.2 at 4
 DIRECT_MIN_BYTES = 8 << 20
 # fewest ranks on which today's pass-Q rows and direct Ulysses were timed
 TIMED_RANKS = 4
@@ -86,13 +83,18 @@ def attention(work: Work, call: Call, q_heads: float) -> tuple[float, float]:
     return forward, backward
 
 
-def pass_kv(work: Work, call: Call, n_chunks: int) -> float:
-    """Seconds of a step with n_chunks messages; one travels while another is computed."""
-    message = LATENCY + link(work.received, call, EXCHANGE_COPIES) / n_chunks
+def _pipelined(work: Work, call: Call, n_chunks: int, message: float, overhead: float) -> float:
+    """Seconds of a step whose messages travel while others are computed. overhead: of each further message."""
     total = 0.0
     for compute in attention(work, call, call.q_heads / n_chunks):
-        total += message + compute + (n_chunks - 1) * (max(message, compute) + CHUNK)
+        total += message + compute + (n_chunks - 1) * (max(message, compute) + overhead)
     return total
+
+
+def pass_kv(work: Work, call: Call, n_chunks: int) -> float:
+    """Seconds of a step with n_chunks messages."""
+    message = LATENCY + link(work.received, call, EXCHANGE_COPIES) / n_chunks
+    return _pipelined(work, call, n_chunks, message, CHUNK)
 
 
 def pass_q(work: Work, call: Call) -> float:
@@ -113,10 +115,7 @@ def direct_ulysses(work: Work, call: Call, n_chunks: int) -> float:
     call.q_heads counts the heads of a rank, work.tiles the tiles of all ranks.
     """
     message = 2 * LATENCY + link(work.received, call, DIRECT_COPIES) / n_chunks
-    total = 0.0
-    for compute in attention(work, call, call.q_heads / n_chunks):
-        total += message + compute + (n_chunks - 1) * (max(message, compute) + ULYSSES_CHUNK)
-    return total
+    return _pipelined(work, call, n_chunks, message, ULYSSES_CHUNK)
 
 
 def all_gather(work: Work, call: Call, keys: float) -> float:
@@ -158,8 +157,8 @@ def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, 
 
     seconds  `pass_kv`, or `direct_ulysses` with the heads of a rank
     """
-    best = 1
+    best, shortest = 1, seconds(work, call, 1)
     for n_chunks in range(2, MAX_CHUNKS + 1):
-        if kv_heads % n_chunks == 0 and seconds(work, call, n_chunks) < CHUNKING_MARGIN * seconds(work, call, best):
-            best = n_chunks
+        if kv_heads % n_chunks == 0 and (found := seconds(work, call, n_chunks)) < CHUNKING_MARGIN * shortest:
+            best, shortest = n_chunks, found
     return best

@@ -43,36 +43,33 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
         return
     fill = done.attending / done.computed if done.computed else 1.0
     if fill < WELL_FILLED:
-        why = "are scattered over them"
-        if min(layout.block_size) < TILE:
-            why = f"are scattered over them in blocks of {layout.block_size[0]} x {layout.block_size[1]}"
+        block_q, block_kv = layout.block_size
+        blocks = f" in blocks of {block_q} x {block_kv}" if min(block_q, block_kv) < TILE else ""
         yield (
             f"{fill:.0%} of the pairs that are computed attend: tiles of {TILE} x {TILE} are computed whole, and the "
-            f"pairs {why}. Blocks of {TILE} at multiples of {TILE}, or an order of the tokens that puts what attends "
-            "side by side (layout.permute), compute fewer tiles"
+            f"pairs are scattered over them{blocks}. Blocks of {TILE} at multiples of {TILE}, or an order of the "
+            "tokens that groups what attends to each other (layout.permute), need fewer tiles"
         )
-    if predicted is not None and predicted.dense_forward_ms + predicted.dense_backward_ms <= (
-        predicted.forward_ms + predicted.backward_ms
-    ):
-        yield (
-            f"dense attention is no slower: {predicted.dense_forward_ms + predicted.dense_backward_ms:.2g} ms for "
-            f"forward and backward, {predicted.forward_ms + predicted.backward_ms:.2g} ms with this layout. Leave the "
-            "layout out if the model allows it"
-        )
-    elif predicted is None and done.tiles > NEARLY_DENSE * _tiles_without(call):
-        yield (
-            f"{done.tiles / _tiles_without(call):.0%} of the tiles of dense attention are computed: this layout saves "
-            "next to nothing. Leave it out if the model allows it"
-        )
+    if predicted is not None:
+        sparse = predicted.forward_ms + predicted.backward_ms
+        dense = predicted.dense_forward_ms + predicted.dense_backward_ms
+        if dense <= sparse:
+            yield (
+                f"dense attention is no slower: {dense:.2g} ms for forward and backward, {sparse:.2g} ms with this "
+                "layout. Leave the layout out if the model allows it"
+            )
+    else:
+        share = done.tiles / int(call.dense_sides.rows.tiles.sum())
+        if share > NEARLY_DENSE:
+            yield (
+                f"{share:.0%} of the tiles of dense attention are computed: this layout saves next to nothing. Leave "
+                "it out if the model allows it"
+            )
     if call.causal and layout.device.type == "cpu" and _is_causal(call):
         yield (
-            "the layout never attends to the future, so causal=True changes nothing, and makes a second plan where "
-            "the layout is used without it too: leave it out"
+            "the layout never attends to the future, so causal=True changes nothing but makes a second plan if the "
+            "layout is also used without it: leave it out"
         )
-
-
-def _tiles_without(call: Call) -> int:
-    return int(call.dense_sides.rows.tiles.sum())
 
 
 def _is_causal(call: Call) -> bool:
@@ -134,8 +131,7 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
     if call.dtype == torch.float32:
         yield (
             "float32 products are computed exactly, without the tensor cores, unless "
-            "torch.backends.cuda.matmul.fp32_precision is "
-            '"tf32": bfloat16, or torch.autocast, is many times faster'
+            'torch.backends.cuda.matmul.fp32_precision is "tf32": bfloat16, or torch.autocast, is many times faster'
         )
     if not call.is_half or device.capability[0] < 9 or not call.unreadable:
         return
@@ -162,8 +158,8 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
     n_programs = call.batch * call.heads * -(-call.q_len // TILE)
     if n_programs < device.n_sms:
         yield (
-            f"{n_programs} blocks of {TILE} queries for {device.n_sms} SMs: the others are idle. "
-            "More heads or batches in one call use them"
+            f"{n_programs} blocks of {TILE} queries leave some of {device.n_sms} SMs idle. More heads or batches in "
+            "one call use them"
         )
         return
     for lost, longest, mean, name in (
@@ -173,6 +169,6 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
         if lost is not None and lost > UNEVEN and longest > LONG * mean:
             yield (
                 f"the longest {name} has {longest} tiles, the mean {mean:.4g}: the GPU waits for it, and takes "
-                f"{lost:.2f} times as long as with even work. More heads or batches in one call hide it; fewer tokens "
-                "that attend, or are attended to, everywhere shorten it"
+                f"{lost:.2f} times as long as with even work. More heads or batches in one call hide it; fewer global "
+                "tokens shorten it"
             )

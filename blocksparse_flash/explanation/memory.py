@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.overlap_schedule import OverlapSchedule, n_counters, overlap_schedule_of, overlaps_lse_delta
 from ..kernels.schedule import Split, padded_dim, split_of
 from ..kernels.separate_dq import is_dq_separate
 from ..plan_format import TILE
@@ -23,7 +22,6 @@ class Moved(NamedTuple):
     writes     results
     workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
     walk       read and written at least where tiles are walked
-    overlapped  read and written by overlapped pre- and postprocess: LSE and delta, zeroing and conversion of dq's sum
     passes     read and written by the launches before and after; 0 where there are none
     """
 
@@ -31,7 +29,6 @@ class Moved(NamedTuple):
     writes: int
     workspace: int | None
     walk: int
-    overlapped: int
     passes: int
 
 
@@ -67,21 +64,10 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_sms)
 
 
-def overlap_schedule(call: Call, n_sms: int) -> OverlapSchedule | None:
-    """Which head groups `hopper` pre- and postprocesses while it computes tile columns; None: none."""
-    if has_separate_dq(call):
-        return None
-    cols = split(call, 3, n_sms)
-    return overlap_schedule_of(call.plan or (), call.q.shape, call.k.shape, cols, n_sms)
-
-
 def _queue(call: Call, first: int, n_sms: int) -> int:
-    """Bytes of the counters with which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
+    """Bytes of the counter from which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
-    n_batch_heads = call.batch * heads
-    if first and overlap_schedule(call, n_sms) is not None:
-        return FLOAT * n_counters(n_batch_heads)
-    n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), n_batch_heads)
+    n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), call.batch * heads)
     return FLOAT if n_programs > n_sms else 0
 
 
@@ -131,7 +117,7 @@ def forward(call: Call, n_sms: int | None = None) -> Moved:
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
     # the launch that combines splits reads them again
-    return Moved(reads, writes, workspace, reads + writes + parts, 0, parts)
+    return Moved(reads, writes, workspace, reads + writes + parts, parts)
 
 
 def backward(call: Call, n_sms: int | None = None) -> Moved:
@@ -142,15 +128,15 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
     walked = ("col",) if uses_hopper_backward(call) and not has_separate_dq(call) else ("row", "col")
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *walked)
     if call.is_empty or call.backend not in ("triton", "hopper"):
-        return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0, 0)
+        return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, tiles filled up
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // TILE) * TILE
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
-    walk, overlapped = 2 * shared + inputs + _lists(call, "row", "col"), 0
+    walk = 2 * shared + inputs + _lists(call, "row", "col")
     if not uses_hopper_backward(call):
-        return Moved(reads, inputs, statistics, walk, overlapped, passes)
+        return Moved(reads, inputs, statistics, walk, passes)
     if has_separate_dq(call):
         # for two kernels, each in its own order
         workspace, passes = 2 * statistics, passes + statistics
@@ -164,13 +150,7 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
             workspace += dq
         # added to, it is read and written
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
-        schedule, n_batch_heads = overlap_schedule(call, n_sms), call.batch * call.kv_heads
-        if schedule is not None:
-            with_lse_delta = overlaps_lse_delta(schedule, n_batch_heads, -(-call.kv_len // TILE), call.v_dim)
-            preprocessed = dq_sum + (passes if with_lse_delta else 0)
-            overlapped = (n_batch_heads - schedule.n_preprocessed) * (preprocessed // n_batch_heads)
-            overlapped += schedule.n_postprocessed * ((dq_sum + dq) // n_batch_heads)
-        passes += 2 * dq_sum + dq - overlapped
+        passes += 2 * dq_sum + dq
     parts = _parts(call, 3, n_sms)
     workspace, walk, passes = workspace + parts, walk + parts, passes + parts
     workspace += _copies(call) + _queue(call, 3, n_sms)
@@ -178,7 +158,7 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:
             workspace += sizes[name] // dim * _padded(dim)
-    return Moved(reads, inputs, workspace, walk, overlapped, passes)
+    return Moved(reads, inputs, workspace, walk, passes)
 
 
 def has_separate_dq(call: Call) -> bool:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import scheduling
-from .scheduling import Sides
+from .scheduling import Array, Sides
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
-MICRO = 1e-6
 # tokens in a batch; with fewer, host time dominates, which the model does not cover
 FEWEST_TOKENS = 4096
 
@@ -108,13 +107,18 @@ class Prediction:
 # ---- the model ----
 
 
-def kernel_us(kernel: Kernel, rates: Rates, sides: Sides, n_sms: int) -> float:
-    """Microseconds of one launch."""
+def _work(kernel: Kernel, rates: Rates, sides: Sides) -> Array:
+    """The work of each program of a launch, in tiles."""
     lines = getattr(sides, kernel.side)
     work = rates.program + (lines.tiles + rates.masking * lines.partial) / kernel.split
+    return work.repeat(kernel.split)
+
+
+def kernel_us(kernel: Kernel, rates: Rates, sides: Sides, n_sms: int) -> float:
+    """Microseconds of one launch."""
+    work = _work(kernel, rates, sides)
     if not len(work):
         return 0.0
-    work = work.repeat(kernel.split)
     return kernel.tile_us * max(scheduling.makespan(work, n_sms), rates.alone * float(work.max()))
 
 
@@ -128,14 +132,8 @@ def direction_ms(rates: Rates, sides: Sides, device: Device, *, beside: int, pas
 
 def loss(rates: Rates, sides: Sides, n_sms: int) -> float:
     """How many times longer the kernels take than with work spread evenly; at least 1.0."""
-    took = even = 0.0
-    for kernel in rates.kernels:
-        lines = getattr(sides, kernel.side)
-        work = rates.program * kernel.split * len(lines.tiles) + float(
-            (lines.tiles + rates.masking * lines.partial).sum()
-        )
-        even += kernel.tile_us * work / n_sms
-        took += kernel_us(kernel, rates, sides, n_sms)
+    took = sum(kernel_us(kernel, rates, sides, n_sms) for kernel in rates.kernels)
+    even = sum(kernel.tile_us * float(_work(kernel, rates, sides).sum()) / n_sms for kernel in rates.kernels)
     return max(1.0, took / even) if even else 1.0
 
 
@@ -144,15 +142,13 @@ def loss(rates: Rates, sides: Sides, n_sms: int) -> float:
 
 def to_json(calibrations: list[Calibration]) -> str:
     """The text of calibration.json."""
-    table = [
-        {
-            **one._asdict(),
-            "device": one.device._asdict(),
-            "rates": {**one.rates._asdict(), "kernels": [kernel._asdict() for kernel in one.rates.kernels]},
-        }
-        for one in calibrations
-    ]
-    return json.dumps(table, indent=1) + "\n"
+
+    def named(value: Any) -> Any:
+        if hasattr(value, "_asdict"):
+            return {name: named(field) for name, field in value._asdict().items()}
+        return [named(field) for field in value] if isinstance(value, tuple) else value
+
+    return json.dumps([named(one) for one in calibrations], indent=1) + "\n"
 
 
 def from_json(text: str) -> list[Calibration]:
@@ -160,15 +156,10 @@ def from_json(text: str) -> list[Calibration]:
 
     def read(entry: dict[str, Any]) -> Calibration:
         device, rates = entry["device"], entry["rates"]
-        return Calibration(
-            **{
-                **entry,
-                "device": Device(**{**device, "capability": tuple(device["capability"])}),
-                "rates": Rates(**{**rates, "kernels": tuple(Kernel(**kernel) for kernel in rates["kernels"])}),
-                "benches": tuple(entry["benches"]),
-                "commits": tuple(entry["commits"]),
-            }
-        )
+        kernels = tuple(Kernel(**kernel) for kernel in rates["kernels"])
+        entry["device"] = Device(**device | {"capability": tuple(device["capability"])})
+        entry["rates"] = Rates(**rates | {"kernels": kernels})
+        return Calibration(**entry | {name: tuple(entry[name]) for name in ("benches", "commits")})
 
     return [read(entry) for entry in json.loads(text)]
 

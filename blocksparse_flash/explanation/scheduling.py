@@ -94,10 +94,10 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     of_col[from_q == q_len] = 0
     cols = of_col, of_col - np.clip(q_len // TILE - -(-whole_q // TILE), 0, of_col)
     # without a layout the longest lines come first: the last tile rows, the first tile columns
-    heads, group = (axes, kv_axes), max(1, axes // max(1, kv_axes))
+    group = max(1, axes // max(1, kv_axes))
     return Sides(
-        Lines(*(np.tile(values[::-1], heads[0]) for values in (*rows, 0 * row, 0 * row))),
-        Lines(*(np.tile(values * group, heads[1]) for values in (*cols, 0 * col, 0 * col))),
+        Lines(*(np.tile(values[::-1], axes) for values in (*rows, 0 * row, 0 * row))),
+        Lines(*(np.tile(values * group, kv_axes) for values in (*cols, 0 * col, 0 * col))),
     )
 
 

@@ -53,25 +53,22 @@ def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_w
     """Raises if a mask is no Mask, or contradicts the arguments of its layer."""
     if not isinstance(mask, Mask):
         raise TypeError(
-            f"attention_mask must be (batch, length), of which transformers makes what layers take, but "
+            "attention_mask must be (batch, length), from which transformers makes the masks of layers, but "
             f"{running_layer()} attends with a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a "
-            "mask of "
-            f"pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, block_size=128); if "
-            "none was "
-            f"given, the model makes a mask of its own: {WAY_OUT}"
+            f"mask of pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, "
+            f"block_size=128); if none was given, the model makes a mask of its own: {WAY_OUT}"
         )
     if mask.shape is not None and mask.shape[2:] != (q_len, kv_len):
         raise ValueError(
             f"{running_layer()} attends with {q_len} queries to {kv_len} keys, but its model asked for a mask of "
-            f"{mask.shape[2]} x {mask.shape[3]}, in which the others have no position: {WAY_OUT}"
+            f"{mask.shape[2]} x {mask.shape[3]}, without positions for the others: {WAY_OUT}"
         )
     if mask.kind == "other":
         return
     if is_causal is not None and is_causal != (mask.kind == "causal"):
         raise ValueError(
             f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}, in "
-            f"{running_layer()}: "
-            f"{WAY_OUT}"
+            f"{running_layer()}: {WAY_OUT}"
         )
     if sliding_window is not None and mask.window is None and kv_len > sliding_window:
         raise ValueError(

@@ -17,32 +17,32 @@ def layouts_of(config: Any) -> Layout | tuple[Layout, ...]:
     given = getattr(config, KEY, None)
     if given is None:
         return None
+    found: Layout | tuple[Layout, ...] = given
     if isinstance(given, list | tuple):
-        by_layer = _of_list(given, config)
+        found = _of_list(given, config)
     elif isinstance(given, dict):
-        by_layer = _of_types(given, config)
+        found = _of_types(given, config)
     else:
         _check(given, f"config.{KEY}")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
             f"config.{KEY} cannot say for which attentions of a model with cross-attention it is: set it to None, and "
-            "all "
-            "of them are dense"
+            "all of them are dense"
         )
-    return by_layer if isinstance(given, list | tuple | dict) else given
+    return found
 
 
 def _check(layout: Any, name: str) -> None:
     """Raises if `layout` is not one for `name`."""
     if layout is not None and not isinstance(layout, BlockLayout | str):
+        several = ", or a list or dict of these" if name == f"config.{KEY}" else ""
         raise TypeError(
             f"{name} must be a BlockLayout, a specification such as 'butterfly | local(window=512)', or None for "
-            f"attention to all{'' if name != f'config.{KEY}' else ', or a list or dict of these'}, got "
-            f"{type(layout).__name__}"
+            f"attention to all{several}, got {type(layout).__name__}"
         )
     if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[0] != 1):
         raise ValueError(
-            f"{name} must have shape (1, heads | 1, length, length), of which each forward takes what it needs, got "
+            f"{name} must have shape (1, heads | 1, length, length), for each forward to use a part of, got "
             f"{layout.shape}"
         )
 
@@ -81,7 +81,7 @@ def index_of(module: torch.nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
         raise ValueError(
-            f"config.{KEY} has a layout for each layer, but {running_layer()} does not know which layer it is (it has "
-            f"no layer_idx): give the model one layout for all layers"
+            f"config.{KEY} has a layout for each layer, but {running_layer()} has no layer_idx, which says which layer "
+            "it is: give the model one layout for all layers"
         )
     return index

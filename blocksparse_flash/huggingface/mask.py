@@ -74,8 +74,7 @@ def _computed_with(what: str) -> str:
     """The message for code that uses a Mask as a tensor."""
     return (
         f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a "
-        "Mask "
-        f"in its place, which only its own attention reads: {WAY_OUT}"
+        f"Mask in its place, which only its own attention reads: {WAY_OUT}"
     )
 
 

@@ -23,8 +23,7 @@ MaskFunction = Callable[..., Tensor]
 
 STATIC_CACHE = (
     "past_key_values is a static cache, with room for keys to come and a length that only the device knows, but a "
-    "layout is "
-    "chosen on the host: use DynamicCache, in generate cache_implementation='dynamic'"
+    "layout is chosen on the host: use DynamicCache, in generate cache_implementation='dynamic'"
 )
 
 
@@ -118,8 +117,7 @@ class _Request(NamedTuple):
         else:
             raise ValueError(
                 f"config.{KEY} is built for config.max_position_embeddings, which this config lacks: give it a "
-                "BlockLayout "
-                "of the longest sequence"
+                "BlockLayout of the longest sequence"
             )
         if needed > length:
             raise ValueError(f"the sequence has {needed} tokens, but {whose} {length}: make that longer")
@@ -214,8 +212,7 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
 
 @torch.compiler.disable(
     reason="windows, packed sequences and padding in a cache make a mask on the host: compile without fullgraph=True. "
-    "Where "
-    "none of these is meant, attention_mask=torch.ones_like(input_ids) says so"
+    "Where none of these is meant, attention_mask=torch.ones_like(input_ids) says so"
 )
 def _on_the_host(
     request: _Request, is_token: Tensor | None, mask_function: MaskFunction, local_size: int | None, takes_pairs: bool
@@ -278,8 +275,7 @@ def attention_mask(
         if attention_mask.shape != shape:
             raise ValueError(
                 "attention_mask must be (batch, length), got the mask that another model made, of "
-                f"{attention_mask.shape} "
-                f"where {shape} is needed"
+                f"{attention_mask.shape} where {shape} is needed"
             )
         return attention_mask
     is_token = attention_mask
@@ -287,26 +283,25 @@ def attention_mask(
         if is_token.ndim != 2 or is_token.shape[0] != batch_size:
             raise ValueError(
                 f"attention_mask must be (batch, length), 1 for a token and 0 for padding, with batch {batch_size} as "
-                "the "
-                f"inputs have, got shape {tuple(is_token.shape)}"
+                f"the inputs have, got shape {tuple(is_token.shape)}"
             )
         missing = max(0, request.kv_stop - is_token.shape[1])
         is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : request.kv_stop]
         if not torch.compiler.is_compiling() and bool(is_token.all()):
             is_token = None
-    owner, made = owner_of(config), {}
     listed = layouts if isinstance(layouts, tuple) else (layouts,)
-    for layout in listed:
-        # layers with one layout share its mask
-        key = number_of(layout) if isinstance(layout, BlockLayout) else layout
+    keys = [number_of(layout) if isinstance(layout, BlockLayout) else layout for layout in listed]
+    # layers with one layout share its mask
+    made: dict[Any, Mask] = {}
+    for key, layout in zip(keys, listed, strict=True):
         if key not in made:
             one = request._replace(layout=layout)
             mask = _by_rule(one, is_token)
             if mask is None:
                 mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap)
-            made[key] = mask._replace(owner=owner, shape=shape)
-    of_layers = [made[number_of(layout) if isinstance(layout, BlockLayout) else layout] for layout in listed]
-    return of_layers[0]._replace(of_layers=tuple(of_layers)) if isinstance(layouts, tuple) else of_layers[0]
+            made[key] = mask._replace(owner=owner_of(config), shape=shape)
+    first = made[keys[0]]
+    return first._replace(of_layers=tuple(made[key] for key in keys)) if isinstance(layouts, tuple) else first
 
 
 def mask_of_layer(
@@ -327,7 +322,6 @@ def mask_of_layer(
         return Mask(None, is_causal, kind, owner=owner)
     if not request.is_square:
         raise ValueError(
-            f"config.{KEY} needs to know which positions {q_len} queries and {kv_len} keys have, but the model made no "
-            "mask"
+            f"config.{KEY} needs the positions of {q_len} queries and {kv_len} keys, but the model made no mask"
         )
     return Mask(layout_crops.cropped(full, crop), False, kind, owner=owner)

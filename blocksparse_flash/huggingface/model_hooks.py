@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,11 @@ _WATCHED = "_blocksparse_flash_watched"
 _CHECKED = "_blocksparse_flash_checked"
 
 
-class _Forward:
+class _Forward(NamedTuple):
     """A running forward of a model whose config holds a layout; `read` names the configs that attention has read."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.read: set[str | None] = set()
+    model: torch.nn.Module
+    read: set[str | None]
 
 
 class _Running(threading.local):
@@ -59,27 +58,19 @@ def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
     if not read:
         return ValueError(
             f"{name} ignored config.{KEY}: none of its layers called attn_implementation='{NAME}', since it computes "
-            "its own "
-            f"attention, or has none; {WAY_OUT}"
+            f"its own attention, or has none; {WAY_OUT}"
         )
     others = sorted(other for other in read if other is not None)
-    keys = [
-        key for key in getattr(model.config, "sub_configs", {}) if owner_of(getattr(model.config, key, None)) in others
-    ]
-    if keys:
-        where = " or ".join(f"config.{key}.{KEY}" for key in keys)
-        return ValueError(
-            f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {' and '.join(others)}; set "
-            f"{where} instead, and config.{KEY} = None"
-        )
-    said = " and ".join(others) if others else "no config"
-    return ValueError(f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {said}; {WAY_OUT}")
+    parts = getattr(model.config, "sub_configs", {})
+    keys = [f"config.{key}.{KEY}" for key in parts if owner_of(getattr(model.config, key, None)) in others]
+    way_out = f"set {' or '.join(keys)} instead, and config.{KEY} = None" if keys else WAY_OUT
+    said = " and ".join(others) or "no config"
+    return ValueError(f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {said}; {way_out}")
 
 
 @torch.compiler.disable(
     reason=f"config.{KEY} is ignored, since attn_implementation is not '{NAME}': set config.{KEY} = None for attention "
-    "to all, "
-    f"or model.set_attn_implementation('{NAME}')"
+    f"to all, or model.set_attn_implementation('{NAME}')"
 )
 def _warn(model: torch.nn.Module) -> None:
     """Once for each model and attn_implementation."""
@@ -90,10 +81,8 @@ def _warn(model: torch.nn.Module) -> None:
             setattr(module, _CHECKED, how)
     warnings.warn(
         f"{type(model).__name__} ignores config.{KEY}: its attn_implementation is {how!r}, and attends to all. For the "
-        "layout "
-        f"load or make the model with attn_implementation='{NAME}', or call model.set_attn_implementation('{NAME}'); "
-        "if "
-        f"{how!r} is meant, as to compare, config.{KEY} = None says so",
+        f"layout load or make the model with attn_implementation='{NAME}', or call "
+        f"model.set_attn_implementation('{NAME}'); if {how!r} is meant, as to compare, config.{KEY} = None says so",
         UserWarning,
         stacklevel=2,
     )
@@ -109,8 +98,7 @@ def _check_parts(model: torch.nn.Module) -> None:
         if not any(owner_of(getattr(module, "config", None)) == owner_of(part) for module in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} ignores config.{key}.{KEY}: no module of it has a {owner_of(part)}; set it in "
-                "the "
-                f"config of the part that attends, and config.{key}.{KEY} = None"
+                f"the config of the part that attends, and config.{key}.{KEY} = None"
             )
 
 
@@ -129,7 +117,7 @@ def _before(model: torch.nn.Module, _: Any) -> None:
     _last.attended = False
     if not torch.compiler.is_compiling():
         _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
-        _running.forwards.append(_Forward(model))
+        _running.forwards.append(_Forward(model, set()))
 
 
 def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
@@ -168,8 +156,7 @@ def _refuse_tables(model: Any) -> None:
             def refuse(*_: Any, name: str = name, known: tuple[str, ...] = tuple(table), **__: Any) -> None:
                 raise ValueError(
                     f"{type(model).__name__} has no attn_implementation='{NAME}': it computes its own attention, which "
-                    "it "
-                    f"chooses from {name}, of {', '.join(known)}; {WAY_OUT}"
+                    f"it chooses from {name}, of {', '.join(known)}; {WAY_OUT}"
                 )
 
             table[NAME] = refuse

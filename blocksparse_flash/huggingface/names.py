@@ -14,8 +14,7 @@ KEY = "attention_layout"
 # docs/huggingface.md lists tested models
 WAY_OUT = (
     "use a model that attends through transformers' attention interface, such as Llama, GPT-2 or BERT, or keep this "
-    "model's "
-    "own attention: attn_implementation='sdpa' or 'eager', with config.attention_layout = None"
+    "model's own attention: attn_implementation='sdpa' or 'eager', with config.attention_layout = None"
 )
 
 

@@ -16,14 +16,40 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..blocks import block_list, checks
-from ..blocks.block_list import Array, Size
+from ..blocks import checks, set_operations
+from ..blocks.block_list import FULL, Array, Frame, Size
 from ..layout import BlockLayout
-from .block_arrays import block_mask_of, causal_part, check_layout, check_zeros_and_ones, host
+from .block_arrays import blocks_of, check_layout, check_zeros_and_ones, host
 
 # the only block size of Block-Sparse-Attention
 _MIT_BLOCK = 128
 _DENSE, _STREAMING, _SPARSE = 0, -1, 1
+
+
+def _block_mask_of(layout: BlockLayout, block_size: Size, peer: str, *, causal: bool) -> Array:
+    """bool (batch | 1, heads | 1, n_rows, n_cols): the stored blocks of this size; refuses partial blocks.
+
+    peer    name of the library, for the message
+    causal  True: the library masks above the diagonal, so stored blocks must be full below it
+    """
+    check_layout(layout)
+    found, frame = blocks_of(layout.with_block_size(block_size))
+    mask = np.zeros((frame.batch, frame.heads, frame.n_rows, frame.n_cols), np.bool_)
+    mask.reshape(-1)[found.keys] = True
+    wrong = found.keys[found.ids != FULL]
+    if causal:
+        expected, _ = blocks_of(BlockLayout.from_block_mask(mask, **frame.sizes)._causal())
+        wrong = set_operations.combine(expected, found, "^", frame).keys
+    if len(wrong):
+        lead, row, col = frame.positions(wrong[0])
+        batch, head = divmod(int(lead), frame.heads)
+        raise ValueError(
+            f"layout cannot be given to {peer}, which takes whole {block_size[0]} x {block_size[1]} blocks"
+            f"{' cut by the causal diagonal alone' if causal else ''}: block (row {row}, col {col}) of batch {batch}, "
+            f"head {head} attends in part. Build the layout from whole blocks of that size, or use attention() of this "
+            "library, which is exact"
+        )
+    return mask
 
 
 # -------------------------------------------------------------------------------------------- Block-Sparse-Attention
@@ -48,7 +74,7 @@ def to_block_sparse_attention(
     raises   ValueError naming the first partial block of 128 x 128 tokens, or a size that does not match the layout
     """
     causal = checks.switch(causal, "causal")
-    mask = block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
+    mask = _block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
     shape = []
     for size, given, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
         wanted = size if given is None else checks.axis(given, name)
@@ -86,7 +112,7 @@ def from_block_sparse_attention(
     returns          BlockLayout of shape (batch, heads, q_len, kv_len)
     raises           ValueError for wrong types, shapes or missing masks
     """
-    q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
+    frame = checks.frame(q_len, kv_len, _MIT_BLOCK)
     causal, exact_streaming = checks.switch(causal, "causal"), checks.switch(exact_streaming, "exact_streaming")
     types = checks.integers(head_mask_type, "head_mask_type")
     strange = ~np.isin(types, (_DENSE, _STREAMING, _SPARSE))
@@ -97,20 +123,19 @@ def from_block_sparse_attention(
         )
     if exact_streaming and not causal:
         raise ValueError("exact_streaming must come with causal=True, as Block-Sparse-Attention demands")
-    grid = block_list.grid(q_len, kv_len, (_MIT_BLOCK, _MIT_BLOCK))
-    sparse = _read_base(base_blockmask, int((types == _SPARSE).sum()), grid)
+    sparse = _read_base(base_blockmask, int((types == _SPARSE).sum()), frame)
     info = _read_streaming(streaming_info, types)
 
-    mask = np.zeros((sparse.shape[0], len(types), *grid), np.bool_)
+    mask = np.zeros((sparse.shape[0], len(types), frame.n_rows, frame.n_cols), np.bool_)
     mask[:, types == _DENSE] = True
     mask[:, types == _SPARSE] = sparse
     for head in np.flatnonzero(types == _STREAMING):
         # a superset in blocks, from which tokens are cut below; `local` tokens reach into up to two more blocks
         sink, local = (-(-info[head] // _MIT_BLOCK) + [0, 2]) if exact_streaming else info[head]
-        mask[:, head] = _streaming(int(sink), int(local), q_len, kv_len, grid, causal)
+        mask[:, head] = _streaming(int(sink), int(local), frame, causal)
     layout = BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=_MIT_BLOCK)
     if causal:
-        layout = causal_part(layout)
+        layout = layout._causal()
     if not (exact_streaming and (types == _STREAMING).any()):
         return layout
     sinks, locals_ = (torch.from_numpy(np.where(types == _STREAMING, info[:, i], kv_len + q_len)) for i in range(2))
@@ -125,18 +150,17 @@ def from_block_sparse_attention(
     )
 
 
-def _read_base(base: torch.Tensor | None, n_sparse: int, grid: Size) -> Array:
+def _read_base(base: torch.Tensor | None, n_sparse: int, frame: Frame) -> Array:
     """bool (batch, block-sparse heads, n_rows, n_cols)."""
+    shape = n_sparse, frame.n_rows, frame.n_cols
     if base is None:
         if n_sparse:
             raise ValueError(f"base_blockmask must be given: {n_sparse} heads are of type 1")
-        return np.zeros((1, 0, *grid), np.bool_)
-    if not isinstance(base, torch.Tensor):
-        raise TypeError(f"base_blockmask must be a torch.Tensor, got {type(base).__name__}")
-    array = host(base)
-    if array.ndim != 4 or array.shape[1:] != (n_sparse, *grid) or not len(array):
+        return np.zeros((1, *shape), np.bool_)
+    array = host(base, "base_blockmask")
+    if array.ndim != 4 or array.shape[1:] != shape or not len(array):
         raise ValueError(
-            f"base_blockmask must have shape (batch, {n_sparse} heads of type 1, {grid[0]}, {grid[1]}), "
+            f"base_blockmask must have shape (batch, {n_sparse} heads of type 1, {frame.n_rows}, {frame.n_cols}), "
             f"got {array.shape}"
         )
     check_zeros_and_ones(array, "base_blockmask")
@@ -158,13 +182,14 @@ def _read_streaming(info: torch.Tensor | list[int] | None, types: Array) -> Arra
     return pairs.reshape(-1, 2)
 
 
-def _streaming(sink: int, local: int, q_len: int, kv_len: int, grid: Size, causal: bool) -> Array:
+def _streaming(sink: int, local: int, frame: Frame, causal: bool) -> Array:
     """bool (n_rows, n_cols): the blocks of a streaming head, by the rule of Block-Sparse-Attention."""
-    row, col = np.arange(grid[0])[:, None], np.arange(grid[1])
-    ends = np.full_like(row, grid[1])
+    row, col = np.arange(frame.n_rows)[:, None], np.arange(frame.n_cols)
+    ends = np.full_like(row, frame.n_cols)
     if causal:
         # key blocks before the first query, and query rows before the first key
-        ends = -(-max(kv_len - q_len, 0) // _MIT_BLOCK) + 1 + row - max(q_len - kv_len, 0) // _MIT_BLOCK
+        ahead = frame.kv_len - frame.q_len
+        ends = -(-max(ahead, 0) // _MIT_BLOCK) + 1 + row - max(-ahead, 0) // _MIT_BLOCK
     return (col < sink) | ((col >= ends - local) & (col < ends))
 
 
@@ -205,7 +230,7 @@ def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: boo
     raises           ValueError for a wrong shape or values other than 0 and 1
     """
     layout = _from_square(sparsity_layout, block_size, "block_size")
-    return causal_part(layout) if checks.switch(causal, "causal") else layout
+    return layout._causal() if checks.switch(causal, "causal") else layout
 
 
 def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: bool = False) -> torch.Tensor:
@@ -216,16 +241,13 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
     returns     int64 (heads | 1, n, n)
     raises      ValueError as to_deepspeed
     """
-    check_layout(layout)
     causal = checks.switch(causal, "causal")
     return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
 
 
 def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
     side = checks.integer(block, name)
-    if not isinstance(tensor, (torch.Tensor, np.ndarray)):
-        raise TypeError(f"sparsity_layout must be a torch.Tensor, got {type(tensor).__name__}")
-    array = host(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    array = host(tensor, "sparsity_layout")
     if array.ndim != 3 or array.shape[1] != array.shape[2] or not len(array):
         raise ValueError(f"sparsity_layout must have shape (heads, n, n), got {array.shape}")
     check_zeros_and_ones(array, "sparsity_layout")
@@ -242,4 +264,4 @@ def _to_square(layout: BlockLayout, block: int | None, peer: str, *, causal: boo
             f"layout cannot be given to {peer}, which takes one mask for the batch, as many keys as queries and whole "
             f"square blocks: got batch {batch}, {q_len} x {kv_len} tokens in blocks of {sides}"
         )
-    return torch.from_numpy(block_mask_of(layout, sides, peer, causal=causal)[0].astype(np.int64))
+    return torch.from_numpy(_block_mask_of(layout, sides, peer, causal=causal)[0].astype(np.int64))

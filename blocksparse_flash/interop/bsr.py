@@ -6,43 +6,21 @@ pairs of each stored block (nnz, block_q, block_kv). SciPy is imported on the fi
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..blocks import block_list, checks
-from ..blocks.block_list import FULL, Array, Size
+from ..blocks.block_list import FULL, Array, BlockList, Frame, Size
 from ..layout import BlockLayout
-from .block_arrays import check_zeros_and_ones, host, layout_of, one_head, sizes, stored
+from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of, one_head
 from .key_runs import layout_of_runs, merged, runs_of
 
 
-class Bsr(NamedTuple):
-    """A block-sparse-row matrix on the host: indptr, indices int64; pairs bool (nnz, block_q, block_kv)."""
-
-    indptr: Array
-    indices: Array
-    pairs: Array
-
-
-def _to_bsr(layout: BlockLayout) -> Bsr:
-    """The matrix of a layout of one batch and head."""
-    found = stored(layout)
-    indptr = host(layout.indptr)[0, 0].astype(np.int64)
-    pairs = np.empty((len(found.ids), *layout.block_size), np.bool_)
-    keys = found.rows * layout.n_cols + found.cols
-    there = block_list.unpack(block_list.existing(**sizes(layout)), layout.block_size[1])
-    is_full = found.is_full
-    pairs[is_full] = there[block_list.edge_kinds(keys, **sizes(layout))[is_full]]
-    pairs[~is_full] = block_list.unpack(found.bitmasks, layout.block_size[1])[found.ids[~is_full]]
-    return Bsr(indptr, found.cols, pairs)
-
-
-def _read_rows(indptr: Any, indices: Any, grid: Size) -> tuple[Array, Array]:
-    """(indptr, indices) as int64, checked."""
-    n_rows, n_cols = grid
+def _read_rows(indptr: Any, indices: Any, n_rows: int, n_cols: int) -> tuple[Array, Array]:
+    """(rows, cols) of the entries, int64 (nnz,), checked."""
     begins, cols = checks.integers(indptr, "indptr"), checks.integers(indices, "indices")
     counts = np.diff(begins)
     if len(begins) != n_rows + 1 or begins[0] != 0 or (counts < 0).any() or begins[-1] != len(cols):
@@ -51,27 +29,73 @@ def _read_rows(indptr: Any, indices: Any, grid: Size) -> tuple[Array, Array]:
             f"got {len(begins)} from {begins[:1].tolist()} to {begins[-1:].tolist()}"
         )
     checks.check_range(cols, n_cols, "indices", "n_cols")
-    return begins, cols
+    return np.repeat(np.arange(n_rows), counts), cols
+
+
+def _from_pairs(rows: Array, cols: Array, pairs: Array | None, frame: Frame) -> BlockLayout:
+    """The layout of blocks in any order; pairs bool (nnz, block_q, block_kv), or None if all are full."""
+    keys = rows * frame.n_cols + cols
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    checks.check_distinct(keys, frame, "indices")
+    found = block_list.full_list(keys, frame.block_size)
+    if pairs is not None:
+        found = block_list.canonical(BlockList(keys, order, block_list.pack(pairs)), frame)
+    return layout_of(found, frame)
+
+
+def _pairs_of(found: BlockList, frame: Frame) -> Array:
+    """The pairs of each block, bool (nnz, block_q, block_kv)."""
+    is_full, block_kv = found.ids == FULL, frame.block_size[1]
+    pairs = np.empty((len(found.ids), *frame.block_size), np.bool_)
+    exists = block_list.unpack(block_list.existing(frame), block_kv)
+    pairs[is_full] = exists[block_list.edge_kinds(found.keys[is_full], frame)]
+    pairs[~is_full] = block_list.unpack(found.bitmasks, block_kv)[found.ids[~is_full]]
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------------- matrices of 0 and 1
 
 
 def _from_bsr(
-    indptr: Any, indices: Any, pairs: Array | None, *, q_len: int, kv_len: int, block_size: Size
+    indptr: Any,
+    indices: Any,
+    values: Array,
+    shape: Sequence[int],
+    name: str,
+    *,
+    q_len: int | None,
+    kv_len: int | None,
 ) -> BlockLayout:
-    """The layout of a matrix with cols in any order; pairs bool (nnz, block_q, block_kv), or None if all are full."""
-    begins, cols = _read_rows(indptr, indices, block_list.grid(q_len, kv_len, block_size))
-    n_cols = block_list.grid(q_len, kv_len, block_size)[1]
-    keys = np.repeat(np.arange(len(begins) - 1), np.diff(begins)) * n_cols + cols
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    twice = keys[1:] == keys[:-1]
-    if twice.any():
+    """The layout of a matrix of whole blocks; the last ones may reach beyond the lengths, where they must be 0.
+
+    values  (nnz, block_q, block_kv)
+    name    of the matrix, for messages
+    """
+    block_size = tuple(int(side) for side in values.shape[1:])
+    frame = checks.frame(shape[0] if q_len is None else q_len, shape[1] if kv_len is None else kv_len, block_size)
+    for length, size, side, axis in zip(frame[2:4], shape, frame.block_size, ("q_len", "kv_len"), strict=True):
+        if not size - side < length <= size:
+            raise ValueError(f"{axis} must end in the last block, in {size - side + 1} .. {size}, got {length}")
+    check_zeros_and_ones(values, name)
+    rows, cols = _read_rows(indptr, indices, frame.n_rows, frame.n_cols)
+    every = block_list.full_list(rows * frame.n_cols + cols, frame.block_size)
+    if ((values != 0) & ~_pairs_of(every, frame)).any():
         raise ValueError(
-            f"indices must name every block once, but {divmod(int(keys[twice.argmax()]), n_cols)} comes again"
+            f"{name} must be 0 beyond q_len x kv_len = {frame.q_len} x {frame.kv_len}, but a pair there is 1"
         )
-    ids, words = np.full(len(keys), FULL), block_list.no_bitmasks(block_size)
-    if pairs is not None:
-        ids, words = order, block_list.pack(pairs)
-    return layout_of(keys, ids, words, (1, 1), q_len=q_len, kv_len=kv_len, block_size=block_size)
+    return _from_pairs(rows, cols, values != 0, frame)
+
+
+def _from_csr(
+    indptr: Any, indices: Any, values: Array, shape: Sequence[int], name: str, *, block_size: int | Size
+) -> BlockLayout:
+    """The layout of a matrix of single pairs."""
+    frame = checks.frame(shape[0], shape[1], block_size)
+    check_zeros_and_ones(values, name)
+    queries, keys = _read_rows(indptr, indices, frame.q_len, frame.kv_len)
+    queries, keys = queries[values != 0], keys[values != 0]
+    return layout_of_runs(merged(queries, keys, keys + 1, frame.kv_len), frame)
 
 
 # ------------------------------------------------------------------------------------------------------- FlashInfer
@@ -107,21 +131,23 @@ def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed:
     raises       ValueError if kv_len is not a multiple of block_kv: FlashInfer would read keys beyond the last
     """
     single, packed = one_head(layout, batch, head), checks.switch(packed, "packed")
-    (block_q, block_kv), found = single.block_size, _to_bsr(single)
+    block_q, block_kv = single.block_size
     if single.kv_len % block_kv:
         raise ValueError(
             f"layout has {single.kv_len} keys, but FlashInfer takes multiples of block_kv = {block_kv} only: "
             "pad the keys, and build the layout for the padded length"
         )
-    pairs = torch.from_numpy(found.pairs).to(layout.device)
-    indptr, indices = (torch.from_numpy(array.astype(np.int32)).to(layout.device) for array in found[:2])
-    given: dict[str, torch.Tensor] = {}
-    if (single.bitmask_ids >= 0).any():
-        given = {"mask": pairs}
-        if packed:
-            bits = np.packbits(_row_by_row(found.pairs, found.indptr), bitorder="little")
-            given = {"packed_mask": torch.from_numpy(bits).to(layout.device)}
-    return FlashInferBsr(indptr, indices, single.q_len, single.kv_len, block_q, block_kv, **given)
+    found, frame = blocks_of(single)
+    rows = block_list.by_rows(found, frame)
+    arrays: dict[str, Array] = {"indptr": rows.indptr[0], "indices": rows.cols}
+    if len(found.bitmasks) and packed:
+        in_order = np.empty((len(found.keys) * block_q, block_kv), np.bool_)
+        in_order[_query_by_query(found.keys // frame.n_cols, block_q)] = _pairs_of(found, frame)
+        arrays["packed_mask"] = np.packbits(in_order, bitorder="little")
+    elif len(found.bitmasks):
+        arrays["mask"] = _pairs_of(found, frame)
+    tensors = {name: torch.from_numpy(array).to(layout.device) for name, array in arrays.items()}
+    return FlashInferBsr(M=single.q_len, N=single.kv_len, R=block_q, C=block_kv, **tensors)
 
 
 def from_flashinfer(
@@ -144,46 +170,44 @@ def from_flashinfer(
     returns            BlockLayout of shape (1, 1, q_len, kv_len)
     raises             ValueError for wrong shapes, dtypes or indices, a repeated block, or both masks
     """
-    q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
-    sides = checks.sides(block_size)
+    frame = checks.frame(q_len, kv_len, block_size)
     if mask is not None and packed_mask is not None:
         raise ValueError("mask and packed_mask must not both be given: they say the same")
-    begins, cols = _read_rows(indptr, indices, block_list.grid(q_len, kv_len, sides))
-    nnz, pairs = len(cols), None
+    rows, cols = _read_rows(indptr, indices, frame.n_rows, frame.n_cols)
+    shape, pairs = (len(cols), *frame.block_size), None
     for tensor, name in ((mask, "mask"), (packed_mask, "packed_mask")):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if mask is not None:
-        if mask.dtype != torch.bool or tuple(mask.shape) != (nnz, *sides):
-            raise ValueError(f"mask must be bool (nnz, R, C) = {(nnz, *sides)}, got {mask.dtype} {tuple(mask.shape)}")
-        pairs = host(mask)
+        if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+            raise ValueError(f"mask must be bool (nnz, R, C) = {shape}, got {mask.dtype} {tuple(mask.shape)}")
+        pairs = host(mask, "mask")
     if packed_mask is not None:
-        pairs = _unpacked(packed_mask, begins, nnz, q_len, sides)
-    return _from_bsr(begins, cols, pairs, q_len=q_len, kv_len=kv_len, block_size=sides)
+        pairs = _unpacked(packed_mask, rows, frame)
+    return _from_pairs(rows, cols, pairs, frame)
 
 
-def _row_by_row(pairs: Array, indptr: Array) -> Array:
-    """The pairs in the order of FlashInfer, bool (n,): block row by block row, and query by query within each."""
-    parts = [pairs[begin:end].swapaxes(0, 1).reshape(-1) for begin, end in itertools.pairwise(indptr)]
-    return np.concatenate([*parts, np.zeros(0, np.bool_)])
+def _query_by_query(rows: Array, block_q: int) -> Array:
+    """Place of each query of each block in FlashInfer's order (block row, query, block), int64 (nnz, block_q)."""
+    counts = np.bincount(rows)
+    begins = np.cumsum(counts) - counts
+    in_row = np.arange(len(rows)) - begins[rows]
+    return (begins[rows] * block_q + in_row)[:, None] + counts[rows][:, None] * np.arange(block_q)
 
 
-def _unpacked(packed: torch.Tensor, indptr: Array, nnz: int, q_len: int, sides: Size) -> Array:
+def _unpacked(packed: torch.Tensor, rows: Array, frame: Frame) -> Array:
     """bool (nnz, block_q, block_kv) of FlashInfer's packed mask, with or without the queries beyond q_len."""
-    size = nnz * sides[0] * sides[1]
-    absent = -q_len % sides[0] * sides[1] * int(indptr[-1] - indptr[-2]) if len(indptr) > 1 else 0
-    expected = sorted({-(-size // 8), -(-(size - absent) // 8)})
+    block_q, block_kv = frame.block_size
+    n_queries = len(rows) * block_q
+    n_absent = int((rows == frame.n_rows - 1).sum()) * (-frame.q_len % block_q)
+    expected = sorted({-(-n * block_kv // 8) for n in (n_queries, n_queries - n_absent)})
     if packed.dtype != torch.uint8 or packed.ndim != 1 or len(packed) not in expected:
         raise ValueError(
             f"packed_mask must be uint8 with {' or '.join(map(str, expected))} entries, one bit for each pair of "
-            f"{nnz} blocks, got {packed.dtype} {tuple(packed.shape)}"
+            f"{len(rows)} blocks, got {packed.dtype} {tuple(packed.shape)}"
         )
-    bits = np.unpackbits(host(packed), bitorder="little", count=size).view(np.bool_)
-    pairs = np.empty((nnz, *sides), np.bool_)
-    for begin, end in itertools.pairwise(indptr):
-        row = bits[begin * sides[0] * sides[1] : end * sides[0] * sides[1]]
-        pairs[begin:end] = row.reshape(sides[0], end - begin, sides[1]).swapaxes(0, 1)
-    return pairs
+    bits = np.unpackbits(host(packed, "packed_mask"), bitorder="little", count=n_queries * block_kv).view(np.bool_)
+    return bits.reshape(n_queries, block_kv)[_query_by_query(rows, block_q)]
 
 
 # ------------------------------------------------------------------------------------------------------------ SciPy
@@ -198,12 +222,12 @@ def to_scipy_bsr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     """
     import scipy.sparse
 
-    single = one_head(layout, batch, head)
-    found = _to_bsr(single)
+    found, frame = blocks_of(one_head(layout, batch, head))
+    rows, (block_q, block_kv) = block_list.by_rows(found, frame), frame.block_size
     return scipy.sparse.bsr_array(
-        (found.pairs.view(np.int8), found.indices, found.indptr),
-        shape=_padded_shape(single),
-        blocksize=single.block_size,
+        (_pairs_of(found, frame).view(np.int8), rows.cols.astype(np.int64), rows.indptr[0].astype(np.int64)),
+        shape=(frame.n_rows * block_q, frame.n_cols * block_kv),
+        blocksize=frame.block_size,
     )
 
 
@@ -226,9 +250,8 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
         # copied, since sum_duplicates works in place
         matrix = _countable(matrix).copy()
         matrix.sum_duplicates()
-    q_len, kv_len, sides = _lengths(matrix.shape, matrix.blocksize, q_len, kv_len)
-    pairs = _checked_pairs(matrix.data, matrix.indptr, matrix.indices, q_len, kv_len, sides, "matrix")
-    return _from_bsr(matrix.indptr, matrix.indices, pairs, q_len=q_len, kv_len=kv_len, block_size=sides)
+    arrays = matrix.indptr, matrix.indices, matrix.data
+    return _from_bsr(*arrays, matrix.shape, "matrix", q_len=q_len, kv_len=kv_len)
 
 
 def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
@@ -239,8 +262,12 @@ def to_scipy_csr(layout: BlockLayout, batch: int = 0, head: int = 0) -> Any:
     import scipy.sparse
 
     single = one_head(layout, batch, head)
-    indptr, cols = _to_csr(single)
-    return scipy.sparse.csr_array((np.ones(len(cols), np.int8), cols, indptr), shape=single.shape[2:])
+    runs = runs_of(single)
+    counts = runs.stop - runs.first
+    per_query = np.bincount(runs.lines, weights=counts, minlength=single.q_len).astype(np.int64)
+    cols = block_list.ranges(runs.first, counts)
+    values, indptr = np.ones(len(cols), np.int8), np.append(0, np.cumsum(per_query))
+    return scipy.sparse.csr_array((values, cols, indptr), shape=single.shape[2:])
 
 
 def from_scipy_csr(matrix: Any, *, block_size: int | Size = 128) -> BlockLayout:
@@ -264,8 +291,7 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size = 128) -> BlockLayout:
         raise ValueError(f"matrix must have two axes (q_len, kv_len), got shape {matrix.shape}")
     csr = _countable(matrix).tocsr(copy=True)
     csr.sum_duplicates()
-    check_zeros_and_ones(csr.data, "matrix")
-    return _from_csr(csr.indptr, csr.indices, csr.data != 0, csr.shape, checks.sides(block_size))
+    return _from_csr(csr.indptr, csr.indices, csr.data, csr.shape, "matrix", block_size=block_size)
 
 
 def _countable(matrix: Any) -> Any:
@@ -286,17 +312,14 @@ def to_torch_sparse(
                    False beyond the lengths; torch.sparse_csr: shape (q_len, kv_len), in O(pairs that attend)
     raises         ValueError for another sparse_layout
     """
-    single = one_head(layout, batch, head)
-    if sparse_layout == torch.sparse_bsr:
-        found = _to_bsr(single)
-        arrays, shape = tuple(found), _padded_shape(single)
-    elif sparse_layout == torch.sparse_csr:
-        rows = _to_csr(single)
-        arrays, shape = (*rows, np.ones(len(rows[1]), np.bool_)), (single.q_len, single.kv_len)
-    else:
+    if sparse_layout not in (torch.sparse_bsr, torch.sparse_csr):
         raise ValueError(f"sparse_layout must be torch.sparse_bsr or torch.sparse_csr, got {sparse_layout}")
-    indptr, cols, values = (torch.from_numpy(np.ascontiguousarray(array)).to(layout.device) for array in arrays)
-    return torch.sparse_compressed_tensor(indptr, cols, values, shape, layout=sparse_layout, check_invariants=True)
+    matrix = (to_scipy_bsr if sparse_layout == torch.sparse_bsr else to_scipy_csr)(layout, batch, head)
+    arrays = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data.view(np.bool_)
+    indptr, cols, values = (torch.from_numpy(array).to(layout.device) for array in arrays)
+    return torch.sparse_compressed_tensor(
+        indptr, cols, values, matrix.shape, layout=sparse_layout, check_invariants=True
+    )
 
 
 def from_torch_sparse(
@@ -321,71 +344,14 @@ def from_torch_sparse(
             f"tensor must be torch.sparse_bsr or torch.sparse_csr with two axes, got {tensor.layout} with "
             f"{tensor.ndim}: call to_sparse_csr() on one head, or BlockLayout.from_dense for a dense mask"
         )
-    indptr, cols, values = host(tensor.crow_indices()), host(tensor.col_indices()), host(tensor.values())
+    indptr, cols, values = tensor.crow_indices(), tensor.col_indices(), host(tensor.values(), "tensor")
     if tensor.layout == torch.sparse_bsr:
-        if block_size is not None and checks.sides(block_size) != tuple(values.shape[1:]):
-            raise ValueError(
-                f"block_size must be the tensor's own, {tuple(values.shape[1:])}, or None, got {block_size}"
-            )
-        lengths = _lengths(tuple(tensor.shape), tuple(values.shape[1:]), q_len, kv_len)
-        pairs = _checked_pairs(values, indptr, cols, *lengths, "tensor")
-        return _from_bsr(indptr, cols, pairs, q_len=lengths[0], kv_len=lengths[1], block_size=lengths[2])
+        own_size = tuple(values.shape[1:])
+        if block_size is not None and checks.sides(block_size) != own_size:
+            raise ValueError(f"block_size must be the tensor's own, {own_size}, or None, got {block_size}")
+        return _from_bsr(indptr, cols, values, tensor.shape, "tensor", q_len=q_len, kv_len=kv_len)
     for length, size, name in ((q_len, tensor.shape[0], "q_len"), (kv_len, tensor.shape[1], "kv_len")):
         if length is not None and length != size:
             raise ValueError(f"{name} must be the length of the CSR tensor, {size}, or None, got {length}")
-    check_zeros_and_ones(values, "tensor")
-    sides = checks.sides(128 if block_size is None else block_size)
-    return _from_csr(indptr, cols, values != 0, tuple(tensor.shape), sides)
-
-
-# ------------------------------------------------------------------------------------------------------ over tokens
-
-
-def _to_csr(layout: BlockLayout) -> tuple[Array, Array]:
-    """(indptr, kv_pos) of the pairs that attend, for a layout of one batch and head."""
-    runs = runs_of(layout)
-    counts = runs.stop - runs.first
-    per_query = np.bincount(runs.lines, weights=counts, minlength=layout.q_len).astype(np.int64)
-    return np.append(0, np.cumsum(per_query)), block_list.ranges(runs.first, counts)
-
-
-def _from_csr(indptr: Array, cols: Array, attends: Array, shape: tuple[int, ...], sides: Size) -> BlockLayout:
-    begins, keys = _read_rows(indptr, cols, (shape[0], shape[1]))
-    queries = np.repeat(np.arange(shape[0]), np.diff(begins))[attends]
-    first = keys[attends]
-    runs = merged(queries, first, first + 1, shape[1])
-    return layout_of_runs(runs, (1, 1), q_len=shape[0], kv_len=shape[1], block_size=sides)
-
-
-# ---------------------------------------------------------------------------------------------------------- lengths
-
-
-def _padded_shape(layout: BlockLayout) -> Size:
-    return layout.n_rows * layout.block_size[0], layout.n_cols * layout.block_size[1]
-
-
-def _lengths(
-    shape: tuple[int, ...], blocksize: tuple[int, ...], q_len: int | None, kv_len: int | None
-) -> tuple[int, int, Size]:
-    """(q_len, kv_len, block_size) of a matrix of whole blocks."""
-    sides = checks.sides(tuple(int(side) for side in blocksize))
-    found = []
-    for length, size, side, name in zip((q_len, kv_len), shape, sides, ("q_len", "kv_len"), strict=True):
-        chosen = size if length is None else checks.length(length, name)
-        if not size - side < chosen <= size:
-            raise ValueError(f"{name} must end in the last block, in {size - side + 1} .. {size}, got {chosen}")
-        found.append(chosen)
-    return found[0], found[1], sides
-
-
-def _checked_pairs(values: Array, indptr: Array, cols: Array, q_len: int, kv_len: int, sides: Size, name: str) -> Array:
-    """bool (nnz, block_q, block_kv) of the values of blocks: 0 and 1, and 0 beyond the lengths."""
-    check_zeros_and_ones(values, name)
-    pairs: Array = values != 0
-    rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-    q_pos = rows[:, None] * sides[0] + np.arange(sides[0])
-    kv_pos = cols[:, None] * sides[1] + np.arange(sides[1])
-    beyond = (pairs.any(axis=2) & (q_pos >= q_len)).any() or (pairs.any(axis=1) & (kv_pos >= kv_len)).any()
-    if beyond:
-        raise ValueError(f"{name} must be 0 beyond q_len x kv_len = {q_len} x {kv_len}, but a pair there is 1")
-    return pairs
+    block_size = 128 if block_size is None else block_size
+    return _from_csr(indptr, cols, values, tensor.shape, "tensor", block_size=block_size)

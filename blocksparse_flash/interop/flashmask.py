@@ -13,14 +13,16 @@ Where q_len != kv_len, the diagonal is aligned at the ends, as in this library.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from ..blocks import checks
-from ..blocks.block_list import Array, Size
+from ..blocks.block_list import Array, Frame, Size
 from ..layout import BlockLayout
 from .block_arrays import check_layout, host
-from .key_runs import layout_of_runs, merged, runs_of
+from .key_runs import Runs, complement, layout_of_runs, merged, runs_of
 
 _BOUNDS = {True: (1, 2), False: (2, 4)}
 
@@ -43,46 +45,25 @@ def from_flashmask(
     returns     BlockLayout of shape (batch, heads, q_len, kv_len)
     raises      ValueError for a wrong shape, dtype, negative bounds or heads; TypeError if causal is not a bool
     """
-    q_len, sides = checks.length(q_len, "q_len"), checks.sides(block_size)
-    bounds = _read_bounds(startend_row_indices, causal)
+    q_len, sides, causal = checks.length(q_len, "q_len"), checks.sides(block_size), checks.switch(causal, "causal")
+    bounds = _read_bounds(startend_row_indices, causal, q_len)
     if heads is not None:
         group, rest = divmod(checks.axis(heads, "heads"), bounds.shape[1])
         if rest:
             raise ValueError(f"heads must be a multiple of the mask's heads, {bounds.shape[1]}, got {heads}")
         bounds = np.repeat(bounds, group, axis=1)
     batch, n_heads, kv_len, n_bounds = bounds.shape
-    bounds = np.minimum(bounds, q_len).reshape(-1, n_bounds)
-    lower, upper = _masked(bounds, causal, q_len)
-    # move empty intervals to the end, where they split nothing
-    for begin, end in (lower, upper):
-        empty = end <= begin
-        begin[empty] = end[empty] = q_len
-    swap = upper[0] < lower[0]
-    first = [np.where(swap, upper[i], lower[i]) for i in range(2)]
-    second = [np.where(swap, lower[i], upper[i]) for i in range(2)]
-    lines = np.arange(batch * n_heads * kv_len)
-    start = np.zeros_like(lines)
-    if causal:
-        start = np.clip(lines % max(kv_len, 1) - (kv_len - q_len), 0, q_len)
-    # queries that attend: before the first masked interval, between the two, and after both
-    between = np.maximum(start, first[1])
-    attending = merged(
-        np.tile(lines, 3),
-        np.concatenate([start, between, np.maximum(between, second[1])]),
-        np.concatenate([first[0], second[0], np.full_like(lines, q_len)]),
-        q_len,
-    )
-    return layout_of_runs(attending, (batch, n_heads), q_len=kv_len, kv_len=q_len, block_size=sides[::-1]).T
+    bounds = bounds.reshape(-1, n_bounds)
+    begins, ends = _masked(bounds, causal, q_len, kv_len)
+    masked = merged(np.tile(np.arange(len(bounds)), len(begins)), begins.reshape(-1), ends.reshape(-1), q_len)
+    frame = Frame(batch, n_heads, kv_len, q_len, sides[::-1])
+    return layout_of_runs(complement(masked, len(bounds), q_len), frame).T
 
 
-def _read_bounds(tensor: object, causal: object) -> Array:
-    """int64 (batch, heads, kv_len, bounds) of the caller's tensor."""
+def _read_bounds(tensor: Any, causal: bool, q_len: int) -> Array:
+    """int64 (batch, heads, kv_len, bounds) of the caller's tensor, q_len at most."""
     name = "startend_row_indices"
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
-    if not isinstance(tensor, (torch.Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    array = host(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    array = host(tensor, name)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got {tensor.dtype}")
     if array.ndim != 4 or 0 in array.shape[:2]:
@@ -95,23 +76,26 @@ def _read_bounds(tensor: object, causal: object) -> Array:
     if array.size and array.min() < 0:
         where = tuple(int(i) for i in np.argwhere(array < 0)[0])
         raise ValueError(f"{name} must not be negative, got {array[where]} at {where}")
-    # uint64 values beyond int64 mean q_len
-    return (
-        np.minimum(array, np.iinfo(np.int64).max).astype(np.int64)
-        if array.dtype == np.uint64
-        else array.astype(np.int64)
-    )
+    # before the conversion: uint64 has values beyond int64
+    return np.minimum(array, min(q_len, np.iinfo(array.dtype).max)).astype(np.int64)
 
 
-def _masked(bounds: Array, causal: bool, q_len: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """The two masked intervals of every key, (begin, end) each."""
-    columns = [column.copy() for column in bounds.T]
-    end = np.full_like(columns[0], q_len)
+def _first_queries(n_lines: int, q_len: int, kv_len: int) -> Array:
+    """The first query that a causal mask leaves to each key."""
+    return np.clip(np.arange(n_lines) % max(kv_len, 1) - (kv_len - q_len), 0, q_len)
+
+
+def _masked(bounds: Array, causal: bool, q_len: int, kv_len: int) -> tuple[Array, Array]:
+    """(begins, ends) of the masked intervals of every key, each (2, keys)."""
+    columns = list(bounds.T)
+    zero, end = np.zeros_like(columns[0]), np.full_like(columns[0], q_len)
     if causal:
-        return (columns[0], columns[1] if len(columns) == 2 else end), (end.copy(), end.copy())
-    if len(columns) == 2:
-        return (columns[0], end), (np.zeros_like(end), columns[1])
-    return (columns[0], columns[1]), (columns[2], columns[3])
+        lower, upper = [*columns, end][:2], [zero, _first_queries(len(bounds), q_len, kv_len)]
+    elif len(columns) == 2:
+        lower, upper = [columns[0], end], [zero, columns[1]]
+    else:
+        lower, upper = columns[:2], columns[2:]
+    return np.stack([lower[0], upper[0]]), np.stack([lower[1], upper[1]])
 
 
 def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | None = None) -> torch.Tensor:
@@ -124,8 +108,7 @@ def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | N
     raises    ValueError naming the first key with more masked intervals than FlashMask can express
     """
     check_layout(layout)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
+    causal = checks.switch(causal, "causal")
     batch, heads, q_len, kv_len = layout.shape
     lines, begin, end = _gaps(layout, causal)
     counts = np.bincount(lines, minlength=batch * heads * kv_len)
@@ -162,14 +145,12 @@ def _named(line: int, layout: BlockLayout) -> str:
     return f"{key} of batch {lead // layout.shape[1]}, head {lead % layout.shape[1]}"
 
 
-def _gaps(layout: BlockLayout, causal: bool) -> tuple[Array, Array, Array]:
-    """(line, begin, end) of every masked interval of queries, where line = lead * kv_len + kv_pos."""
+def _gaps(layout: BlockLayout, causal: bool) -> Runs:
+    """The masked intervals of queries, in line = lead * kv_len + kv_pos; if causal, below the diagonal."""
     q_len, kv_len = layout.q_len, layout.kv_len
-    seen = runs_of(layout.T)
-    lines = np.arange(layout.shape[0] * layout.shape[1] * kv_len)
-    start = np.zeros_like(lines)
+    seen, n_lines = runs_of(layout.T), layout.shape[0] * layout.shape[1] * kv_len
     if causal:
-        start = np.clip(lines % max(kv_len, 1) - (kv_len - q_len), 0, q_len)
+        start = _first_queries(n_lines, q_len, kv_len)
         ahead = seen.first < start[seen.lines]
         if ahead.any():
             where = int(ahead.argmax())
@@ -177,13 +158,10 @@ def _gaps(layout: BlockLayout, causal: bool) -> tuple[Array, Array, Array]:
                 f"layout must hold no pair above the diagonal with causal=True, but query {seen.first[where]} attends "
                 f"to key {_named(int(seen.lines[where]), layout)}: use causal=False, or layout & masks.causal(...)"
             )
-    # a key with n runs has n + 1 gaps: each begins where a run stops and ends where the next begins
-    begin_lines, end_lines = np.concatenate([lines, seen.lines]), np.concatenate([seen.lines, lines])
-    begin, end = np.concatenate([start, seen.stop]), np.concatenate([seen.first, np.full_like(lines, q_len)])
-    by_begin, by_end = np.lexsort((begin, begin_lines)), np.lexsort((end, end_lines))
-    lines, begin, end = begin_lines[by_begin], begin[by_begin], end[by_end]
-    there = end > begin
-    return lines[there], begin[there], end[there]
+        above = np.arange(n_lines), np.zeros_like(start), start
+        lines, first, stop = map(np.concatenate, zip(seen, above, strict=True))
+        seen = merged(lines, first, stop, q_len)
+    return complement(seen, n_lines, q_len)
 
 
 def _per_kv_head(bounds: Array, kv_heads: int) -> Array:

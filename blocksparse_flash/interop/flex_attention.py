@@ -41,13 +41,10 @@ def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, head
             "or convert the whole mask and slice the layout"
         )
     q_len, kv_len = (checks.length(int(length), "seq_lengths") for length in block_mask.seq_lengths)
-    full = None
-    if block_mask.full_kv_num_blocks is not None:
-        assert block_mask.full_kv_indices is not None
-        full = KvList(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    counts, cols = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     return from_kv_lists(
         KvList(block_mask.kv_num_blocks, block_mask.kv_indices),
-        full,
+        None if counts is None or cols is None else KvList(counts, cols),
         ("kv_num_blocks, kv_indices", "full_kv_num_blocks, full_kv_indices"),
         block_mask.mask_mod,
         q_len=q_len,

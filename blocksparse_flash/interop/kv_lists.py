@@ -1,29 +1,27 @@
 """Padded block lists, the common format of FlexAttention and FlashAttention-4.
 
-Each list is a pair: counts int32 (batch, heads, n_rows), and cols int32 (batch, heads, n_rows, width), whose first
-`count` entries per row are valid. One list holds the partial blocks, whose pairs are decided by a function
-mask_mod(batch, head, q_pos, kv_pos), the other the full blocks.
+One list holds the full blocks, the other the partial blocks; a function mask_mod(batch, head, q_pos, kv_pos) decides
+which pairs of partial blocks attend.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..blocks import block_list, checks
-from ..blocks.block_list import FULL, Array, Size
+from ..blocks.block_list import FULL, Array, Frame, Size
 from ..layout import BlockLayout
-from .block_arrays import full_layout, host, stored
+from .block_arrays import blocks_of, host, layout_of
 
 MaskMod = Callable[..., torch.Tensor]
 
 
 class KvList(NamedTuple):
-    """Padded block list, int32: counts (batch, heads, n_rows), cols (batch, heads, n_rows, width)."""
+    """int32 counts (batch, heads, n_rows), and cols (batch, heads, n_rows, width): the first `count` are valid."""
 
     counts: torch.Tensor
     cols: torch.Tensor
@@ -38,28 +36,24 @@ def to_kv_lists(layout: BlockLayout, *, ragged_is_full: bool, width: int | None 
     ragged_is_full  whether a ragged last block in which every existing pair attends counts as full
     width           entries per row; None: those of the longest row, at least 1
     """
-    found = stored(layout)
-    is_full = found.is_full
+    found, frame = blocks_of(layout)
+    is_full = found.ids == FULL
     if not ragged_is_full:
-        is_full = is_full & ~(
-            ((found.rows + 1) * layout.block_size[0] > layout.q_len)
-            | ((found.cols + 1) * layout.block_size[1] > layout.kv_len)
-        )
-    flat_rows = found.leads * layout.n_rows + found.rows
-    shape = (*layout.shape[:2], layout.n_rows)
-    partial, full = (_padded(flat_rows[some], found.cols[some], shape, width, layout) for some in (~is_full, is_full))
+        is_full &= block_list.edge_kinds(found.keys, frame) == 0
+    partial, full = (_padded(found.keys[some], frame, width, layout.device) for some in (~is_full, is_full))
     return partial, full
 
 
-def _padded(flat_rows: Array, cols: Array, shape: tuple[int, ...], width: int | None, layout: BlockLayout) -> KvList:
-    counts = np.bincount(flat_rows, minlength=math.prod(shape))
+def _padded(keys: Array, frame: Frame, width: int | None, device: torch.device) -> KvList:
+    lines, cols = np.divmod(keys, max(frame.n_cols, 1))
+    counts = np.bincount(lines, minlength=frame.leads * frame.n_rows)
     width = max(1, int(counts.max(initial=0))) if width is None else width
     checks.check_nnz(len(counts) * width)
-    index = np.zeros((len(counts), width), np.int32)
-    starts = np.cumsum(counts) - counts
-    index[flat_rows, np.arange(len(cols)) - starts[flat_rows]] = cols
-    count = counts.astype(np.int32).reshape(shape)
-    return KvList(*(torch.from_numpy(array).to(layout.device) for array in (count, index.reshape(*shape, width))))
+    padded = np.zeros((len(counts), width), np.int32)
+    padded[np.arange(width) < counts[:, None]] = cols
+    shape = frame.batch, frame.heads, frame.n_rows
+    arrays = counts.astype(np.int32).reshape(shape), padded.reshape(*shape, width)
+    return KvList(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def block_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,16 +62,15 @@ def block_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     table     int32 (batch, heads, n_rows, n_cols): -1 full, -2 empty, or an index into bitmasks
     bitmasks  int32 (distinct, block_q, words), at least one
     """
-    found, heads = stored(layout), layout.shape[1]
+    found, frame = blocks_of(layout)
     words = found.bitmasks if len(found.bitmasks) else np.zeros((1, *found.bitmasks.shape[1:]), np.uint32)
-    shape = (*layout.shape[:2], layout.n_rows, layout.n_cols)
-    if max(math.prod(shape), words.size) >= 2**31:
+    if max(frame.n_blocks, words.size) >= 2**31:
         raise ValueError(
             f"layout must have fewer than 2**31 blocks, stored or not, and words of bitmasks, to be found by position, "
-            f"got {math.prod(shape)} and {words.size}: use a larger block_size, or convert fewer heads at a time"
+            f"got {frame.n_blocks} and {words.size}: use a larger block_size, or convert fewer heads at a time"
         )
-    table = np.full(shape, block_list.EMPTY, np.int32)
-    table[found.leads // heads, found.leads % heads, found.rows, found.cols] = found.ids
+    table = np.full((frame.batch, frame.heads, frame.n_rows, frame.n_cols), block_list.EMPTY, np.int32)
+    table.reshape(-1)[found.keys] = found.ids
     return torch.from_numpy(table).to(layout.device), torch.from_numpy(words.view(np.int32)).to(layout.device)
 
 
@@ -90,6 +83,7 @@ def mask_mod_of(layout: BlockLayout) -> MaskMod:
     batch_step = heads * n_rows * n_cols if batch_size > 1 else 0
     head_step = n_rows * n_cols if heads > 1 else 0
 
+    # one index per tensor, since torch.compile generates an ambiguous C++ call for several (PyTorch 2.13)
     def mask_mod(batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         place = (q_pos // block_q) * n_cols + kv_pos // block_kv
         index = table[batch * batch_step + head * head_step + place]
@@ -121,15 +115,15 @@ def from_kv_lists(
     block_size  multiples of 16; sides above 256 are split
     axes        (batch, heads) for which mask_mod is evaluated; None: those of the lists
     """
-    block_size, fine = _sizes(block_size)
-    lengths: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": fine}
-    keys, own_axes = _keys(partial, names[0], q_len, kv_len, block_size)
-    layout = full_layout(_split(keys, block_size, fine, q_len, kv_len), own_axes, **lengths)
+    keys, frame = _keys(partial, names[0], q_len, kv_len, checks.sides(block_size, most=None))
+    layout = _full_layout(keys, frame)
     if mask_mod is not None:
-        batch, heads = (size if want is None else want for size, want in zip(own_axes, axes, strict=True))
-        checks.joint((checks.axis(batch, "batch"), checks.axis(heads, "heads")), own_axes, names[0])
+        batch, heads = (size if want is None else want for size, want in zip(frame[:2], axes, strict=True))
+        checks.joint((checks.axis(batch, "batch"), checks.axis(heads, "heads")), frame[:2], names[0])
         fn = _by_position(mask_mod, partial.counts.device)
-        layout = BlockLayout.from_predicate(fn, **lengths, within=layout, batch=batch, heads=heads)
+        layout = BlockLayout.from_predicate(
+            fn, q_len, kv_len, block_size=layout.block_size, within=layout, batch=batch, heads=heads
+        )
     elif len(keys) or axes != (None, None):
         raise ValueError(
             f"mask_mod must be given: {names[0]} names {len(keys)} blocks whose pairs it decides"
@@ -137,21 +131,16 @@ def from_kv_lists(
         )
     if full is None:
         return layout
-    full_keys, full_axes = _keys(full, names[1], q_len, kv_len, block_size)
-    if full_axes != own_axes:
-        raise ValueError(f"{names[1]} must have the (batch, heads) of {names[0]}, {own_axes}, got {full_axes}")
+    full_keys, full_frame = _keys(full, names[1], q_len, kv_len, frame.block_size)
+    if full_frame != frame:
+        raise ValueError(f"{names[1]} must have the (batch, heads) of {names[0]}, {frame[:2]}, got {full_frame[:2]}")
     twice = np.intersect1d(keys, full_keys, assume_unique=True)
     if len(twice):
-        row, col = _row_and_col(int(twice[0]), q_len, kv_len, block_size)
+        _, row, col = frame.positions(twice[0])
         raise ValueError(
             f"{names[0]} and {names[1]} both name block (row {row}, col {col}): kernels would count its keys twice"
         )
-    return layout | full_layout(_split(full_keys, block_size, fine, q_len, kv_len), full_axes, **lengths)
-
-
-def _row_and_col(key: int, q_len: int, kv_len: int, block_size: Size) -> Size:
-    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
-    return key // n_cols % n_rows, key % n_cols
+    return layout | _full_layout(full_keys, frame)
 
 
 def _by_position(mask_mod: MaskMod, device: torch.device) -> MaskMod:
@@ -171,68 +160,47 @@ def _by_position(mask_mod: MaskMod, device: torch.device) -> MaskMod:
     return fn
 
 
-def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -> tuple[Array, Size]:
-    """(ascending keys, (batch, heads)) of a list, checked."""
-    n_rows, n_cols = block_list.grid(q_len, kv_len, block_size)
+def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -> tuple[Array, Frame]:
+    """(ascending keys, frame) of a list, checked."""
     for tensor in given:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be torch tensors, got {type(tensor).__name__}")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{name} must be integers, got {tensor.dtype}")
-    count, index = (host(tensor).astype(np.int64) for tensor in given)
-    if count.ndim > 3 or index.ndim != count.ndim + 1 or index.shape[:-1] != count.shape or count.ndim < 1:
+    count, index = (host(tensor, name).astype(np.int64) for tensor in given)
+    if not 1 <= count.ndim <= 3 or index.ndim != count.ndim + 1 or index.shape[:-1] != count.shape:
         raise ValueError(
             f"{name} must be counts (batch, heads, n_rows) and cols (batch, heads, n_rows, width), "
             f"got shapes {count.shape} and {index.shape}"
         )
     batch, heads, own_rows = (1,) * (3 - count.ndim) + count.shape
-    if own_rows != n_rows or 0 in (batch, heads):
+    frame = Frame(batch, heads, q_len, kv_len, block_size)
+    if own_rows != frame.n_rows or 0 in (batch, heads):
         raise ValueError(
-            f"{name} must have {n_rows} rows for {q_len} queries in blocks of {block_size[0]}, got shape {count.shape}"
+            f"{name} must have {frame.n_rows} rows for {q_len} queries in blocks of {block_size[0]}, "
+            f"got shape {count.shape}"
         )
-    count, index = count.reshape(-1), index.reshape(batch * heads * n_rows, index.shape[-1])
+    count, index = count.reshape(-1), index.reshape(frame.leads * frame.n_rows, index.shape[-1])
     checks.check_range(count, index.shape[1] + 1, f"{name} counts", "(width + 1)")
-    flat_rows = np.repeat(np.arange(len(count)), count)
     cols = index[np.arange(index.shape[1]) < count[:, None]]
-    checks.check_range(cols, n_cols, f"{name} cols", "n_cols")
-    keys = np.sort(flat_rows * n_cols + cols)
-    twice = keys[1:] == keys[:-1]
-    if twice.any():
-        row, col = _row_and_col(int(keys[twice.argmax()]), q_len, kv_len, block_size)
-        raise ValueError(f"{name} must name every block once, but (row {row}, col {col}) comes again")
-    return keys, (batch, heads)
+    checks.check_range(cols, frame.n_cols, f"{name} cols", "n_cols")
+    keys = np.sort(np.repeat(np.arange(len(count)), count) * frame.n_cols + cols)
+    checks.check_distinct(keys, frame, name)
+    return keys, frame
 
 
-# ------------------------------------------------------------------------------------------------------ block sizes
+def _full_layout(keys: Array, frame: Frame) -> BlockLayout:
+    """The layout of full blocks at the ascending keys; sides above 256 become the largest divisor up to 256.
 
-
-def _sizes(block_size: object) -> tuple[Size, Size]:
-    """(the block size as a pair, the largest block size of this library that divides it)."""
-    given = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(given) != 2:
-        raise ValueError(f"block_size must be (block_q, block_kv), got {block_size!r}")
-    block_q, block_kv = (checks.integer(side, "block_size") for side in given)
-    for side in (block_q, block_kv):
-        if side < 16 or side % 16:
-            raise ValueError(
-                f"block_size must be a multiple of 16 on each side, got {block_size!r}: "
-                "make the lists again with such a size, 128 for example"
-            )
-    fine_q, fine_kv = (next(size for size in range(256, 0, -16) if side % size == 0) for side in (block_q, block_kv))
-    return (block_q, block_kv), (fine_q, fine_kv)
-
-
-def _split(keys: Array, old: Size, new: Size, q_len: int, kv_len: int) -> Array:
-    """The ascending keys of the blocks of size `new` that tile the given blocks of size `old`, a multiple of `new`."""
-    if old == new:
-        return keys
-    n_rows, n_cols = block_list.grid(q_len, kv_len, old)
-    n_fine_rows, n_fine_cols = block_list.grid(q_len, kv_len, new)
-    flat_rows, cols = np.divmod(keys, max(n_cols, 1))
-    leads, rows = np.divmod(flat_rows, max(n_rows, 1))
-    down, across = old[0] // new[0], old[1] // new[1]
-    heights = np.minimum(down, n_fine_rows - rows * down)
-    widths = np.repeat(np.minimum(across, n_fine_cols - cols * across), heights)
-    fine_rows = np.repeat(leads * n_fine_rows, heights) + block_list.ranges(rows * down, heights)
-    starts = fine_rows * n_fine_cols + np.repeat(cols * across, heights)
-    return np.sort(block_list.ranges(starts, widths))
+    A block may be as large as 2**30 x 2**30, so regrouping its bitmask is no option.
+    """
+    fine_q, fine_kv = (next(size for size in range(256, 0, -16) if side % size == 0) for side in frame.block_size)
+    fine = frame._replace(block_size=(fine_q, fine_kv))
+    down, across = frame.block_size[0] // fine_q, frame.block_size[1] // fine_kv
+    leads, rows, cols = frame.positions(keys)
+    heights = np.minimum(down, fine.n_rows - rows * down)
+    lines = block_list.ranges(leads * fine.n_rows + rows * down, heights)
+    starts = lines * fine.n_cols + np.repeat(cols * across, heights)
+    widths = np.repeat(np.minimum(across, fine.n_cols - cols * across), heights)
+    keys = np.sort(block_list.ranges(starts, widths))
+    return layout_of(block_list.full_list(keys, fine.block_size), fine)

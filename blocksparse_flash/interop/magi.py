@@ -1,6 +1,6 @@
 """Slices of MagiAttention (q_ranges, k_ranges, attn_type_map).
 
-A slice is a rectangle of queries [q0, q1) and keys [k0, k1), of which the type keeps a part (MagiAttention, AttnSlice):
+The type of a slice selects some pairs of its queries [q0, q1) and keys [k0, k1) (MagiAttention, AttnSlice):
 
     0 full        1 causal      2 inverse     3 both
     1 1 1 1       1 1 0 0       1 1 1 1       1 1 0 0        query q sees the keys k with
@@ -23,9 +23,8 @@ from ..layout import BlockLayout
 from .block_arrays import check_layout, host
 from .key_runs import Runs, layout_of_runs, merged, runs_of
 
-_FULL, _CAUSAL, _INVERSE, _BOTH = range(4)
 # steps of a run's first key and end from one query to the next, by type
-_STEPS = {_FULL: (0, 0), _CAUSAL: (0, 1), _INVERSE: (1, 0), _BOTH: (1, 1)}
+_STEPS = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])
 
 
 class MagiSlices(NamedTuple):
@@ -57,10 +56,9 @@ def from_magi(
     returns             BlockLayout of shape (1, 1, q_len, kv_len), in time O(queries of all slices + nnz)
     raises              ValueError for wrong shapes, types or ranges
     """
-    q_len, kv_len = checks.length(q_len, "q_len"), checks.length(kv_len, "kv_len")
-    sides = checks.sides(block_size)
-    q0, q1 = _read_ranges(q_ranges, "q_ranges", q_len, "q_len")
-    k0, k1 = _read_ranges(k_ranges, "k_ranges", kv_len, "kv_len")
+    frame = checks.frame(q_len, kv_len, block_size)
+    q0, q1 = _read_ranges(q_ranges, "q_ranges", frame.q_len, "q_len")
+    k0, k1 = _read_ranges(k_ranges, "k_ranges", frame.kv_len, "kv_len")
     kinds = np.zeros_like(q0) if attn_type_map is None else checks.integers(attn_type_map, "attn_type_map")
     if not len(q0) == len(k0) == len(kinds):
         raise ValueError(
@@ -71,16 +69,15 @@ def from_magi(
     heights = q1 - q0
     which = np.repeat(np.arange(len(q0)), heights)
     lines = block_list.ranges(q0, heights)
-    first, stop = k0[which], k1[which]
-    ends_late, begins_late = np.isin(kinds, (_CAUSAL, _BOTH))[which], np.isin(kinds, (_INVERSE, _BOTH))[which]
-    stop = stop - np.where(ends_late, q1[which] - 1 - lines, 0)
-    first = first + np.where(begins_late, lines - q0[which], 0)
-    return layout_of_runs(merged(lines, first, stop, kv_len), (1, 1), q_len=q_len, kv_len=kv_len, block_size=sides)
+    first_step, stop_step = _STEPS[kinds[which]].T
+    first = k0[which] + first_step * (lines - q0[which])
+    stop = k1[which] - stop_step * (q1[which] - 1 - lines)
+    return layout_of_runs(merged(lines, first, stop, frame.kv_len), frame)
 
 
 def _read_ranges(ranges: Any, name: str, limit: int, limit_name: str) -> tuple[Array, Array]:
     """(starts, ends), int64 (n,) each."""
-    array = host(ranges) if isinstance(ranges, torch.Tensor) else np.asarray(ranges)
+    array = host(ranges, name) if isinstance(ranges, torch.Tensor) else np.asarray(ranges)
     if not array.size:
         array = np.zeros((0, 2), np.int64)
     if array.dtype.kind not in "iu" or array.ndim != 2 or array.shape[1] != 2:
@@ -115,43 +112,41 @@ def to_magi(layout: BlockLayout, *, max_slices: int = 65536) -> MagiSlices:
         )
     runs = runs_of(layout)
     kinds = _longest_kind(runs)
-    order, begins = _chains(runs, kinds)
-    if len(begins) > limit:
+    order, starts, lengths = _chains(runs, kinds)
+    if len(starts) > limit:
         raise ValueError(
-            f"layout needs {len(begins)} slices, more than max_slices = {limit}: MagiAttention is made for few large "
+            f"layout needs {len(starts)} slices, more than max_slices = {limit}: MagiAttention is made for few large "
             "slices. Raise max_slices, or use attention() of this library"
         )
-    first, last = order[begins], order[np.append(begins, len(order))[1:] - 1]
+    first, last = order[starts], order[starts + lengths - 1]
     # the first run has the lowest first key of the slice, the last run its highest end
     slices = (
         np.stack([runs.lines[first], runs.lines[last] + 1], axis=1),
         np.stack([runs.first[first], runs.stop[last]], axis=1),
-        np.where(first == last, _FULL, kinds[first]),
+        # a single run is full
+        np.where(first == last, 0, kinds[first]),
     )
     by_query = np.lexsort((slices[1][:, 0], slices[0][:, 0]))
     return MagiSlices(*(torch.from_numpy(array[by_query].astype(np.int32)).to(layout.device) for array in slices))
 
 
-def _chains(runs: Runs, kinds: Array) -> tuple[Array, Array]:
-    """(order, begins): runs sorted by chain, and the index of the first run of each chain.
+def _chains(runs: Runs, kinds: Array) -> tuple[Array, Array, Array]:
+    """(order, starts, lengths): runs sorted by chain; where each chain starts in that order, and its number of runs.
 
     A chain consists of runs of one kind in consecutive queries, each shifted by the steps of the kind.
     """
-    steps = np.array([_STEPS[kind] for kind in range(4)])[kinds]
-    first, stop = runs.first - steps[:, 0] * runs.lines, runs.stop - steps[:, 1] * runs.lines
+    first_step, stop_step = _STEPS[kinds].T
+    first, stop = runs.first - first_step * runs.lines, runs.stop - stop_step * runs.lines
     order = np.lexsort((runs.lines, stop, first, kinds))
-    begins = np.ones(len(order), np.bool_)
-    begins[1:] = runs.lines[order[1:]] != runs.lines[order[:-1]] + 1
-    for values in (kinds, first, stop):
-        begins[1:] |= values[order[1:]] != values[order[:-1]]
-    return order, np.flatnonzero(begins)
+    # in a chain, lines ascend by 1
+    offsets = runs.lines[order] - np.arange(len(order))
+    return order, *block_list.run_lengths(kinds[order], first[order], stop[order], offsets)
 
 
 def _longest_kind(runs: Runs) -> Array:
     """For each run the type that puts it in the longest chain; ties go to the lowest type."""
-    lengths = np.zeros((4, len(runs.lines)), np.int64)
-    for kind in _STEPS:
-        order, begins = _chains(runs, np.full(len(runs.lines), kind))
-        counts = np.diff(np.append(begins, len(order)))
-        lengths[kind, order] = np.repeat(counts, counts)
-    return lengths.argmax(axis=0)
+    longest = np.zeros((len(_STEPS), len(runs.lines)), np.int64)
+    for kind in range(len(_STEPS)):
+        order, _, lengths = _chains(runs, np.full(len(runs.lines), kind))
+        longest[kind, order] = np.repeat(lengths, lengths)
+    return longest.argmax(axis=0)

@@ -73,6 +73,9 @@ def choose(
         split = Split(n_long, max(1, min(math.ceil(longest / share), MAX_PARTS, int(MAX_SHARE * n_lines / n_long))))
         time = max(share, longest / split.parts + PART) + MERGE
     else:
+        most = min(MAX_PARTS, MAX_WAVES * n_sms // n_programs)
+        if most < 2:
+            return WHOLE
         mean = work / n_programs
         reach = mean if is_even and not n_long else longest
 
@@ -81,7 +84,6 @@ def choose(
             return max(waves * (mean / parts + more), reach / parts + more)
 
         whole = time_of(1, 0)
-        most = max(2, min(MAX_PARTS, MAX_WAVES * n_sms // n_programs))
         time, parts = min((time_of(parts, PART) + MERGE, parts) for parts in range(2, most + 1))
         split = Split(n_lines, parts)
     return split if time <= WORTHWHILE * whole else WHOLE

@@ -32,28 +32,13 @@ def rotary_base(name: str, base: Any) -> float:
     return base
 
 
-def check_positions(positions: Any) -> None:
-    if not isinstance(positions, Tensor):
-        raise TypeError(
-            f"positions must be a tensor of numbers, got {type(positions).__name__}; torch.as_tensor(positions) makes "
-            "one"
-        )
-    if positions.is_complex():
-        raise ValueError(f"positions must be real numbers, got {positions.dtype}")
-    if positions.dtype == torch.bool:
-        raise ValueError(
-            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and "
-            "kv_lengths= "
-            "says how much of a padded batch exists"
-        )
-
-
-def feature_dropout(name: str, value: Any) -> float:
-    """A probability from 0 to 1, as nn.Dropout takes it."""
+def probability(name: str, value: Any, *, below_one: bool = False) -> float:
+    """A probability to drop something; attention needs one below 1, nn.Dropout takes 1 too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be from 0 to 1, got {value}; 0.0 drops nothing")
+    if not 0 <= value <= 1 or (below_one and value == 1):
+        allowed = "at least 0 and below 1" if below_one else "from 0 to 1"
+        raise ValueError(f"{name} must be {allowed}, got {value}; 0.0 drops nothing")
     return value
 
 
@@ -61,6 +46,24 @@ def boolean(name: str, value: Any, way_out: str) -> bool:
     if value is not True and value is not False:
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {way_out}")
     return value
+
+
+def check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_positions(positions: Any) -> None:
+    if not isinstance(positions, Tensor):
+        kind = type(positions).__name__
+        raise TypeError(f"positions must be a tensor of numbers, got {kind}; torch.as_tensor(positions) makes one")
+    if positions.is_complex():
+        raise ValueError(f"positions must be real numbers, got {positions.dtype}")
+    if positions.dtype == torch.bool:
+        raise ValueError(
+            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and "
+            "kv_lengths= says how much of a padded batch exists"
+        )
 
 
 def checked_layout(layout: Any) -> HeldLayout:
@@ -76,20 +79,3 @@ def checked_layout(layout: Any) -> HeldLayout:
             f"BlockLayout, or None, got {type(layout).__name__}"
         )
     return layout
-
-
-def boolean_causal(causal: Any) -> bool:
-    if causal is not True and causal is not False:
-        raise TypeError(
-            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
-        )
-    return causal
-
-
-def attention_dropout(name: str, value: Any) -> float:
-    """A probability from 0 to below 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}; 0.0 drops nothing")
-    return value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import BlockLayout
-from .arguments import feature_dropout, positive_int
+from .arguments import positive_int, probability
 from .kv_cache import KVCache
 from .layers import SelfAttention
 from .positions import RotaryTable
@@ -41,7 +41,7 @@ class DecoderBlock(nn.Module):
                 raise ValueError("attention must be causal in a decoder: SelfAttention(..., causal=True)")
             if isinstance(attention.layout, BlockLayout):
                 attention.layout.assert_causal()
-        embed_dim, dropout_p = attention.embed_dim, feature_dropout("dropout_p", dropout_p)
+        embed_dim, dropout_p = attention.embed_dim, probability("dropout_p", dropout_p)
         hidden_dim = 4 * embed_dim if hidden_dim is None else positive_int("hidden_dim", hidden_dim)
         self.attention_norm = nn.RMSNorm(embed_dim)
         self.attention = attention

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import layout_crops
 from ..layout import BlockLayout
-from .arguments import positive_int
+from .arguments import check_tensor, positive_int
 
 
 class KVCache:
@@ -22,7 +22,7 @@ class KVCache:
     kv_heads    key and value heads of the layer
     head_dim    features per head of the layer
     device      of the tensors; None is PyTorch's default device
-    dtype       of the tensors, that of the layer's keys; None is PyTorch's default dtype
+    dtype       of the tensors, equal to that of the layer's keys; None is PyTorch's default dtype
     raises      TypeError, ValueError
 
     `layer.new_cache(batch, max_length)` makes one that fits the layer. `layer(x, cache=cache)` reads the next tokens: a
@@ -119,8 +119,7 @@ class KVCache:
         """
         batch, kv_heads, max_length, head_dim = self._k.shape
         for name, tensor in (("k", k), ("v", v)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            check_tensor(name, tensor)
             shape = tuple(tensor.shape)
             if len(shape) != 4 or (shape[1], shape[3]) != (kv_heads, head_dim):
                 raise ValueError(

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 # imports the compiler at the first call; torch.compiler.disable would import it here, which takes seconds
 from torch._compile import _disable_dynamo
 
+from ..blocks.checks import switch
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import MAX_HEAD_DIM, checked_softcap
-from .arguments import (
-    Layout,
-    attention_dropout,
-    boolean,
-    boolean_causal,
-    check_positions,
-    checked_layout,
-    feature_dropout,
-    positive_int,
-    rotary_base,
-)
+from .arguments import Layout, boolean, check_tensor, checked_layout, positive_int, probability, rotary_base
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
 from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
@@ -54,8 +45,8 @@ class SelfAttention(HoldsLayout):
 
     The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout
     or length. Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it
-    to the weights' device and plan it there, so the module can be compiled; a function should return planned layouts,
-    `layout.to(device)`.
+    to the weights' device and plan it there, so the module can be compiled. If `layout` is a function, let it return
+    planned layouts, `layout.to(device)`.
 
     A causal layer decodes with a KVCache: make `cache = layer.new_cache(batch, max_length)` and call
     `layer(x, cache=cache)` for the prompt and each step. Together the outputs equal those of one call with all tokens.
@@ -95,7 +86,7 @@ class SelfAttention(HoldsLayout):
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: take more heads")
         self.rope = None if rope is None else rotary_base("rope", rope)
-        self.causal, self.dropout_p = boolean_causal(causal), attention_dropout("dropout_p", dropout_p)
+        self.causal, self.dropout_p = switch(causal, "causal"), probability("dropout_p", dropout_p, below_one=True)
         self.layout = checked_layout(layout)
         if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[1] not in (1, num_heads)):
             raise ValueError(
@@ -131,19 +122,13 @@ class SelfAttention(HoldsLayout):
                 )
             return positions
         if positions is None:
-            return rotary_table(torch.arange(first, first + length, device=x.device), rope, self.head_dim)
-        check_positions(positions)
-        if positions.dim() not in (1, 2) or positions.shape[0] != length:
+            positions = torch.arange(first, first + length, device=x.device)
+        table = rotary_table(positions, rope, self.head_dim)
+        if table.cos.shape[0] != length:
             raise ValueError(
                 f"positions must have shape (length={length},) or (length={length}, axes), got {tuple(positions.shape)}"
             )
-        axes = 1 if positions.dim() == 1 else positions.shape[1]
-        if not axes or self.head_dim % (2 * axes):
-            raise ValueError(
-                f"positions have {axes} axes, each of which turns pairs of features, so head_dim must be a "
-                f"multiple of {2 * axes}, got {self.head_dim}"
-            )
-        return rotary_table(positions, rope, self.head_dim)
+        return table
 
     def project(
         self, x: Tensor, positions: Tensor | RotaryTable | None = None, *, first: int = 0
@@ -156,8 +141,7 @@ class SelfAttention(HoldsLayout):
         """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
@@ -252,12 +236,12 @@ class SelfAttention(HoldsLayout):
         """x (batch, length, embed_dim) to the same shape.
 
         kv_lengths  int32 or int64 (batch,): tokens from kv_lengths[b] on are padding: no token attends to them, and
-                    their outputs are meaningless
+                    their outputs are meaningless. x must be finite there, since NaN would reach the gradients
         positions   positions for rope: numbers (length,) or (length, axes), such as rows and columns of pixels, in any
                     unit; or their rotary_table, which layers can share; None means 0, 1, 2, ..., with a cache
                     continued from the tokens in it
-        cache       KVCache of this layer: x are the tokens after those in it, which attend to those too. Needs a
-                    causal layer, and no gradients. torch.compile leaves the attention out of its graphs
+        cache       KVCache of this layer: x holds the tokens after those in the cache, and attends to those too. Needs
+                    a causal layer, and no gradients. torch.compile leaves the attention out of its graphs
         """
         if cache is None:
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))
@@ -295,7 +279,7 @@ class EncoderBlock(nn.Module):
             raise TypeError(
                 f"attention must be a module with an embed_dim, such as SelfAttention, got {type(attention).__name__}"
             )
-        embed_dim, dropout_p = attention.embed_dim, feature_dropout("dropout_p", dropout_p)
+        embed_dim, dropout_p = attention.embed_dim, probability("dropout_p", dropout_p)
         hidden_dim = 4 * embed_dim if hidden_dim is None else positive_int("hidden_dim", hidden_dim)
         self.attention_norm = nn.LayerNorm(embed_dim)
         self.attention = attention

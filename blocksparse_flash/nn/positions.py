@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..score_mods import slopes_of
-from .arguments import check_positions, positive_int, rotary_base
+from .arguments import check_positions, check_tensor, positive_int, rotary_base
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -34,13 +34,13 @@ class RotaryTable(NamedTuple):
 
 
 def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
-    """Rotary table for the `positions` argument of SelfAttention and Encoder, which shares it between layers and calls.
+    """Rotary table for the `positions` argument of SelfAttention and Encoder; layers and calls can share one.
 
     positions  (length,) or (length, axes): positions of the tokens, in any unit
     base       the `rope` of the layers
     head_dim   the `head_dim` of the layers
 
-    A token at position p rotates the pair d, features d and d + head_dim / 2, by p * base ** (-2 d / head_dim), so the
+    A token at position p rotates features d and d + head_dim / 2 together, by p * base ** (-2 d / head_dim), so the
     score of a query and a key depends on their distance. With several axes the pairs are split into equal groups, one
     per axis, and each group is rotated as if it were the whole head. Angles are float32, since half types cannot
     represent large positions.
@@ -51,9 +51,8 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     coordinates = positions[:, None] if positions.dim() == 1 else positions
     if coordinates.dim() != 2 or not coordinates.shape[1] or head_dim % (2 * coordinates.shape[1]):
         raise ValueError(
-            "positions must have shape (length,) or (length, axes), each axis turning pairs of features, so that "
-            "head_dim is "
-            f"a multiple of 2 axes, got {tuple(positions.shape)} and head_dim={head_dim}"
+            "positions must have shape (length,) or (length, axes), with a head_dim that is a multiple of 2 * axes, "
+            f"since each axis turns pairs of features, got {tuple(positions.shape)} and head_dim={head_dim}"
         )
     n_pairs, axes = head_dim // 2, coordinates.shape[1]
     exponents = torch.arange(n_pairs // axes, device=coordinates.device, dtype=torch.float32) * (axes / n_pairs)
@@ -66,11 +65,6 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def rotate_at(heads: Tensor, base: float, positions: Tensor) -> Tensor:
-    """`rotate` by the table of positions (length, axes)."""
-    return rotate(heads, rotary_table(positions, base, heads.shape[-1]))
 
 
 class LearnedPositions(nn.Module):
@@ -87,8 +81,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, length, embed_dim) to the same shape."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        check_tensor("x", x)
         if x.dim() != 3 or x.shape[2] != self.weight.shape[1]:
             raise ValueError(
                 f"x must have shape (batch, length, embed_dim={self.weight.shape[1]}), got {tuple(x.shape)}"

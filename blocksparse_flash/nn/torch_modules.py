@@ -9,28 +9,24 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..blocks.checks import switch
 from ..functional import attention
-from .arguments import Layout, attention_dropout, boolean_causal, checked_layout
+from .arguments import Layout, check_tensor, checked_layout, probability
 from .layout_buffers import HoldsLayout
 
 
 def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
     """int64 (batch,): number of keys that are not padding; they must come first."""
+    shape = f"(batch={batch}, kv_len={kv_len})"
     if not isinstance(key_padding_mask, Tensor):
-        raise TypeError(
-            f"key_padding_mask must be a tensor (batch={batch}, kv_len={kv_len}), got "
-            f"{type(key_padding_mask).__name__}; "
-            "torch.as_tensor makes one"
-        )
+        kind = type(key_padding_mask).__name__
+        raise TypeError(f"key_padding_mask must be a tensor {shape}, got {kind}; torch.as_tensor makes one")
     if key_padding_mask.shape != (batch, kv_len):
-        raise ValueError(
-            f"key_padding_mask must have shape (batch={batch}, kv_len={kv_len}), got {tuple(key_padding_mask.shape)}"
-        )
+        raise ValueError(f"key_padding_mask must have shape {shape}, got {tuple(key_padding_mask.shape)}")
     if torch.compiler.is_compiling():
         raise ValueError(
-            "key_padding_mask cannot be looked at while torch.compile traces: give kv_lengths, the number of keys of "
-            "each "
-            "sequence that are no padding"
+            "key_padding_mask cannot be read while torch.compile traces: give kv_lengths, the number of keys of each "
+            "sequence that are not padding"
         )
     is_padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
     if key_padding_mask.dtype != torch.bool and bool((key_padding_mask[~is_padding] != 0).any()):
@@ -38,8 +34,7 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
     if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
         raise ValueError(
             "key_padding_mask must be True for the last keys of a sequence only, got padding in front of keys: pad on "
-            "the "
-            "right, or give a layout per batch"
+            "the right, or give a layout per batch"
         )
     return (~is_padding).sum(dim=1)
 
@@ -76,10 +71,10 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
     ) -> None:
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
-                raise ValueError(f"{name} must be False, got {value!r}: it adds a key that no layout names")
-        attention_dropout("dropout", dropout)
+                raise ValueError(f"{name} must be False, got {value!r}: it adds a key that is not in the layout")
+        probability("dropout", dropout, below_one=True)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
-        self.layout, self.causal = checked_layout(layout), boolean_causal(causal)
+        self.layout, self.causal = checked_layout(layout), switch(causal, "causal")
         self._is_packed = self._qkv_same_embed_dim
         # False keeps torch's encoders from their fused path, which would compute dense attention
         self._qkv_same_embed_dim = False
@@ -133,19 +128,18 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         if key_padding_mask is not None and kv_lengths is not None:
             raise ValueError("key_padding_mask and kv_lengths say the same: give one of them")
         for name, given in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+            check_tensor(name, given)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
             raise ValueError(
                 "query, key and value must all have 3 axes (2 without a batch), got "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         is_batched = query.dim() == 3
-        batched = [
-            x.transpose(0, 1) if is_batched and not self.batch_first else x if is_batched else x[None]
-            for x in (query, key, value)
-        ]
-        q, k, v = self._project(*batched)
+        if not is_batched:
+            query, key, value = query[None], key[None], value[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._project(query, key, value)
         if key_padding_mask is not None:
             is_row = not is_batched and isinstance(key_padding_mask, Tensor)
             kv_lengths = _lengths(key_padding_mask[None] if is_row else key_padding_mask, q.shape[0], k.shape[2])

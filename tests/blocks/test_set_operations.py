@@ -102,6 +102,14 @@ def test_one_pair_too_many_is_seen(q_len: int, kv_len: int) -> None:
             dense(leaking).assert_causal()
 
 
+# shifts with which the diagonal masks one pair of a block, none, or all but one
+@pytest.mark.parametrize("lengths", [(50, 64), (49, 64), (48, 65), (64, 50), (70, 203)])
+@pytest.mark.parametrize("block_size", [16, (32, 16)])
+def test_the_causal_part_is_that_of_the_pairs(lengths: tuple[int, int], block_size: int | tuple[int, int]) -> None:
+    below = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
+    assert dense(torch.ones(lengths, dtype=torch.bool), block_size)._causal() == dense(below, block_size)
+
+
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
 def test_zoo_layouts_stack(case: cases.Case) -> None:
     layout = case.build()

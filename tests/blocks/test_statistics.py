@@ -149,7 +149,7 @@ def test_large_graphs_are_sampled_and_said_to_be(monkeypatch: pytest.MonkeyPatch
     found = layout.describe()
     assert found.mixing == (50, True, None)
     assert str(found).endswith(
-        "every block hears of every other in at least 50 hops; spectral gap not computed, the graph is too large"
+        "every block reaches every other in at least 50 hops; spectral gap not computed, the graph is too large"
     )
     # whether there is a way at all is always exact
     diagonal = BlockLayout.from_blocks(range(100), range(100), 1600, 1600, block_size=16)
@@ -164,10 +164,10 @@ def test_the_report_names_what_it_counts() -> None:
         "pairs     32896 attend, density 0.502",
         "bitmasks  1 distinct; metadata 612 B",
         "forward   10.5 MFLOP (0.625 of dense), 229 kB moved (0.7 of dense) at head_dim 64",
-        "rows      at most 4 blocks, 2.5 in the mean, imbalance 1.6; 0 without work",
-        "cols      at most 4 blocks, 2.5 in the mean, imbalance 1.6; 0 without work",
+        "rows      4 blocks at most, 2.5 on average, imbalance 1.6; 0 empty",
+        "cols      4 blocks at most, 2.5 on average, imbalance 1.6; 0 empty",
         "tokens    0 queries without a key, 0 keys without a query",
-        "mixing    some block never hears of another; spectral gap 1",
+        "mixing    some block never reaches another; spectral gap 1",
     ]
 
 

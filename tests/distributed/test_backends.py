@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import masks
-from blocksparse_flash import dispatch, distributed
+from blocksparse_flash import BlockLayout, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
 
 LENGTH, HEADS, DIM = 512, (2, 1), 16
@@ -34,8 +34,8 @@ def test_several_ranks_choose_by_the_size_of_the_whole(monkeypatch: pytest.Monke
         for asked, enough in ((plan, sum(HEADS) * LENGTH * DIM), (halved, sum(HEADS) * 2 * LENGTH * DIM)):
             for worth in (enough + 1, enough):
                 monkeypatch.setattr(dispatch, "MIN_HOPPER_ELEMENTS", worth)
-                shared._checked((q, k, k, asked, 0, None, None, "auto"))
-        shared._checked((q, k, k, plan, 0, None, None, "hopper"))
+                shared._checked(q, k, k, asked, 0, None, None, "auto")
+        shared._checked(q, k, k, plan, 0, None, None, "hopper")
     finally:
         dist.destroy_process_group()
     assert unfit == [dispatch.SMALL, None, dispatch.SMALL, None, None]
@@ -49,35 +49,6 @@ def alone() -> Iterator[distributed.ContextPlan]:
         yield distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
     finally:
         dist.destroy_process_group()
-
-
-def test_calls_that_are_alike_are_checked_once(alone: distributed.ContextPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, inner = [], shared._checked
-
-    def counting(asked: Any) -> Any:
-        checked.append(asked)
-        return inner(asked)
-
-    monkeypatch.setattr(shared, "_checked", counting)
-    q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
-    for _ in range(3):
-        distributed.attention(q.clone(), k.clone(), k.clone(), alone, scale=0.5)
-    assert len(checked) == 1
-    # each differs from the first in one argument
-    across = torch.zeros(1, LENGTH, HEADS[0], DIM).transpose(1, 2)
-    renamed = dataclasses.replace(alone, order="as given")
-    calls: list[Any] = [
-        (across, k, k, alone, 0, 0.5, None, "auto"), (q, k, k, alone, 0, 0.25, None, "auto"),
-        (q, k, k, alone, 0, 0.5, 1, "auto"), (q, k, k, alone, 0, 0.5, None, "eager"),
-        (q, k, k, renamed, 0, 0.5, None, "auto"),
-        (*(x.double() for x in (q, k, k)), alone, 0, 0.5, None, "auto"),
-    ]  # fmt: skip
-    for i, call in enumerate(calls):
-        for _ in range(2):
-            assert shared._checked_cached(call) == inner(call)
-        assert len(checked) == 2 + i
-    with torch.autocast("cpu", torch.bfloat16):
-        assert shared._checked_cached(calls[1]).autocast == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -105,6 +76,19 @@ def test_what_equals_an_argument_that_was_taken_is_refused(
             distributed.attention(q, k, k, alone, **(taken | wrong))
     with pytest.raises(ValueError, match="q's device"):
         distributed.attention(q, k.to("meta"), k, alone, **taken)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "all_gather", "ulysses"])
+@pytest.mark.usefixtures("alone")
+def test_a_layout_of_another_batch_is_refused(scheme: str) -> None:
+    """Its tile lists would be read out of bounds."""
+    layout = BlockLayout.stack_batches([masks.local(LENGTH, window=64), masks.local(LENGTH, window=32)])
+    plan = distributed.plan(layout, dist.group.WORLD, heads=HEADS, scheme=scheme)
+    q, k = (torch.zeros(3, heads, LENGTH, DIM) for heads in HEADS)
+    assert distributed.attention(q[:2], k[:2], k[:2], plan).shape == q[:2].shape
+    for n in (1, 3):
+        with pytest.raises(ValueError, match=f"must have batch 1 or q's {n}, got 2"):
+            distributed.attention(q[:n], k[:n], k[:n], plan)
 
 
 @pytest.mark.parametrize("scheme", ["exchange", "ulysses"])

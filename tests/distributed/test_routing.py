@@ -21,7 +21,8 @@ def test_messages_fit_and_bring_what_is_needed(seed: int) -> None:
     row, col = np.nonzero(mask)
     moves = routing.transfers(owner[row], col, owner)
     found = [
-        routing.token_indices(col[owner[row] == rank], moves, owner, length, rank, n_ranks) for rank in range(n_ranks)
+        routing.token_indices(col[owner[row] == rank], moves, routing.Shards(owner, length, rank, n_ranks))
+        for rank in range(n_ranks)
     ]
 
     tokens = [
@@ -54,5 +55,5 @@ def test_positions_of_a_ragged_tile() -> None:
 def test_no_tiles() -> None:
     nothing = np.zeros(0, np.int64)
     moves = routing.transfers(nothing, nothing, nothing)
-    lists = routing.token_indices(nothing, moves, nothing, 0, 0, 2)
+    lists = routing.token_indices(nothing, moves, routing.Shards(nothing, 0, 0, 2))
     assert lists.send_counts == [0, 0] and not len(lists.tiles)

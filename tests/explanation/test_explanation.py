@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def call(
     layout: BlockLayout | None = None,
     kv_heads: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    **given: Any,
+    **changes: Any,
 ) -> Call:
     """A call on a GPU; its tensors are expanded single numbers, and count as loadable by TMA."""
     batch, heads, length, head_dim = q_shape
@@ -44,16 +45,16 @@ def call(
         "q": q, "k": k, "v": k, "layout": layout, "causal": False, "has_kv_lengths": False, "dropout_p": 0.0,
         "deterministic": False, "dtype": dtype, "backend": "triton",
     }  # fmt: skip
-    return OnGpu(**{**options, **given})
+    return OnGpu(**{**options, **changes})
 
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Explains a call as if it were on a GPU."""
 
-    def explained(asked: Call, device: Device | None = H200) -> explanation.Explanation:
+    def explained(gpu_call: Call, device: Device | None = H200) -> explanation.Explanation:
         monkeypatch.setattr(cost, "device_of", lambda _: device)
-        return explanation.explained(asked, reason="by name", others=(), determinism="none")
+        return explanation.explained(gpu_call, reason="by name", others=(), determinism="none")
 
     return explained
 
@@ -68,7 +69,7 @@ def window(length: int = 16384, tokens: int = 512) -> BlockLayout:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
-def test_tiles_and_pairs_are_those_of_the_mask(case: cases.Case, causal: bool) -> None:
+def test_tiles_and_pairs_are_counted_as_in_the_mask(case: cases.Case, causal: bool) -> None:
     layout = case.build()
     batch, heads = 2, 4
     q, k = torch.zeros(batch, heads, layout.q_len, 16), torch.zeros(batch, heads, layout.kv_len, 16)
@@ -92,7 +93,7 @@ def test_tiles_and_pairs_are_those_of_the_mask(case: cases.Case, causal: bool) -
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(100, 300, False), (100, 300, True), (300, 100, True)])
-def test_pairs_without_a_layout(q_len: int, kv_len: int, causal: bool) -> None:
+def test_pairs_are_counted_without_a_layout(q_len: int, kv_len: int, causal: bool) -> None:
     q, k = torch.zeros(1, 2, q_len, 16), torch.zeros(1, 2, kv_len, 16)
     mask = torch.ones(q_len, kv_len, dtype=torch.bool)
     mask = mask.tril(kv_len - q_len) if causal else mask
@@ -101,16 +102,16 @@ def test_pairs_without_a_layout(q_len: int, kv_len: int, causal: bool) -> None:
     assert found.fill == pytest.approx(int(mask.sum()) / computed)
 
 
-def test_the_longest_lines_and_the_mean() -> None:
+def test_balance_has_the_longest_and_the_mean_line() -> None:
     # 8 tile rows: the first attends to all 8, each other to itself
     layout = BlockLayout.from_blocks([0] * 8 + [*range(1, 8)], [*range(8), *range(1, 8)], 1024, 1024, block_size=128)
     q, k = torch.zeros(1, 4, 1024, 16), torch.zeros(1, 2, 1024, 16)
-    spread = explain(q, k, k, layout).balance
-    # a column is walked for both query heads of its key head; the first has one tile, the others two
-    assert spread == cost.Balance(8, 15 / 8, 4, 2 * 15 / 8, None, None, None)
+    balance = explain(q, k, k, layout).balance
+    # a key head iterates over a tile column for both of its query heads: two tiles in the first column, four in others
+    assert balance == cost.Balance(8, 15 / 8, 4, 2 * 15 / 8, None, None, None)
 
 
-def test_selected_on_the_device_is_counted_too() -> None:
+def test_selections_on_the_device_are_counted() -> None:
     layout = BlockLayout.from_topk(torch.tensor([0, 1, 1, -1]).reshape(1, 1, 2, 2), 256, 256, block_size=128)
     q = torch.zeros(1, 2, 256, 16)
     found = explain(q, q, q, layout)
@@ -118,7 +119,7 @@ def test_selected_on_the_device_is_counted_too() -> None:
     assert found.balance[:4] == (2, 1.5, 2, 1.5)
 
 
-def test_of_tensors_without_data_everything_is_written_but_what_is_in_them() -> None:
+def test_meta_tensors_are_counted_but_not_predicted() -> None:
     q = torch.empty(1, 2, 1024, 16, device="meta")
     found = explain(q, q, q, masks.local(1024, window=100), causal=True)
     assert found.tile_density < 0.3 and "meta" in found.unpredicted
@@ -127,14 +128,16 @@ def test_of_tensors_without_data_everything_is_written_but_what_is_in_them() -> 
 # ---- time ----
 
 
-def test_a_measured_gpu_has_a_prediction_beside_dense(on: Any) -> None:
+def test_a_measured_gpu_has_a_prediction_and_a_dense_one(on: Any) -> None:
     found = on(call(layout=window()))
-    said = found.prediction
-    assert said is not None and said.caveats == () and found.unpredicted == ""
-    assert 0.1 < said.forward_ms < said.backward_ms < 3 and said.dense_forward_ms > 8 * said.forward_ms
+    predicted = found.prediction
+    assert predicted is not None and predicted.caveats == () and found.unpredicted == ""
+    assert (
+        0.1 < predicted.forward_ms < predicted.backward_ms < 3 and predicted.dense_forward_ms > 8 * predicted.forward_ms
+    )
     assert 1.0 <= found.balance.forward < 1.3 and found.balance.n_sms == 132
     report = str(found)
-    assert f"time         forward {said.forward_ms:.2g} ms, backward {said.backward_ms:.2g} ms" in report
+    assert f"time         forward {predicted.forward_ms:.2g} ms, backward {predicted.backward_ms:.2g} ms" in report
     assert "forward      151.9 GFLOP, reads 201.4 MB, writes 68.16 MB, workspace 0 B" in report
     assert "times as long" in report and "measurements on NVIDIA H200" in report and "not calibrated" not in report
     assert "on 132 SMs" in report
@@ -145,8 +148,8 @@ def test_dense_is_not_compared_with_itself(on: Any) -> None:
     assert found.prediction.dense_forward_ms == found.prediction.forward_ms and "   dense" not in str(found)
 
 
-def test_where_nothing_was_measured_no_time_is_written(on: Any) -> None:
-    for asked, device, why in (
+def test_no_time_is_predicted_without_measurements(on: Any) -> None:
+    for gpu_call, device, why in (
         (call(layout=window()), A100, "compute capability 8.0"),
         (call(), H100._replace(clock=0.0), "does not report clock and bandwidth"),
         (call(), H100._replace(bandwidth=0.0), "does not report clock and bandwidth"),
@@ -157,15 +160,15 @@ def test_where_nothing_was_measured_no_time_is_written(on: Any) -> None:
         (call((0, 16, 16384, 128)), H200, "nothing to compute"),
         (call((1, 16, 64, 128)), H200, "few queries"),
     ):
-        found = on(asked, device)
+        found = on(gpu_call, device)
         assert found.prediction is None and why in found.unpredicted
         assert f"time         not predicted: {found.unpredicted}" in str(found)
     q = torch.zeros(1, 2, 64, 16)
     assert explain(q, q, q).unpredicted == '"eager" on cpu was not measured'
 
 
-def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
-    for asked, device, why in (
+def test_predictions_near_a_measurement_have_caveats(on: Any) -> None:
+    for gpu_call, device, why in (
         (
             call(layout=window()),
             H100,
@@ -175,37 +178,36 @@ def test_what_is_near_a_measurement_says_how_it_is_not_one(on: Any) -> None:
         (call(has_kv_lengths=True), H200, "as if all were kv_len"),
         (call((1, 16, 16384, 100)), H200, "TMA cannot load q and k and v"),
     ):
-        found = on(asked, device)
+        found = on(gpu_call, device)
         assert any(why in caveat for caveat in found.prediction.caveats), found.prediction.caveats
         assert f"not calibrated: {found.prediction.caveats[0]}" in str(found)
 
 
-def test_a_gpu_is_known_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, clock_rate=1_980_000,
-        memory_clock_rate=3_201_000,
-        memory_bus_width=6144,
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cost.device_of.cache_clear()
-    try:
-        found = cost.device_of(torch.device("cuda", 0))
-    finally:
-        cost.device_of.cache_clear()
+@pytest.fixture
+def device_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """cost.device_of an H200 with further properties."""
+    device_of = cost.device_of
+
+    def read(**properties: int) -> Device | None:
+        h200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+        device_of.cache_clear()
+        return device_of(torch.device("cuda", 0))
+
+    yield read
+    device_of.cache_clear()
+
+
+def test_device_of_reads_the_properties_of_a_gpu(device_with: Any) -> None:
+    found = device_with(clock_rate=1_980_000, memory_clock_rate=3_201_000, memory_bus_width=6144)
     assert found is not None and found[:4] == H200[:4] and found.bandwidth == pytest.approx(4300, rel=0.01)
     assert cost.device_of(torch.device("cpu")) is None
 
 
-def test_a_gpu_may_tell_less_of_itself(monkeypatch: pytest.MonkeyPatch, on: Any) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    cost.device_of.cache_clear()
-    try:
-        found = cost.device_of(torch.device("cuda", 0))
-    finally:
-        cost.device_of.cache_clear()
+def test_a_gpu_without_clock_and_bandwidth_is_still_predicted(device_with: Any, on: Any) -> None:
+    found = device_with()
     assert found == H200._replace(clock=0.0, bandwidth=0.0)
-    # what was measured needs no more
+    # a GPU that was measured needs neither
     assert on(call(), found).prediction == on(call(), H200).prediction
 
 
@@ -226,8 +228,8 @@ def few_rows() -> BlockLayout:
     return BlockLayout.from_blocks([0] * n + [*range(1, n)], [*range(n), *range(1, n)], 16384, 16384, block_size=128)
 
 
-# words -> a call whose advice has them
-SAID = {
+# words -> a call whose advice contains them
+ADVICE = {
     "in blocks of 16 x 16": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
     "dense attention is no slower": lambda: call((1, 16, 2048, 128), layout=scattered(2048)),
     "the layout never attends to the future": lambda: call((1, 16, 2048, 128), layout=masks.causal(2048), causal=True),
@@ -237,7 +239,7 @@ SAID = {
     "head_dim 80 is computed as 128: 38%": lambda: call((1, 16, 2048, 80)),
     "rows of q and k and v are no multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
     "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
-    "8 blocks of 128 queries for 132 SMs": lambda: call((1, 2, 512, 64)),
+    "8 blocks of 128 queries leave some of 132 SMs idle": lambda: call((1, 2, 512, 64)),
     "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
     "each head of k and v is repeated 2 times": lambda: with_keys(repeated()),
     "each head of k and v is repeated 4 times": lambda: with_keys(
@@ -256,37 +258,37 @@ def with_keys(k: torch.Tensor) -> Call:
     return call(q=q, k=k, v=k, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("words", SAID)
-def test_advice_is_given_where_it_is_apt(on: Any, words: str) -> None:
-    found = on(SAID[words]())
+@pytest.mark.parametrize("words", ADVICE)
+def test_advice_is_given_where_it_applies(on: Any, words: str) -> None:
+    found = on(ADVICE[words]())
     assert advised(words, found.advice), found.advice
     assert str(found).count("advice       ") == len(found.advice)
 
 
 def test_a_good_call_needs_no_advice(on: Any) -> None:
-    for asked in (
+    for gpu_call in (
         call(layout=window()),
         call(layout=window(), causal=True),
         call(causal=True),
         call((4, 16, 4096, 64), kv_heads=4),
         call((1, 16, 4096, 64), layout=masks.causal(4096)),
     ):
-        assert on(asked).advice == ()
+        assert on(gpu_call).advice == ()
 
 
-# all differ; all zeros, which say nothing; some agree, but not in groups
+# all heads differ; all are zero, which proves nothing; some are equal, but not in groups
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [4, 4, 4, 4], [0, 0, 1, 0], [0, 1, 1, 2]], ids=str)
-def test_heads_that_differ_are_no_repetition(on: Any, heads: list[int]) -> None:
+def test_different_heads_are_not_called_repeated(on: Any, heads: list[int]) -> None:
     k = torch.cat([torch.rand(1, 4, 2048, 64), torch.zeros(1, 1, 2048, 64)], dim=1).half()[:, heads]
-    assert not advised("stands there", on(with_keys(k)).advice)
+    assert not advised("is repeated", on(with_keys(k)).advice)
 
 
 def test_advice_depends_on_the_gpu(on: Any) -> None:
-    strided = SAID["strides or the address of k and v"]()
+    strided = ADVICE["strides or the address of k and v"]()
     # no TMA before sm90
     assert not advised("strides", on(strided, A100).advice)
     assert advised("makes a copy of them", on(dataclasses.replace(strided, backend="hopper")).advice)
-    few = SAID["8 blocks of 128 queries for 132 SMs"]()
+    few = ADVICE["8 blocks of 128 queries leave some of 132 SMs idle"]()
     assert not advised("SMs", on(few, A100._replace(n_sms=8)).advice)
 
 

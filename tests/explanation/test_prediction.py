@@ -1,4 +1,4 @@
-"""The prediction model against its definition and against every measurement, and its fit."""
+"""The prediction model: its definition, its error on every measurement, and its fit."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel
 from blocksparse_flash.explanation.scheduling import Lines, Sides
 from blocksparse_flash.kernels.schedule import WHOLE, padded_dim
 
-# how far off a prediction may be
-ALLOWED = 0.20
+# largest relative error of a prediction
+MAX_ERROR = 0.20
 DEVICE = Device("GPU", (9, 0), 4, 2000.0, 1000.0)
 RATES = Rates((Kernel("rows", 1, 2.0), Kernel("cols", 2, 6.0)), program=1.0, masking=0.5, alone=1.5, launch_us=7.0)
 
 
 def calibration(**changes: Any) -> Calibration:
-    given = Calibration(DEVICE, "triton", 64, "fwd", RATES, 6, ("attention",), ("abc",), 0.02, 0.05, 0.1)
-    return given._replace(**changes)
+    default = Calibration(DEVICE, "triton", 64, "fwd", RATES, 6, ("attention",), ("abc",), 0.02, 0.05, 0.1)
+    return default._replace(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def groups() -> dict[tuple[str, str, int, str], list[measurements.Line]]:
     return calibrate.usable(measurements.read(pages.RESULTS / "attention.jsonl"))
 
 
-# ---- against what was measured ----
+# ---- errors on measurements ----
 
 
 def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line]]) -> None:
-    """Every measurement of the grid and the sweeps is within ALLOWED of the committed table.
+    """The committed table predicts every measurement of the grid and the sweeps within MAX_ERROR.
 
-    If this fails, `python -m benchmarks.run.calibrate` fits the table to the lines anew.
+    If this fails, fit the table again: `python -m benchmarks.run.calibrate`.
     """
     assert groups
     sizes, bad = [], []
@@ -59,14 +59,14 @@ def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line
         for line in lines:
             (error,) = calibrate.errors([calibrate.measured(line)], found.rates)
             sizes.append(abs(error))
-            if abs(error) >= ALLOWED:
+            if abs(error) >= MAX_ERROR:
                 bad.append((backend, line["bench"], line["pattern"], line["n"], head_dim, direction, f"{error:+.0%}"))
     print(f"{len(sizes)} lines: off by {statistics.median(sizes):.1%} in the median, {max(sizes):.1%} at most")
     assert bad == []
 
 
 def test_another_gpu_is_predicted_by_scaling() -> None:
-    """Lines of GPUs to which nothing is fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
+    """Measurements of GPUs to which the model is not fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
     lines = measurements.read(pages.RESULTS / "attention.jsonl")
     groups, every = calibrate.usable(lines[lines["n"] * lines["batch"] >= 8192], calibrate.SCALED), []
     assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
@@ -81,7 +81,7 @@ def test_another_gpu_is_predicted_by_scaling() -> None:
     print(f"{len(every)} lines: off by {statistics.median(every):.1%} in the median, {max(every):.1%} at most")
 
 
-def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurements.Line]]) -> None:
+def test_the_table_records_what_it_was_fitted_to(groups: dict[Any, list[measurements.Line]]) -> None:
     table = {(one.device.name, one.backend, one.head_dim, one.direction): one for one in prediction.calibrations()}
     assert table.keys() == groups.keys()
     for key, lines in groups.items():
@@ -91,9 +91,9 @@ def test_the_table_says_what_it_was_fitted_to(groups: dict[Any, list[measurement
         assert table[key].median_error == pytest.approx(statistics.median(off))
 
 
-# which of them skip the empty half of a half tile
+# is_halved: whether forward and backward skip the empty half of the keys of a tile
 @pytest.mark.parametrize(("head_dim", "is_halved"), [(128, (True, True)), (64, (True, False))])
-def test_whole_quarters_are_predicted_as_they_are_walked(
+def test_subtiles_are_predicted_as_the_kernels_process_them(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, is_halved: tuple[bool, bool]
 ) -> None:
     """The first 64 queries and keys of every block of 128 x 128 attend."""
@@ -106,12 +106,12 @@ def test_whole_quarters_are_predicted_as_they_are_walked(
         call = Call(q, q, q, layout, False, False, 0.0, False, q.dtype, backend)
         forward, backward = cost.programs(call, 132)
         for lines, half in zip((forward.rows, backward.cols), is_halved, strict=True):
-            by_quarters = backend == "hopper"
-            assert lines.tiles.tolist() == [16 if by_quarters and half else 32] * 32 * 16
-            assert lines.partial.tolist() == [0 if by_quarters else 32] * 32 * 16
+            has_subtiles = backend == "hopper"
+            assert lines.tiles.tolist() == [16 if has_subtiles and half else 32] * 32 * 16
+            assert lines.partial.tolist() == [0 if has_subtiles else 32] * 32 * 16
 
 
-def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_lines_are_predicted_as_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile column that all queries of 4 heads attend to is split on `hopper`, but not on `triton`."""
     monkeypatch.setattr(Call, "has_kernels", True)
     q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
@@ -130,57 +130,53 @@ def test_long_lines_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def predicted(call: Call) -> prediction.Prediction:
-    """The prediction on the GPU of the measurements."""
+    """The prediction for the GPU of the measurements."""
     found, why = cost.predict(call, calibrate.DEVICES["NVIDIA H200"], prediction.calibrations())
     assert found is not None, why
     return found
 
 
-# with and without overlapped pre- and postprocess, for the same shape; split lines
+# split lines too
 @pytest.mark.parametrize(("pattern", "heads"), [("butterfly", 16), ("bigbird", 16), ("bigbird", 2)])
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_the_fit_predicts_as_explain_does(
     monkeypatch: pytest.MonkeyPatch, backend: str, pattern: str, heads: int
 ) -> None:
-    """Calibration uses meta tensors: splits and bytes must be those on the GPU."""
+    """Calibration uses meta tensors; splits and bytes must be the same as on the GPU."""
     monkeypatch.setattr(Call, "has_kernels", True)
     for direction in ("fwd", "bwd"):
-        said = line(backend=backend, pattern=pattern, n=65536, heads=heads, direction=direction)
+        measurement = line(backend=backend, pattern=pattern, n=65536, heads=heads, direction=direction)
         (used,) = [one for one in prediction.calibrations() if one[1:4] == (backend, 128, direction)]
-        one = calibrate.measured(said)
+        one = calibrate.measured(measurement)
         found = predicted(one.call)
         ms = found.forward_ms if direction == "fwd" else found.backward_ms
         assert calibrate.predicted(one, used.rates) == pytest.approx(ms)
 
 
-def test_dense_beside_a_layout_is_the_call_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense prediction uses the bytes and lists of the dense call."""
+def test_the_dense_prediction_equals_that_of_the_call_without_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses the bytes and the lines of the dense call."""
     monkeypatch.setattr(Call, "has_kernels", True)
     call = calibrate.measured(line(backend="hopper", pattern="butterfly", n=16384)).call
     dense = predicted(dataclasses.replace(call, layout=None))
-    assert (
-        memory.overlap_schedule(call, 132) is not None
-        and memory.overlap_schedule(dataclasses.replace(call, layout=None), 132) is None
-    )
     found = predicted(call)
     assert (found.dense_forward_ms, found.dense_backward_ms) == (dense.forward_ms, dense.backward_ms)
 
 
-def test_kernels_are_those_that_are_launched() -> None:
-    """The side of each kernel and its programs per line, against the launch tables of sm90.
+def test_calibrated_kernels_equal_the_launch_tables() -> None:
+    """The side of each kernel and its programs per line, compared with the launch tables of sm90.
 
-    One launch for dk, dv and dq is taken as two, one after the other.
+    The joint launch of dk, dv and dq counts as two launches in sequence.
     """
     pytest.importorskip("triton", reason="needs Triton")
     from blocksparse_flash.kernels.triton import backward, forward
 
-    asked = {"major": 9, "tma": True, "dropout": False, "shared_memory": 232448}
+    options = {"major": 9, "tma": True, "dropout": False, "shared_memory": 232448}
     for dim in (64, 128):
-        rows, cols = forward.config(dim, 2, **asked).block_q, backward.config_keys(dim, 2, **asked).block_kv
-        queries = backward.config_queries(dim, 2, **asked).block_q
+        rows, cols = forward.config(dim, 2, **options).block_q, backward.config_keys(dim, 2, **options).block_kv
+        queries = backward.config_queries(dim, 2, **options).block_q
         if dim == 128:
-            of_keys, of_queries = backward.config_joint(dim, 2, major=9, tma=True, dropout=False)
-            assert (of_keys.block_kv, of_queries.block_q) == (cols, queries)
+            joint_keys, joint_queries = backward.config_joint(dim, 2, major=9, tma=True, dropout=False)
+            assert (joint_keys.block_kv, joint_queries.block_q) == (cols, queries)
         tile = scheduling.TILE
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "fwd"]] == [("rows", tile // rows)]
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "bwd"]] == [
@@ -193,7 +189,7 @@ def test_kernels_are_those_that_are_launched() -> None:
     ("backend", "expected"),
     [("triton", [16, 16, 32, 64, 128, 128, 256, 256]), ("hopper", [64, 64, 64, 64, 128, 128, 256, 256])],
 )
-def test_padded_dims(backend: str, expected: list[int]) -> None:
+def test_head_dims_are_padded_by_backend(backend: str, expected: list[int]) -> None:
     assert [padded_dim(backend, head_dim) for head_dim in (1, 16, 17, 64, 65, 128, 200, 256)] == expected
 
 
@@ -224,21 +220,21 @@ def test_a_direction_is_the_sum_of_its_parts() -> None:
     assert prediction.direction_ms(RATES, sides([], []), DEVICE, beside=0, passes=0) == pytest.approx(7e-3)
 
 
-def test_a_program_alone_does_not_have_the_rate_of_two() -> None:
+def test_a_lone_program_is_slower_per_tile() -> None:
     one = RATES._replace(kernels=(Kernel("rows", 1, 2.0),))
-    # 99 tiles and its own cost, 1.5 times 2 us each, while all others are long done
+    # 99 tiles and the cost of a program, 1.5 times 2 us each; all other programs ended long before
     assert prediction.kernel_us(one.kernels[0], one, sides([99, 1, 1, 1, 1], []), 4) == pytest.approx(1.5 * 2.0 * 100)
 
 
-def test_even_work_loses_nothing() -> None:
+def test_even_work_has_no_loss() -> None:
     assert prediction.loss(RATES._replace(alone=1.0), sides([3] * 8, [6] * 4), 4) == pytest.approx(1.0)
     one = RATES._replace(kernels=(Kernel("rows", 1, 2.0),), alone=1.0)
-    # 5 programs on 4 SMs: two waves for what 1.25 would do
+    # 5 programs on 4 SMs: two waves instead of 1.25
     assert prediction.loss(one, sides([3] * 5, []), 4) == pytest.approx(2 / 1.25)
     assert prediction.loss(one, sides([], []), 4) == 1.0
 
 
-def test_the_file_keeps_everything() -> None:
+def test_calibrations_survive_json() -> None:
     table = [calibration(), calibration(direction="bwd", device=DEVICE._replace(name="other"))]
     assert prediction.from_json(prediction.to_json(table)) == table
     assert prediction.to_json(list(prediction.calibrations())) == prediction.CALIBRATION.read_text(encoding="utf-8")
@@ -247,7 +243,7 @@ def test_the_file_keeps_everything() -> None:
 # ---- the choice of a calibration ----
 
 
-def test_nothing_is_guessed_of_another_architecture() -> None:
+def test_another_architecture_has_no_calibration() -> None:
     table = (calibration(),)
     assert prediction.find(table, DEVICE, "triton", 64, "fwd") == table[0]
     assert prediction.find(table, DEVICE._replace(capability=(8, 0)), "triton", 64, "fwd") is None
@@ -256,50 +252,51 @@ def test_nothing_is_guessed_of_another_architecture() -> None:
     assert prediction.caveats(table[0], DEVICE, 64) == ()
 
 
-def test_another_gpu_of_the_same_architecture_is_scaled_and_says_so() -> None:
+def test_another_gpu_of_the_same_architecture_is_scaled_with_a_caveat() -> None:
     smaller = Device("smaller", (9, 0), 2, 1000.0, 500.0)
     table = (calibration(), calibration(head_dim=128, device=smaller))
-    # of this GPU, even if its heads are wider
+    # a calibration of the same GPU comes first, even if it is for a larger head_dim
     assert prediction.find(table, smaller, "triton", 64, "fwd") == table[1]
     assert prediction.find(table[:1], smaller, "triton", 64, "fwd") == table[0]
     scaled = prediction.on_device(table[0], smaller)
     assert [kernel.tile_us for kernel in scaled.kernels] == [4.0, 12.0] and scaled.launch_us == RATES.launch_us
     assert prediction.on_device(table[0], DEVICE) == RATES and prediction.known(table[0], smaller) is smaller
-    (said,) = prediction.caveats(table[0], smaller, 64)
-    assert "the model was not fitted to this smaller: scaled from GPU by 2 SMs at 1000 MHz" in said
+    (caveat,) = prediction.caveats(table[0], smaller, 64)
+    assert "the model was not fitted to this smaller: scaled from GPU by 2 SMs at 1000 MHz" in caveat
     assert "a head dimension of 32 was not measured: taken as 64" in prediction.caveats(table[0], DEVICE, 32)
-    # a part of the same GPU is another one
+    # a GPU with fewer SMs is another GPU
     assert prediction.caveats(table[0], DEVICE._replace(n_sms=1), 64) != ()
 
 
 # ---- the fit ----
 
 
-def line(**given: Any) -> measurements.Line:
-    said = {
+def line(**changes: Any) -> measurements.Line:
+    values = {
         "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
         "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0,
         "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0,
         "device": "NVIDIA H200", "torch": "2.11",
         "triton": "3.6", "commit": "abc",
     }  # fmt: skip
-    assert set(said) == set(measure.KEYS)
-    if given.keys() & {"bench", "pattern", "n"} and "density" not in given:
-        said["density"] = calibrate.asked(*({**said, **given}[key] for key in ("bench", "pattern", "n")))[0].density
-    return {**said, **given}
+    assert set(values) == set(measure.KEYS)
+    if changes.keys() & {"bench", "pattern", "n"} and "density" not in changes:
+        pattern, _ = calibrate.asked(*({**values, **changes}[key] for key in ("bench", "pattern", "n")))
+        values["density"] = pattern.density
+    return {**values, **changes}
 
 
 TRUE = Rates((Kernel("rows", 1, 3.0),), program=2.0, masking=0.3, alone=1.2, launch_us=12.0)
 
 
 def made_lines(*patterns: tuple[str, int]) -> list[calibrate.Measured]:
-    """Exact lines of the TRUE rates."""
+    """Lines without noise, made from the TRUE rates."""
     found = [calibrate.measured(line(pattern=pattern, n=n)) for pattern, n in patterns]
     return [one._replace(line={**one.line, "ms": calibrate.predicted(one, TRUE)}) for one in found]
 
 
-def test_the_fit_finds_the_rates_that_made_the_lines() -> None:
-    # short ones for the launch, many short programs for what a program costs, long ones for the tile
+def test_the_fit_recovers_the_true_rates() -> None:
+    # short sequences determine launch_us, many short programs the cost of a program, long sequences tile_us
     lines = made_lines(("local", 512), ("local", 8192), ("butterfly", 8192), ("dense", 4096), ("dense", 8192))
     rates = calibrate.fit(lines, (Kernel("rows", 1, 1.0),), "triton")
     assert rates.kernels[0].tile_us == pytest.approx(3.0, rel=0.05)
@@ -307,8 +304,8 @@ def test_the_fit_finds_the_rates_that_made_the_lines() -> None:
     assert max(map(abs, calibrate.errors(lines, rates))) < 0.03
 
 
-def test_two_kernels_share_the_time_as_they_were_measured_to() -> None:
-    """Lines tell their sum alone; nothing of it may go from one to the other for the sake of noise."""
+def test_two_kernels_keep_their_measured_ratio() -> None:
+    """Lines have only the sum of both; noise must not shift time from one kernel to the other."""
     kernels = calibrate.KERNELS["triton", 128, "bwd"]
     true = TRUE._replace(kernels=tuple(kernel._replace(tile_us=1.3 * kernel.tile_us) for kernel in kernels))
     lines = []
@@ -321,7 +318,7 @@ def test_two_kernels_share_the_time_as_they_were_measured_to() -> None:
     assert keys.tile_us == pytest.approx(1.3 * kernels[0].tile_us, rel=0.1)
 
 
-def test_of_one_line_the_rest_is_the_prior() -> None:
+def test_a_fit_to_one_line_keeps_the_prior() -> None:
     (one,) = made_lines(("dense", 4096))
     rates = calibrate.fit([one], (Kernel("rows", 1, 1.0),), "triton")
     assert max(map(abs, calibrate.errors([one], rates))) < 0.02
@@ -329,21 +326,21 @@ def test_of_one_line_the_rest_is_the_prior() -> None:
     assert all(math.isfinite(value) for value in rates[1:])
 
 
-def test_only_lines_of_ours_that_time_a_direction_are_used(capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
+def test_only_own_lines_of_a_single_direction_are_used(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
         line(), line(direction="mask"), line(provider="flex"), line(bench="change", direction="step", density=0.1),
         line(dtype="fp32"), line(device="another"), line(backend="eager"),
     ]  # fmt: skip
-    assert calibrate.usable(measurements.frame(given)) == {("NVIDIA H200", "triton", 128, "fwd"): [given[0]]}
-    said = capsys.readouterr().out
-    assert "another is not in DEVICES" in said and "eager" in said
+    assert calibrate.usable(measurements.frame(lines)) == {("NVIDIA H200", "triton", 128, "fwd"): [lines[0]]}
+    output = capsys.readouterr().out
+    assert "another is not in DEVICES" in output and "eager" in output
     with pytest.raises(ValueError, match="no pattern spiral of 4096 tokens in attention"):
         calibrate.measured(line(pattern="spiral", density=0.1))
     with pytest.raises(ValueError, match=r"has density 0.26\d*, but a line says 0.3: .* measure it again"):
         calibrate.measured(line(density=0.3))
 
 
-# each sweep that times single directions, at its smallest
+# the smallest line of each sweep that times single directions
 @pytest.mark.parametrize(
     ("bench", "pattern", "n", "density"),
     [
@@ -354,7 +351,7 @@ def test_only_lines_of_ours_that_time_a_direction_are_used(capsys: pytest.Captur
         ("block-size", "random, 32", 2048, 1 / 8),
     ],
 )
-def test_lines_of_sweeps_are_found_again(bench: str, pattern: str, n: int, density: float) -> None:
+def test_lines_of_sweeps_give_their_layouts(bench: str, pattern: str, n: int, density: float) -> None:
     layout = calibrate.measured(line(bench=bench, pattern=pattern, n=n, density=density)).call.layout
     assert layout is not None and layout.q_len == n and layout.density == pytest.approx(density)
 

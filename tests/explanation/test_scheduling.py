@@ -1,4 +1,4 @@
-"""Lines against the tiles of a mask in launch order, and the makespan against a simulation."""
+"""Lines (tile rows and columns) in launch order equal the tiles of a mask; the makespan equals a simulation."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def tiles_by_loop(mask: torch.Tensor) -> np.ndarray:
 
 
 def subtiled_by_loop(mask: torch.Tensor) -> np.ndarray:
-    """For tiles of whole 64 x 64 subtiles, the number of halves of their keys that attend; else 0."""
+    """For tiles made of 64 x 64 subtiles, the number of halves of their keys that attend; else 0."""
     found = (tiles_by_loop(mask) == 1).astype(int)
     for i, j in zip(*found.nonzero(), strict=True):
         tile = torch.zeros(TILE, TILE, dtype=torch.bool)
         part = mask[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
         tile[: part.shape[0], : part.shape[1]] = part
-        quarters = tile.view(2, 64, 2, 64).transpose(1, 2).flatten(2)
-        is_made = bool((quarters.all(2) == quarters.any(2)).all())
-        found[i, j] = int(quarters.any(2).any(0).sum()) if is_made else 0
+        subtiles = tile.view(2, 64, 2, 64).transpose(1, 2).flatten(2)
+        is_subtiled = bool((subtiles.all(2) == subtiles.any(2)).all())
+        found[i, j] = int(subtiles.any(2).any(0).sum()) if is_subtiled else 0
     return found
 
 
 def launched(lines: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """The launch order of lines: those over twice the mean first, over all heads, then head by head.
+    """The launch order of lines: those longer than twice the mean of all heads come first, then head after head.
 
-    lines  of each head: (tiles, ...). Every head takes as many lines first as the head with the most long ones
+    lines  (tiles, ...) of each line of each head. Every head has as many first lines as the head with most long ones
     """
     longest_first = [sorted(head, key=lambda line: -line[0]) for head in lines]
     every = [line[0] for head in lines for line in head]
@@ -57,14 +57,14 @@ def launched(lines: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
-def test_lines_of_a_plan_are_those_of_its_mask(case: cases.Case) -> None:
+def test_lines_of_a_plan_equal_those_of_its_mask(case: cases.Case) -> None:
     layout = case.build()
     batch, heads = 2, 4
     plan = layout.plan("cpu")
     masks = layout.to_dense().expand(batch, heads, layout.q_len, layout.kv_len).flatten(0, 1)
-    for items, seen in ((plan.row_records, masks), (plan.col_records, masks.mT)):
+    for items, sides in ((plan.row_records, masks), (plan.col_records, masks.mT)):
         found = scheduling.of_records(items.numpy(), batch=batch, heads=heads)
-        grids = [(tiles_by_loop(mask), subtiled_by_loop(mask)) for mask in seen]
+        grids = [(tiles_by_loop(mask), subtiled_by_loop(mask)) for mask in sides]
         expected = launched(
             [
                 [
@@ -91,7 +91,7 @@ def test_long_lines_of_all_heads_come_first() -> None:
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_a_key_head_walks_the_columns_of_its_query_heads(group: int) -> None:
+def test_a_key_head_sums_the_columns_of_its_query_heads(group: int) -> None:
     """Heads with different orders: the sum is by column, not by position."""
     layout = next(case for case in cases.LAYOUTS if case.name == "per-head").build()
     grids = [(tiles_by_loop(mask) > 0).sum(axis=0) for mask in layout.to_dense()[0]]
@@ -100,10 +100,10 @@ def test_a_key_head_walks_the_columns_of_its_query_heads(group: int) -> None:
     assert sorted(found.tiles.tolist()) == sorted(3 * list(itertools.chain(*summed)))
 
 
-# 1 and 127: less than a tile; 128 and 384: no tail; 300 and 513: tails; longer either way for the alignment
+# 1 and 127: less than a tile; 128 and 384: no tail; 300 and 513: tails; either length is the larger one
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_len", "kv_len"), [*itertools.product([1, 127, 128, 300, 384], [1, 128, 384, 513])])
-def test_lines_without_a_layout_are_those_of_the_mask(q_len: int, kv_len: int, causal: bool) -> None:
+def test_lines_without_a_layout_equal_those_of_the_mask(q_len: int, kv_len: int, causal: bool) -> None:
     mask = torch.ones(q_len, kv_len, dtype=torch.bool)
     grid = tiles_by_loop(mask.tril(kv_len - q_len) if causal else mask)
     sides = scheduling.without_layout(q_len, kv_len, causal=causal, axes=4, kv_axes=2)
@@ -131,7 +131,7 @@ def finished_at(work: list[int], servers: int) -> int:
 
 @pytest.mark.parametrize("servers", [1, 3, 7])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_makespan_is_that_of_a_simulation_by_ticks(servers: int, seed: int) -> None:
+def test_the_makespan_equals_a_simulation_by_ticks(servers: int, seed: int) -> None:
     generator = random.Random(seed)
     work = [generator.choice([1, 2, 3, 40]) for _ in range(generator.randrange(1, 40))]
     if seed % 2:
@@ -139,24 +139,23 @@ def test_the_makespan_is_that_of_a_simulation_by_ticks(servers: int, seed: int) 
     assert scheduling.makespan(np.array(work, dtype=float), servers) == finished_at(work, servers)
 
 
-def test_one_long_program_is_waited_for() -> None:
-    # 8 units of work on 4 servers, but one program has 5 of them; begun last, it ends later still
+def test_one_long_program_determines_the_makespan() -> None:
+    # 8 units of work on 4 servers, 5 of them in one program; started last, it ends even later
     assert scheduling.makespan(np.array([5.0, 1.0, 1.0, 1.0]), 4) == 5.0
     assert scheduling.makespan(np.array([1.0, 1.0, 1.0, 1.0, 5.0]), 4) == 6.0
     assert scheduling.makespan(np.array([]), 4) == 0.0
 
 
-def test_of_many_programs_the_early_ones_are_taken_as_even(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_programs_only_the_last_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     work = np.sort(np.random.default_rng(0).integers(1, 30, 3000))[::-1].astype(float)
     exact = scheduling.makespan(work, 13)
     monkeypatch.setattr(scheduling, "SIMULATED", 200)
     assert scheduling.makespan(work, 13) == pytest.approx(exact, rel=0.002)
-    # and an early one that is longer than all the rest still counts
+    # an early program that is longer than all others still counts
     assert scheduling.makespan(np.append(1e6, work), 13) == pytest.approx(1e6)
 
 
-def test_a_layout_is_not_needed_for_dense() -> None:
-    """The same tiles as a layout of every pair."""
+def test_lines_of_dense_attention_equal_those_of_a_full_layout() -> None:
     plan = BlockLayout.from_blocks([0, 0, 1, 1], [0, 1, 0, 1], 256, 256, block_size=128).plan("cpu")
     sides = scheduling.without_layout(256, 256, causal=False, axes=3, kv_axes=3)
     for side, items in zip(sides, (plan.row_records, plan.col_records), strict=True):

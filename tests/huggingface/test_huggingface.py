@@ -887,7 +887,7 @@ def test_a_mask_and_a_layer_that_contradict_each_other_are_refused() -> None:
         huggingface.attention_function(torch.nn.Module(), q, q, q, mask, is_causal=False)
     module = torch.nn.Module()
     module.config = transformers.LlamaConfig(attention_layout="causal", **SIZES)
-    with pytest.raises(ValueError, match="4 queries and 5 keys have, but the model made no mask"):
+    with pytest.raises(ValueError, match="4 queries and 5 keys, but the model made no mask"):
         huggingface.attention_function(module, q, q.new_zeros(1, 1, 5, 8), q.new_zeros(1, 1, 5, 8), None)
 
 
@@ -1007,5 +1007,7 @@ def test_layers_without_an_index_cannot_differ() -> None:
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
         "image_size": 16, "patch_size": 4,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"ViT\w+ of ViTForImageClassification does not know which layer it is"):
+    with pytest.raises(
+        ValueError, match=r"ViT\w+ of ViTForImageClassification has no layer_idx, which says which layer"
+    ):
         model(family, "blocksparse", [None, LOCAL])(torch.zeros(1, 3, 16, 16, dtype=torch.float64))

@@ -19,7 +19,6 @@ from blocksparse_flash.interop import (
     to_deepspeed,
     to_xformers,
 )
-from blocksparse_flash.interop.block_arrays import causal_part
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -139,15 +138,6 @@ def test_deepspeed_and_xformers_and_back(seed: int) -> None:
     below = BlockLayout.from_dense(mask & causal(length, length), block_size=side)
     assert from_xformers(tensor, block_size=side, causal=True) == below
     torch.testing.assert_close(to_xformers(below, causal=True), tensor * torch.ones(n, n, dtype=torch.int64).tril())
-
-
-# shifts with which the diagonal masks one pair of a block, none, or all but one
-@pytest.mark.parametrize("lengths", [(50, 64), (49, 64), (48, 65), (64, 50), (70, 203)])
-@pytest.mark.parametrize("block_size", [16, (32, 16)])
-def test_the_causal_part_is_that_of_the_pairs(lengths: tuple[int, int], block_size: int | tuple[int, int]) -> None:
-    every = BlockLayout.from_dense(torch.ones(lengths, dtype=torch.bool), block_size=block_size)
-    below = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
-    assert causal_part(every) == BlockLayout.from_dense(below, block_size=block_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.uint8], ids=str)

@@ -222,7 +222,11 @@ def rows(indptr: list[int], indices: list[int], **options: Any) -> BlockLayout:
         ),
         (lambda: rows([0, 2, 1], [0]), ValueError, "indptr must have n_rows"),
         (lambda: rows([0, 1, 1], [2]), ValueError, "indices must be in 0 .. n_cols - 1 = 1, got 2 at 0"),
-        (lambda: rows([0, 2, 2], [1, 1]), ValueError, r"indices must name every block once, but \(0, 1\) comes again"),
+        (
+            lambda: rows([0, 2, 2], [1, 1]),
+            ValueError,
+            r"indices must name every block once, but block \(row 0, col 1\) comes again",
+        ),
         (lambda: rows([0, 1, 1], [0], block_size=1), ValueError, "block_size must be a multiple of 16"),
         (
             lambda: rows([0, 1, 1], [0], mask=ONE, packed_mask=torch.zeros(32, dtype=torch.uint8)),

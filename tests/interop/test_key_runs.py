@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.interop import from_flashmask, from_magi, to_flashmask, to_magi
-from blocksparse_flash.interop.key_runs import layout_of_runs, merged, runs_of
+from blocksparse_flash.interop.key_runs import complement, layout_of_runs, merged, runs_of
 from tests.support.dense_masks import Problem, problem, problems
 
 seeds = st.integers(0, 2**32 - 1)
@@ -36,14 +36,9 @@ def test_runs_are_the_longest_of_every_query(problem: Problem) -> None:
             if len(part):
                 expected.append((line, part[0], part[-1] + 1))
     assert list(zip(*(array.tolist() for array in found), strict=True)) == expected
-    assert (
-        layout_of_runs(found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=problem.block_size)
-        == layout
-    )
+    assert layout_of_runs(found, layout._frame) == layout
     # runs do not depend on the block size
-    again = layout_of_runs(
-        found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=problem.new_block_size
-    )
+    again = layout_of_runs(found, layout._frame._replace(block_size=problem.new_block_size))
     assert again == BlockLayout.from_dense(problem.mask, block_size=problem.new_block_size)
 
 
@@ -51,11 +46,8 @@ def test_runs_are_the_longest_of_every_query(problem: Problem) -> None:
 def test_a_few_pairs_at_once_give_the_same(problem: Problem) -> None:
     layout = BlockLayout.from_dense(problem.mask, block_size=problem.block_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blocksparse_flash.interop.key_runs._PAIRS_AT_ONCE", 1)
-        found = runs_of(layout)
-        again = layout_of_runs(
-            found, layout.shape[:2], q_len=layout.q_len, kv_len=layout.kv_len, block_size=layout.block_size
-        )
+        patch.setattr("blocksparse_flash.blocks.block_list._CHUNK_BYTES", 1)
+        again = layout_of_runs(runs_of(layout), layout._frame)
     assert again == layout
 
 
@@ -74,6 +66,11 @@ def test_merged_is_the_union(seed: int) -> None:
         assert not again[line, max(begin - 1, 0) : end + 1].any(), "runs touch"
         again[line, begin:end] = True
     np.testing.assert_array_equal(again, mask)
+    outside = np.zeros_like(mask)
+    for line, begin, end in zip(*complement(found, n_lines, length), strict=True):
+        assert begin < end
+        outside[line, begin:end] = True
+    np.testing.assert_array_equal(outside, ~mask)
 
 
 # ----------------------------------------------------------------------------------------------------------- FlashMask
@@ -247,7 +244,7 @@ good = torch.tensor([[[[2], [3], [4]]]], dtype=torch.int32)
             ValueError,
             "must have shape .batch, heads, kv_len, bounds.",
         ),
-        (lambda: from_flashmask(good, 4, causal=1, block_size=16), TypeError, "causal must be a bool, got 1"),
+        (lambda: from_flashmask(good, 4, causal=1, block_size=16), TypeError, "causal must be True or False, got 1"),
         (lambda: from_flashmask([[2]], 4, causal=True, block_size=16), TypeError, "must be a torch.Tensor, got list"),
         (
             lambda: from_flashmask(good, 4, causal=True, block_size=17),

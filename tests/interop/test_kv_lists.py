@@ -303,7 +303,7 @@ def int32(values: Any) -> torch.Tensor:
             {"kv_indices": int32([[[[0, 0], [2, 0]]]])},
             "kv_num_blocks, kv_indices cols must be in 0 .. n_cols - 1 = 1, got 2",
         ),
-        ({"kv_num_blocks": int32([[[2, 1]]])}, r"must name every block once, but \(row 0, col 0\) comes again"),
+        ({"kv_num_blocks": int32([[[2, 1]]])}, r"must name every block once, but block \(row 0, col 0\) comes again"),
         (
             {"full_kv_num_blocks": int32([[[1, 1]]])},
             r"both name block \(row 0, col 0\): kernels would count its keys twice",

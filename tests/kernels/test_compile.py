@@ -1,7 +1,8 @@
-"""Every kernel compiles for every architecture without a GPU, without spills and serialised wgmma (compile_kernels.py).
+"""Every kernel compiles for every architecture, without spills and serialised wgmma; needs no GPU (compile_kernels.py).
 
-One test per kernel, target and Triton. `make test` compiles the tuned configurations for sm90 under the installed
-Triton, `make test-compilers` all others. A process per Triton compiles, because the test process interprets kernels.
+One test per kernel, target and Triton version. `make test` compiles the tuned configurations for sm90 with the
+installed Triton, `make test-compilers` all others. Each Triton version compiles in a process of its own, because the
+test process runs kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tritons beside the installed one, which `make test-compilers` installs: the one before, and those after, where Gluon
-# has other names
+# Triton versions besides the installed one, installed by `make test-compilers`: an older one, and newer ones, in which
+# Gluon has other names
 BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
-# Launches of the tuned configurations, and of every option
+# kernels compiled in their tuned configurations, and kernels compiled with every option
 TABLES = ("forward_kernel", "keys_kernel", "queries_kernel", "split_kv_kernel", "preprocess_kernel", "combine_kernel")
 SELECTION = ("mark_scores_kernel", "mark_indices_kernel", "mark_rows_kernel", "list_rows_kernel")
 ROWS = ("move_kernel", "add_kernel", "merge_kernel")
 OPTIONS = (*TABLES, *ROWS, *SELECTION, "count_kernel", "list_kernel")
 HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", "postprocess_kernel")
-# beside them one launch each of the portable kernels that backend `hopper` uses
+# and the portable kernels that backend `hopper` uses, in one launch each
 HOPPER_TABLES = (*HOPPER, "preprocess_kernel", "keys_kernel", "queries_kernel", "merge_rows_kernel", "sum_cols_kernel")
-# (target, Triton, None for the installed one): kernels.
-# Registers, spills and shared memory of a tuned configuration depend on Triton and architecture: each is compiled with
-# the installed Triton and the one before for each architecture. Other options and head dimensions are code that a
-# Triton accepts or rejects: the installed one compiles all for all architectures but sm86, the one before for sm90.
-# Of `hopper` the one before compiles every configuration, scale and pair of options once, those after the tuned ones
+# (target, Triton version or None for the installed one): kernels.
+# Registers, spills and shared memory of a tuned configuration depend on Triton and on the architecture, so each is
+# compiled with the installed and the older Triton for every architecture. Other options and head dimensions only have
+# to compile: with the installed Triton for all architectures but sm86, with the older one for sm90. The `hopper`
+# kernels are compiled with the older Triton once per configuration, scale and pair of options, and with the newer ones
+# in their tuned configurations
 TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("hopper-few", None): HOPPER_TABLES,
     ("hopper-rest", None): (*HOPPER, "queries_kernel"),
@@ -51,42 +53,42 @@ TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
 }
 # what `make test` compiles
 INSTALLED = (("hopper-few", None), ("90-few", None))
-# tests among which the launches of a kernel are divided, where they take minutes
-PARTS = {"hopper_backward_kernel": 4, "hopper_forward_kernel": 4, "forward_kernel": 2}
-# kernels that multiply matrices
+# number of tests per kernel, for kernels whose launches take minutes to compile
+SHARDS = {"hopper_backward_kernel": 4, "hopper_forward_kernel": 4, "forward_kernel": 2}
+# kernels with matrix products
 PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2]}
 
-# what falls short: bytes that kernels of `hopper` spill at (head_dim, whether there are lengths, whether lines are
-# split). Each is the most under Triton 3.6, 3.7, 3.8 and 3.9, to the byte: no more may come
+# bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
+# to 3.9, so that one more spill fails
 KNOWN_SPILLS = {
-    # under Triton 3.6 to 3.8 at most 936, most of them in the warps of the overlapped passes; the rest under 3.9, where
-    # nothing was run
+    # at most 936 with Triton 3.6 to 3.8, most of them in the warps of the overlapped passes; the rest with 3.9, which
+    # has not run on a GPU
     ("hopper_backward_kernel", 64, False, False): 1340,
     ("hopper_backward_kernel", 64, True, False): 1020,
     ("hopper_backward_kernel", 64, False, True): 744,
-    # of tiles made of whole quarters, under Triton 3.6; under 3.7 136
+    # tiles made of 64 x 64 subtiles, with Triton 3.6; 136 with 3.7
     ("hopper_backward_kernel", 64, True, True): 176,
     ("hopper_backward_kernel", 128, False, False): 2292,
     ("hopper_backward_kernel", 128, True, False): 1500,
     ("hopper_backward_kernel", 128, False, True): 732,
     ("hopper_backward_kernel", 128, True, True): 748,
-    # up to three words, stored once a program and loaded once a row
+    # up to three words, stored once per program and loaded once per tile row
     ("hopper_forward_kernel", 128, True, False): 44,
     ("hopper_forward_kernel", 128, True, True): 44,
 }
-# instructions for it in loops that multiply, by Triton's minor version
+# spill instructions in loops with matrix products, by minor version of Triton
 SPILLS_BESIDE_PRODUCTS = {
     "hopper_backward_kernel": {6: 20, 7: 20, 8: 41, 9: 78},
     "hopper_forward_kernel": {6: 1, 7: 1, 8: 6, 9: 8},
 }
-# what dk and dv of grouped heads spill at head_dim 128 on sm90, the most under Triton 3.6 and 3.7
+# bytes that the kernel of dk and dv spills for grouped heads at head_dim 128 on sm90: the maximum of Triton 3.6 and 3.7
 GROUPED_SPILLS = 32
 
 Record = dict[str, Any]
 
 
 def environment_of(version: str | None, cache: Path) -> dict[str, str]:
-    """Environment variables of a process with a version of Triton, None for the installed one."""
+    """Environment variables of a process that uses a version of Triton, None for the installed one."""
     folder = "" if version is None else Path(sys.prefix) / f"triton-{version}"
     if folder and not folder.is_dir():
         pytest.skip(f"needs Triton {version} in {folder.name} of the environment: `make test-compilers` installs it")
@@ -97,8 +99,8 @@ def environment_of(version: str | None, cache: Path) -> dict[str, str]:
 
 
 def run_under(version: str | None, cache: Path, module: str, *arguments: str) -> str:
-    """What `python -m tests.support.<module>` prints under a version of Triton, None for the installed one."""
-    said = subprocess.run(
+    """Output of `python -m tests.support.<module>` with a version of Triton, None for the installed one."""
+    done = subprocess.run(
         [sys.executable, "-m", f"tests.support.{module}", *arguments],
         cwd=ROOT,
         env=environment_of(version, cache),
@@ -106,12 +108,12 @@ def run_under(version: str | None, cache: Path, module: str, *arguments: str) ->
         text=True,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
-    return said.stdout
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Compiler:
-    """A process of tests/support/compile_kernels.py under one version of Triton."""
+    """A process that runs tests/support/compile_kernels.py with one version of Triton."""
 
     def __init__(self, version: str | None, folder: Path) -> None:
         self.log = folder / "stderr.txt"
@@ -127,8 +129,8 @@ class Compiler:
                 text=True,
             )
 
-    def ask(self, *words: object) -> list[Record]:
-        """The answer to a request, see compile_kernels.answer_requests."""
+    def request(self, *words: object) -> list[Record]:
+        """Sends a request, described at compile_kernels.answer_requests, and returns the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -145,7 +147,7 @@ class Compiler:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Callable[[str | None], Compiler]]:
-    """The process for a version of Triton; one at a time, started at the first request."""
+    """Returns the compiling process of a Triton version. One runs at a time; it starts when it is first used."""
     running: dict[str | None, Compiler] = {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -163,11 +165,11 @@ def compiler() -> Iterator[Callable[[str | None], Compiler]]:
 
 
 def faults(record: Record) -> list[str]:
-    """What silently costs speed, or cannot launch."""
+    """What makes a compiled kernel slow or impossible to launch, a sentence each."""
     call = record["call"]
     is_half = call["dtype"] in ("float16", "bfloat16")
-    said = []
-    options = bool(call.get("limited")), call.get("parts", 1) > 1
+    found = []
+    options = bool(call.get("limited")), call.get("num_splits", 1) > 1
     allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], *options), 0)
     if (
         record["kernel"] == "keys_kernel"
@@ -177,62 +179,66 @@ def faults(record: Record) -> list[str]:
     ):
         allowed = GROUPED_SPILLS
     if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
-        said.append(f"spills {record['spills']} bytes")
+        found.append(f"spills {record['spills']} bytes")
     most = SPILLS_BESIDE_PRODUCTS.get(record["kernel"], {}).get(int(record["triton"].split(".")[1]), math.inf)
     if record["spills_beside_products"] > most and call["head_dim"] <= 128:
-        said.append(f"spills {record['spills_beside_products']} times in loops that multiply")
+        found.append(f"spills {record['spills_beside_products']} times in loops with matrix products")
     if record["shared"] > record["shared_limit"]:
-        said.append(f"takes {record['shared']} bytes of shared memory, {record['shared_limit']} are there")
+        found.append(f"needs {record['shared']} bytes of shared memory, the GPU has {record['shared_limit']}")
     if record["registers"] * 32 * record["warps"] > 65536:
-        said.append(f"takes {record['registers']} registers in {record['warps']} warps, more than 65536 in all")
+        found.append(
+            f"needs {record['registers']} registers per thread in {record['warps']} warps, more than 65536 in total"
+        )
     if record["tensor_memory"] > 512:
-        said.append(f"takes {record['tensor_memory']} columns of tensor memory, 512 are there")
+        found.append(f"needs {record['tensor_memory']} columns of tensor memory, the GPU has 512")
     if record["early_arrivals"]:
-        said.append(f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have met")
+        found.append(
+            f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have synchronised"
+        )
     if record["unwritten_registers"]:
-        said.append(f"reads {record['unwritten_registers']} uniform registers that nothing has written")
+        found.append(f"reads {record['unwritten_registers']} unwritten uniform registers")
     if record["lost_operands"]:
-        said.append(f"loses {record['lost_operands']} operands that a loop keeps in registers")
+        found.append(f"overwrites {record['lost_operands']} operands that a loop keeps in registers")
     if record["arch"] == 90 and is_half and record["products"]:
-        # which has 64 rows
+        # wgmma has 64 rows
         if not record["wgmma"] and call.get("q_len", 64) * call.get("group", 1) >= 64:
-            said.append("has products without wgmma")
-        # head_dim 256, lengths and options of the scores are right but not tuned: ptxas gives up some of their overlap
+            found.append("has matrix products without wgmma")
+        # head_dim 256, kv_lengths and score mods are correct but not tuned: ptxas serialises some of their wgmma
         is_tuned = call["head_dim"] <= 128 and not any(map(call.get, ("limited", "scores")))
         is_tuned |= record["kernel"].startswith("hopper")
         if record["serialised"] and is_tuned:
-            said.append(f"serialises wgmma: {', '.join(record['serialised'])}")
-        # healthy is a wait for at least 2 products
+            found.append(f"serialises wgmma: {', '.join(record['serialised'])}")
+        # a good loop issues at least 2 wgmma per wait
         if record["wgmma_waits"] * 2 > record["wgmma"] and call["head_dim"] >= 64:
-            said.append(f"waits {record['wgmma_waits']} times for {record['wgmma']} wgmma")
-    return [f"{record['kernel']} {call}: {sentence}" for sentence in said]
+            found.append(f"waits {record['wgmma_waits']} times for {record['wgmma']} wgmma")
+    return [f"{record['kernel']} {call}: {sentence}" for sentence in found]
 
 
 def marks_of(target: str, version: str | None) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if (target, version) in INSTALLED else [pytest.mark.slow, pytest.mark.compilers]
 
 
-# the longest first, each target's in turn, so that a worker starts few processes
+# target by target, the slowest first, so that a worker starts few processes
 CASES = [
     pytest.param(
         target,
         version,
         kernel,
-        part,
-        id=f"{target}-{version or 'installed'}-{kernel}-{part}",
+        shard,
+        id=f"{target}-{version or 'installed'}-{kernel}-{shard}",
         marks=marks_of(target, version),
     )
     for (target, version), kernels in TARGETS.items()
     for kernel in kernels
-    for part in range(PARTS.get(kernel, 1))
+    for shard in range(SHARDS.get(kernel, 1))
 ]
 
 
-@pytest.mark.parametrize(("target", "version", "kernel", "part"), CASES)
-def test_a_kernel_compiles_well(
-    target: str, version: str | None, kernel: str, part: int, compiler: Callable[[str | None], Compiler]
+@pytest.mark.parametrize(("target", "version", "kernel", "shard"), CASES)
+def test_kernels_compile_without_faults(
+    target: str, version: str | None, kernel: str, shard: int, compiler: Callable[[str | None], Compiler]
 ) -> None:
-    records = compiler(version).ask("compile", target, kernel, part, PARTS.get(kernel, 1))
+    records = compiler(version).request("compile", target, kernel, shard, SHARDS.get(kernel, 1))
     for record in records:
         assert record["kernel"] == kernel
         assert record["arch"] == (90 if target.startswith("hopper") else int(target.partition("-")[0]))
@@ -246,20 +252,22 @@ def test_a_kernel_compiles_well(
     ("target", "version"),
     [pytest.param(*target, marks=[] if target[1] is None else pytest.mark.compilers) for target in TARGETS],
 )
-def test_every_launch_has_a_test(target: str, version: str | None, compiler: Callable[[str | None], Compiler]) -> None:
-    launches = compiler(version).ask("list", target)
+def test_targets_cover_all_launches(
+    target: str, version: str | None, compiler: Callable[[str | None], Compiler]
+) -> None:
+    launches = compiler(version).request("list", target)
     assert {launch["kernel"] for launch in launches} == set(TARGETS[target, version])
-    for kernel, parts in PARTS.items():
-        assert kernel not in TARGETS[target, version] or parts <= sum(each["kernel"] == kernel for each in launches)
+    for kernel, shards in SHARDS.items():
+        assert kernel not in TARGETS[target, version] or shards <= sum(each["kernel"] == kernel for each in launches)
     if not target.startswith("hopper") or target.endswith("-rest"):
         return
-    # of the tuned head dimensions every kind of pattern, with and without lengths, with and without splits
+    # at the tuned head dimensions every kind of layout, with and without kv_lengths, with and without splits
     calls = [call for launch in launches if launch["kernel"] == "hopper_forward_kernel" for call in launch["calls"]]
     for head_dim in (64, 128):
-        of_dim = [call for call in calls if call["head_dim"] == head_dim]
-        assert {call.get("mode", "layout") for call in of_dim} == {"layout", "quarters", "dense", "causal"}
-        assert {call.get("limited", False) for call in of_dim} == {False, True}
-        assert {call.get("parts", 1) > 1 for call in of_dim} == {False, True}
+        at_dim = [call for call in calls if call["head_dim"] == head_dim]
+        assert {call.get("mode", "layout") for call in at_dim} == {"layout", "subtiles", "dense", "causal"}
+        assert {call.get("limited", False) for call in at_dim} == {False, True}
+        assert {call.get("num_splits", 1) > 1 for call in at_dim} == {False, True}
 
 
 def test_make_installs_the_other_tritons() -> None:
@@ -295,8 +303,11 @@ GOOD = {
     [
         ({"spills": 4}, "spills"),
         ({"spills": 2293, "kernel": "hopper_backward_kernel"}, "spills"),
-        ({"spills_beside_products": 21, "kernel": "hopper_backward_kernel"}, "loops that multiply"),
-        ({"spills_beside_products": 79, "kernel": "hopper_backward_kernel", "triton": "3.9.0"}, "loops that multiply"),
+        ({"spills_beside_products": 21, "kernel": "hopper_backward_kernel"}, "loops with matrix products"),
+        (
+            {"spills_beside_products": 79, "kernel": "hopper_backward_kernel", "triton": "3.9.0"},
+            "loops with matrix products",
+        ),
         ({"spills": 32, "kernel": "hopper_forward_kernel"}, "spills"),
         ({"spills": 4, "kernel": "hopper_forward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
         ({"spills": 1341, "kernel": "hopper_backward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
@@ -312,13 +323,13 @@ GOOD = {
         ({"tensor_memory": 1024}, "tensor memory"),
         ({"early_arrivals": 1}, "before its other warps"),
         ({"lost_operands": 8}, "keeps in registers"),
-        ({"unwritten_registers": 2}, "nothing has written"),
+        ({"unwritten_registers": 2}, "unwritten uniform registers"),
         ({"wgmma": 0, "wgmma_waits": 0}, "without wgmma"),
         ({"serialised": ["C7510"]}, "serialises"),
         ({"wgmma_waits": 23}, "waits"),
     ],
 )
-def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
+def test_each_fault_is_reported(change: dict[str, Any], word: str) -> None:
     (fault,) = faults({**GOOD, **change})
     assert word in fault
 
@@ -326,13 +337,13 @@ def test_each_fault_is_seen(change: dict[str, Any], word: str) -> None:
 @pytest.mark.parametrize(
     ("between", "expected"), [("bar.sync 0, 128;", 0), ("bar.warp.sync -1;", 0), ("add.s32 %r4, %r1, 1;", 1)]
 )
-def test_an_arrival_wants_a_barrier_behind_what_was_read(between: str, expected: int) -> None:
+def test_an_mbarrier_arrival_needs_a_barrier_after_shared_memory_reads(between: str, expected: int) -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     ptx = f"bar.sync 0, 128; ld.shared.b32 %r1, [%r2]; {between} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
     assert compile_kernels.early_arrivals(ptx) == expected
 
 
-def test_spills_are_written_where_products_are() -> None:
+def test_spills_are_counted_only_in_loops_with_products() -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = ["STL [R1], R9", "LDL R9, [R1]", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT", "@P1 BRA 0x0010"]
     code += ["STL [R1], R9", "@P1 BRA 0x0040", "BRA 0x0000"]
@@ -357,7 +368,7 @@ $L__BB0_2:                              // =>This Inner Loop
     ("ptx", "expected"),
     [
         (KEPT_PTX, 1),
-        # computed anew in each round, or handed to the next one
+        # computed in each iteration, or passed from one to the next
         (KEPT_PTX.replace("%r7", "%r1"), 0),
         (KEPT_PTX.replace("cvt.rn.bf16x2.f32 %r7, %r5, %r6", "mov.b32 %r4, %r7"), 0),
         # no loop
@@ -366,7 +377,7 @@ $L__BB0_2:                              // =>This Inner Loop
         (KEPT_PTX.replace("{%r1,%r2,%r3,%r4}, %rd1", "%rd2, %rd1"), 0),
     ],
 )
-def test_operands_that_a_loop_keeps_are_read_off_ptx(ptx: str, expected: int) -> None:
+def test_operands_that_a_loop_keeps_are_found_in_ptx(ptx: str, expected: int) -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     assert compile_kernels.kept_operands(ptx) == expected
 
@@ -377,14 +388,14 @@ def test_operands_that_a_loop_keeps_are_read_off_ptx(ptx: str, expected: int) ->
 @pytest.mark.parametrize(
     ("writes", "expected"),
     [
-        # what another product takes is its own
+        # the operand of the other product
         ("F2FP.BF16.F32.PACK_AB R184, R25, R24", 0),
         ("F2FP.BF16.F32.PACK_AB R183, R25, R24", 1),
         ("LDSM.16.M88.4 R178, [R3+UR22+0xe000]", 1),
         ("STS.128 [R180], R184", 0),
     ],
 )
-def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, expected: int) -> None:
+def test_overwriting_an_operand_that_a_loop_keeps_is_found(before: str, writes: str, expected: int) -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = [
         before,
@@ -393,13 +404,13 @@ def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, ex
         writes,
         "HGMMA.64x64x16.F32.BF16 R88, R184, gdesc[UR32].tnspB, R88",
         "@P1 BRA 0x0010",
-        # another program's, and its own loop around all of these
+        # the operand of the next work tile, and the outer loop
         before,
         "BRA 0x0000",
     ]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
     assert compile_kernels.lost_operands(KEPT_PTX, sass) == expected
-    # an operand that each round hands to the next
+    # an operand that each iteration passes to the next
     assert compile_kernels.lost_operands(KEPT_PTX.replace("%r7", "%r1"), sass) == 0
 
 
@@ -410,18 +421,18 @@ def test_what_a_loop_keeps_may_not_be_written_in_it(before: str, writes: str, ex
         ("UIADD3 UR18, UP0, UR16, 0x20, URZ", 0),
         ("STS.U16 [R68+UR17+0x8000], R35", 0),
         ("STS.U16 [R68+UR18+0x8000], R35", 1),
-        # of which the last two are read
+        # descriptors are left out
         ("HGMMA.64x16x16.F32.BF16 R56, R28, gdesc[UR20].tnspB, R56", 0),
     ],
 )
-def test_an_address_is_written_before_it_is_read(reads: str, expected: int) -> None:
+def test_reads_of_unwritten_uniform_registers_are_found(reads: str, expected: int) -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", reads]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
     assert compile_kernels.unwritten_registers(sass) == expected
 
 
-def test_what_is_no_fault() -> None:
+def test_acceptable_kernels_have_no_faults() -> None:
     """GOOD has no faults; few queries need no wgmma; float32 and other head dimensions may spill."""
     assert faults(GOOD) == []
     few = {**GOOD, "kernel": "split_kv_kernel", "wgmma": 0, "wgmma_waits": 0}
@@ -432,9 +443,9 @@ def test_what_is_no_fault() -> None:
     assert faults({**spilled, "spills": 2292}) == []
     (fault,) = faults({**spilled, "spills": 2293})
     assert "spills 2293 bytes" in fault
-    parted = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "parts": 3}}
-    assert faults({**parted, "spills": 732}) == []
-    assert len(faults({**parted, "spills": 733})) == 1
+    with_splits = {**spilled, "call": {**GOOD["call"], "head_dim": 128, "num_splits": 3}}
+    assert faults({**with_splits, "spills": 732}) == []
+    assert len(faults({**with_splits, "spills": 733})) == 1
     assert faults({**GOOD, "kernel": "keys_kernel", "spills": 32, "call": {**CALL, "group": 4}}) == []
     assert faults({**GOOD, "spills": 4, "call": {"head_dim": 256, "dtype": "bfloat16"}}) == []
     assert (

@@ -1,4 +1,4 @@
-"""GPU tests: offsets past 2^31, memory, equal bits, CUDA graphs, no synchronisation.
+"""GPU tests: offsets past 2^31, memory, bitwise reproducibility, CUDA graphs, no synchronisation.
 
 On a machine with a GPU, the zoo of layouts (test_zoo.py) and the operators (test_ops.py) run there too.
 """
@@ -86,7 +86,7 @@ def check_sampled(
 
 
 @on_every_backend
-def test_butterfly_of_65536_tokens(backend: str) -> None:
+def test_butterfly_of_65536_tokens_is_accurate(backend: str) -> None:
     layout = masks.butterfly(65536)
 
     def attends(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_butterfly_of_65536_tokens(backend: str) -> None:
 
 
 @on_every_backend
-def test_a_million_tokens_with_offsets_past_2_to_the_31(backend: str) -> None:
+def test_a_million_tokens_with_offsets_past_2_to_the_31_are_accurate(backend: str) -> None:
     """18 heads of 1,048,576 x 128: 2.4e9 elements a tensor; the last head lies past 2^31."""
     length, heads, head_dim = 1 << 20, 18, 128
     assert (heads - 1) * length * head_dim > 2**31
@@ -111,7 +111,7 @@ def test_a_million_tokens_with_offsets_past_2_to_the_31(backend: str) -> None:
 
 @on_every_backend
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_three_runs_give_equal_bits(head_dim: int, backend: str) -> None:
+def test_three_runs_are_bitwise_equal(head_dim: int, backend: str) -> None:
     length = 2000
     layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
     torch.manual_seed(0)
@@ -133,8 +133,8 @@ def test_three_runs_give_equal_bits(head_dim: int, backend: str) -> None:
 # ten parts, so that test processes compile in parallel
 @pytest.mark.parametrize("part", range(10))
 @on_every_backend
-def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str, part: int) -> None:
-    """50 layouts a part, 20 runs each: none hangs, all give equal bits; dq only where its sum has a fixed order."""
+def test_ten_thousand_launches_with_random_layouts_are_bitwise_reproducible(backend: str, part: int) -> None:
+    """50 layouts per part, 20 runs each: none hangs, all are bitwise equal; dq only if summed in a fixed order."""
     numbers = random.Random(part)
     differing = torch.zeros(5, dtype=torch.int64, device="cuda")
     for seed in range(50 * part, 50 * (part + 1)):
@@ -161,7 +161,7 @@ def test_ten_thousand_launches_over_random_layouts_give_equal_bits(backend: str,
 
 
 @on_every_backend
-def test_memory_of_forward_and_backward_is_that_of_its_tensors(backend: str) -> None:
+def test_peak_memory_is_that_of_the_results(backend: str) -> None:
     """Outputs, gradients, lse, delta (float32 dq on `hopper`) and at most 2 % more: no N x N tensor, no copies."""
     length, heads, head_dim = 65536, 16, 64
     layout = masks.butterfly(length).to("cuda")
@@ -177,11 +177,13 @@ def test_memory_of_forward_and_backward_is_that_of_its_tensors(backend: str) -> 
     grads = torch.autograd.grad(attention(q, k, v, layout, backend=backend), (q, k, v), dout)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    tensor, statistic = q.nbytes, 4 * heads * length
-    own = (4 if backend == "triton" else 6) * tensor + 2 * statistic
-    everything = own + 4 * tensor
-    print(f"peak {peak}, out + gradients + lse + delta {own}, over by {(peak - own) / everything:.2%} of all tensors")
-    assert peak <= own + 0.02 * everything
+    q_bytes, lse_bytes = q.nbytes, 4 * heads * length
+    results = (4 if backend == "triton" else 6) * q_bytes + 2 * lse_bytes
+    total = results + 4 * q_bytes
+    print(
+        f"peak {peak}, out + gradients + lse + delta {results}, over by {(peak - results) / total:.2%} of all tensors"
+    )
+    assert peak <= results + 0.02 * total
     assert len(grads) == 3
 
 
@@ -248,7 +250,7 @@ def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
 
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (64, 64), (16, 128)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int], causal: bool) -> None:
+def test_a_selection_has_the_same_plan_as_on_the_cpu(block_size: tuple[int, int], causal: bool) -> None:
     """With more entries than one thread block can sort, and with few."""
     for (batch, heads), q_len, kv_len, k in (((1, 1), 20_000, 20_000, 40), ((2, 3), 300, 700, 3)):
         n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
@@ -269,7 +271,7 @@ def test_the_plan_of_a_selection_is_that_of_the_cpu(block_size: tuple[int, int],
         assert torch.equal(plans[0][6][used], plans[1][6][used])
 
 
-def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
+def test_a_layout_is_moved_in_one_copy() -> None:
     """Its tensors and those of its plan share one allocation, which each of them keeps alive."""
     layout = masks.local(3000, window=700) | masks.global_tokens(3000, tokens=5)
     moved = layout.to("cuda")
@@ -286,7 +288,7 @@ def test_a_layout_arrives_by_one_copy_as_it_was() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_plans_arrive_by_one_copy_each_without_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_plan_is_moved_in_one_copy_without_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial and full blocks (the GPU lists full ones itself); pinned memory is not reused before its copy has run."""
     monkeypatch.setattr(device_builder, "WORTH_SENDING", 1)
     layouts = []
@@ -344,7 +346,7 @@ def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_a_selection_of_blocks_is_captured_with_its_attention() -> None:
+def test_a_cuda_graph_captures_a_selection_and_its_attention() -> None:
     """A CUDA graph of selection, plan, forward and backward follows new scores, without synchronisation."""
     length, block_size, k = 1100, 64, 4
     n_rows = -(-length // block_size)
@@ -384,7 +386,7 @@ def test_a_selection_of_blocks_is_captured_with_its_attention() -> None:
                 assert torch.equal(replayed, expected)
 
 
-def test_lengths_on_the_gpu_are_clamped() -> None:
+def test_kv_lengths_on_the_gpu_are_clamped() -> None:
     q, k, v = (torch.randn(3, 1, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 300, 70]))
     for layout in (None, masks.local(300, window=9)):
@@ -412,7 +414,9 @@ def test_a_host_layout_is_copied_once() -> None:
 )
 # less than one tile row of 192 queries, exactly two, one query more or less than whole rows, many; more or fewer keys
 @pytest.mark.parametrize("lengths", [(65, 65), (384, 256), (193, 700), (575, 130), (3001, 3001)], ids=str)
-def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_192_queries_are_accurate(
+    lengths: tuple[int, int], call: zoo.Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forced, since only long sequences use them."""
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
 
@@ -427,9 +431,7 @@ def test_rows_of_192_queries(lengths: tuple[int, int], call: zoo.Call, monkeypat
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=str)
-def test_maxima_that_grow_by_less_than_the_rescale_threshold_and_by_more(
-    layout: cases.Case, dtype: torch.dtype
-) -> None:
+def test_maxima_that_grow_around_the_rescale_threshold_are_accurate(layout: cases.Case, dtype: torch.dtype) -> None:
     """Scores have a standard deviation of 11.4 in base 2; the rescale threshold is 8."""
     call = zoo.Call(head_dim=128, dtype=dtype, scale=0.7)
     zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))
@@ -456,9 +458,9 @@ def test_explain_predicts_memory_and_time(backend: str, head_dim: int) -> None:
     }
     for name, call in calls.items():
         call()
-        said = getattr(found, name)
+        expected = getattr(found, name)
         # the allocator rounds each tensor up to 512 bytes
-        assert measure.peak_bytes(call) == pytest.approx(said.writes + said.workspace, rel=1e-3), name
+        assert measure.peak_bytes(call) == pytest.approx(expected.writes + expected.workspace, rel=1e-3), name
         predicted = found.prediction
         if predicted is not None and not predicted.caveats:
             ms = measure.milliseconds(call)["ms"]
@@ -486,7 +488,7 @@ def sparse(q_len: int, kv_len: int) -> BlockLayout:
     ) & masks.causal(lengths)
 
 
-def assert_heads_are_right(
+def assert_heads_are_accurate(
     out: Tensor,
     lse: Tensor,
     q: Tensor,
@@ -514,25 +516,25 @@ def assert_heads_are_right(
 
 @pytest.mark.parametrize("q_len", [1, 3, 16, 64])
 @pytest.mark.parametrize("case", ["sparse", "dense"])
-def test_decoding_over_131072_keys(q_len: int, case: str) -> None:
+def test_decoding_over_131072_keys_is_accurate(q_len: int, case: str) -> None:
     q, k, v = decoding(q_len, 1 << 17, batch=2)
     layout = sparse(q_len, 1 << 17) if case == "sparse" else None
     out, lse = attention_with_lse(q, k, v, layout, backend="triton")
-    assert_heads_are_right(out, lse, q, k, v, layout, [(0, 0), (0, 13), (1, 31)])
+    assert_heads_are_accurate(out, lse, q, k, v, layout, [(0, 0), (0, 13), (1, 31)])
 
 
-def test_decoding_with_offsets_past_2_to_the_31() -> None:
+def test_decoding_with_offsets_past_2_to_the_31_is_accurate() -> None:
     """17 kv heads of 1,048,576 x 128: 2.3e9 elements; the last head lies past 2^31."""
     q, k, v = decoding(1, 1 << 20, heads=34, kv_heads=17)
     assert k[0, :16].numel() >= 2**31
     layout = sparse(1, 1 << 20)
     out, lse = attention_with_lse(q, k, v, layout, backend="triton")
-    assert_heads_are_right(out, lse, q, k, v, layout, [(0, 0), (0, 33)])
+    assert_heads_are_accurate(out, lse, q, k, v, layout, [(0, 0), (0, 33)])
 
 
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_decoding_gives_equal_bits_every_time(head_dim: int, dtype: torch.dtype) -> None:
+def test_decoding_is_bitwise_reproducible(head_dim: int, dtype: torch.dtype) -> None:
     q, k, v = (t.to(dtype) for t in decoding(2, 20_000, batch=3, head_dim=head_dim))
     lengths = torch.tensor([20_000, 0, 777], device="cuda")
     layout = sparse(2, 20_000)
@@ -575,7 +577,7 @@ def test_a_cuda_graph_replays_decoding(case: str) -> None:
         assert all(map(torch.equal, captured, step()))
 
 
-def test_gradients_of_a_single_query() -> None:
+def test_gradients_of_a_single_query_are_accurate() -> None:
     q, k, v = (t.requires_grad_() for t in decoding(1, 5000, heads=4, kv_heads=2, head_dim=64))
     layout = sparse(1, 5000)
     dout = torch.randn_like(q)

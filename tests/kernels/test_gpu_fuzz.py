@@ -14,10 +14,11 @@ from tests.support.launch_tables import Call, Variant
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# the calls of a family share compiled kernels: compile-time values are drawn once a family
+# the calls of a family share compiled kernels: compile-time values are drawn once per family
 FAMILIES, CALLS = 100, 50
-# at least PROGRAMS blocks of 128 queries; about at most PAIRS query-key pairs and NUMBERS values of k, over all heads
-PROGRAMS, PAIRS, NUMBERS = 132, 4_000_000, 6_000_000
+# over all heads: at least MIN_TILE_ROWS blocks of 128 queries, and roughly at most MAX_PAIRS query-key pairs and
+# MAX_K_NUMEL elements of k
+MIN_TILE_ROWS, MAX_PAIRS, MAX_K_NUMEL = 132, 4_000_000, 6_000_000
 
 
 def family(seed: int) -> Call:
@@ -48,13 +49,17 @@ def family(seed: int) -> Call:
 
 
 def draw(shared: Call, numbers: random.Random) -> Call:
-    """A call of the family, with at least PROGRAMS blocks of 128 queries."""
+    """A call of the family, with at least MIN_TILE_ROWS blocks of 128 queries."""
     q_len = numbers.choice([numbers.randint(3, 64), numbers.randint(65, 700), 128 * numbers.randint(1, 6)])
-    axes = -(-PROGRAMS // -(-q_len // 128))
-    kv_len = numbers.randint(3, max(200, min(700, PAIRS // (axes * q_len), NUMBERS // (axes * shared.head_dim))))
-    axes = max(axes, min(numbers.randint(axes, 3 * axes), PAIRS // (q_len * kv_len)))
+    n_batch_heads = -(-MIN_TILE_ROWS // -(-q_len // 128))
+    kv_len = numbers.randint(
+        3, max(200, min(700, MAX_PAIRS // (n_batch_heads * q_len), MAX_K_NUMEL // (n_batch_heads * shared.head_dim)))
+    )
+    n_batch_heads = max(
+        n_batch_heads, min(numbers.randint(n_batch_heads, 3 * n_batch_heads), MAX_PAIRS // (q_len * kv_len))
+    )
     batch, group = numbers.randint(1, 4), shared.variant.group
-    heads = -(-axes // (batch * group)) * group
+    heads = -(-n_batch_heads // (batch * group)) * group
     scale = numbers.choice([None, 0.0, -0.1, -1.0, numbers.uniform(-0.5, 0), numbers.uniform(0, 0.5)])
     return Call(shared.backend, (batch, heads, q_len, kv_len), shared.head_dim, shared.dtype, shared.variant, scale)
 
@@ -71,6 +76,6 @@ def test_random_calls_are_accurate(seed: int, record_property: Callable[[str, ob
             wrong.append(f"{call}: {error}")
     # other test processes share the GPU
     torch.cuda.empty_cache()
-    of = f"{shared.backend} {shared.dtype} head_dim {shared.head_dim} {shared.variant}"
-    record_property("fuzz", f"seed {seed:3}: {CALLS} calls, {len(wrong)} wrong, of {of}")
+    options = f"{shared.backend} {shared.dtype} head_dim {shared.head_dim} {shared.variant}"
+    record_property("fuzz", f"seed {seed:3}: {CALLS} calls, {len(wrong)} wrong, of {options}")
     assert not wrong, "\n".join(wrong)

@@ -16,7 +16,7 @@ CALLS = launch_tables.cover(launch_tables.this_gpu()) if HAS_CUDA else ()
 
 
 @pytest.mark.parametrize("gpu", [A100, A10, H200, B200], ids=["A100", "A10", "H200", "B200"])
-def test_calls_reach_every_configuration_with_every_sign_of_the_scale(gpu: Gpu) -> None:
+def test_calls_reach_every_configuration_with_every_sign_of_scale(gpu: Gpu) -> None:
     known = launch_tables.known(gpu)
     signs: dict[launch_tables.Key, set[int]] = {}
     for call in launch_tables.cover(gpu):
@@ -28,17 +28,16 @@ def test_calls_reach_every_configuration_with_every_sign_of_the_scale(gpu: Gpu) 
     )
     assert known - set(signs) == set(), "no call reaches these: delete them, or add a call to launch_tables.candidates"
     assert set(signs) - known == set(), "launch_tables.known does not list these"
-    assert {key for key, met in signs.items() if met != {-1, 0, 1}} == set()
+    assert {key for key, seen in signs.items() if seen != {-1, 0, 1}} == set()
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_a_configuration_is_accurate(call: Call, record_property: Callable[[str, object], None]) -> None:
+def test_every_configuration_is_accurate(call: Call, record_property: Callable[[str, object], None]) -> None:
     gpu = launch_tables.this_gpu()
     with launch_tables.recorded(runs=True) as found:
         actual = run(call)
-    # the launches are those that `cover` predicted
-    assert found == launch_tables.chosen(call, gpu)
+    assert found == launch_tables.chosen(call, gpu), "`cover` predicted other launches"
     assert_is_accurate(call, actual)
     record_property("configurations", sorted(map(str, found)))
     if call == CALLS[0]:
@@ -46,7 +45,7 @@ def test_a_configuration_is_accurate(call: Call, record_property: Callable[[str,
 
 
 @pytest.mark.parametrize("variant", [launch_tables.ALL[i] for i in (4, 12)], ids=lambda variant: variant.name)
-def test_a_wrong_result_is_found(variant: launch_tables.Variant) -> None:
+def test_a_wrong_result_is_detected(variant: launch_tables.Variant) -> None:
     call = Call("eager", (2, 2, 70, 90), 16, torch.bfloat16, variant, scale=-0.2)
     actual = run(call)
     assert_is_accurate(call, actual)

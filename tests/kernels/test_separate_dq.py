@@ -1,4 +1,4 @@
-"""When dq of the Hopper backward has a launch of its own."""
+"""Which backwards of `hopper` compute dQ in a launch of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from blocksparse_flash.kernels.separate_dq import is_dq_separate
 CPU = torch.device("cpu")
 
 
-def ask(layout: BlockLayout | None, batch: int, heads: int, dim: int = 64, *, deterministic: bool = False) -> bool:
+def is_separate(
+    layout: BlockLayout | None, batch: int, heads: int, dim: int = 64, *, deterministic: bool = False
+) -> bool:
     plan = [] if layout is None else list(layout.plan(CPU))
     return is_dq_separate(plan, (batch, heads, 16384, dim), dim, deterministic=deterministic)
 
 
 def banded(n_tiles: int) -> BlockLayout:
-    """So many tiles in every row."""
+    """n_tiles tiles in every tile row."""
     row = torch.arange(128).repeat_interleave(n_tiles)
     col = (row + torch.arange(n_tiles).repeat(128)) % 128
     return BlockLayout.from_blocks(row.numpy(), col.numpy(), 16384, 16384, block_size=128)
@@ -35,18 +37,17 @@ def banded(n_tiles: int) -> BlockLayout:
         (2, 1, 64, False),
     ],
 )
-def test_few_tiles_a_row_of_many_queries(n_tiles, batch, dim, expected):
-    assert ask(banded(n_tiles), batch, 8, dim) == expected
+def test_dq_is_separate_for_few_tiles_per_row_and_many_rows(n_tiles, batch, dim, expected):
+    assert is_separate(banded(n_tiles), batch, 8, dim) == expected
 
 
-def test_every_head_counts():
-    layout = BlockLayout.stack_heads([banded(1), banded(3)])
-    assert ask(layout, 64, 2)
-    assert not ask(BlockLayout.stack_heads([banded(2), banded(6)]), 64, 2)
+def test_the_mean_over_all_heads_decides():
+    assert is_separate(BlockLayout.stack_heads([banded(1), banded(3)]), 64, 2)
+    assert not is_separate(BlockLayout.stack_heads([banded(2), banded(6)]), 64, 2)
 
 
 @pytest.mark.parametrize("layout", [None, masks.local(16384, window=2000)], ids=["dense", "local"])
-def test_equal_bits_want_it_and_else_many_tiles_do_not(layout):
-    assert ask(layout, 16, 8, deterministic=True)
-    assert ask(layout, 16, 8, 128, deterministic=True)
-    assert not ask(layout, 16, 8)
+def test_many_tiles_per_row_separate_dq_only_if_deterministic(layout):
+    assert is_separate(layout, 16, 8, deterministic=True)
+    assert is_separate(layout, 16, 8, 128, deterministic=True)
+    assert not is_separate(layout, 16, 8)

@@ -1,4 +1,4 @@
-"""An engineer from FlexAttention brings a mask_mod and checks it against dense attention."""
+"""A user of FlexAttention converts a mask_mod to a layout and compares with dense attention."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Someone with an experiment on Long Range Arena trains and tests a mask of their own on a small ListOps."""
+"""A user of Long Range Arena trains and tests a mask of their own on a small ListOps."""
 
 from benchmarks.lra.__main__ import main
 

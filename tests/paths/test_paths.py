@@ -1,4 +1,4 @@
-"""The paths of four users, each a script of at most 15 lines of their own code, run as they stand."""
+"""Scripts of four users run unchanged and have at most 15 lines of code each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_researcher_trains(run: Any) -> None:
     assert mask[0].all() and mask[:, 0].all() and mask[300].sum() == 1 + 129
 
 
-def test_an_experiment_on_long_range_arena(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_on_long_range_arena_trains_and_tests(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("numba", reason="needs the extra [lra]")
     pytest.importorskip("lightning", reason="needs the extra [lra]")
     pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
@@ -79,19 +79,19 @@ def test_an_experiment_on_long_range_arena(run: Any, capsys: pytest.CaptureFixtu
     assert "accuracy" in capsys.readouterr().out
 
 
-def test_an_engineer_from_flex_attention(run: Any) -> None:
+def test_a_user_of_flex_attention_gets_the_same_mask(run: Any) -> None:
     found = run("flex_attention_user")
     n = found["n"]
     assert found["layout"] == masks.sink_window(n, sinks=4, window=200)
     torch.testing.assert_close(found["layout"].to_dense()[0, 0], found["mask"])
 
 
-def test_a_user_of_transformers(run: Any) -> None:
+def test_a_user_of_transformers_generates(run: Any) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     found = run("transformers_user")
-    model, said = found["model"], found["said"]
-    assert said.shape == (1, 308) and all(weight.grad is not None for weight in model.parameters())
-    assert torch.equal(said[0, 300:], model(said).logits[0, 299:-1].argmax(dim=-1))
-    dense = model(said).logits
+    model, generated = found["model"], found["generated"]
+    assert generated.shape == (1, 308) and all(weight.grad is not None for weight in model.parameters())
+    assert torch.equal(generated[0, 300:], model(generated).logits[0, 299:-1].argmax(dim=-1))
+    dense = model(generated).logits
     model.config.attention_layout = None
-    assert not torch.allclose(model(said).logits, dense)
+    assert not torch.allclose(model(generated).logits, dense)

@@ -1,4 +1,4 @@
-"""A user of transformers gives a Llama a layout in its config, and generates."""
+"""A user of transformers sets a layout in the config of a Llama, computes a loss and generates."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -13,4 +13,4 @@ config = LlamaConfig(
 model = AutoModelForCausalLM.from_config(config, attn_implementation="blocksparse")
 tokens = torch.randint(64, (1, 300))
 model(tokens, labels=tokens).loss.backward()
-said = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)
+generated = model.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0)

@@ -16,7 +16,7 @@ from blocksparse_flash.plan_format import PARTIAL, TILE
 SIZES: list[int | tuple[int, int]] = [16, 48, 64, 80, 128, 256, (32, 176)]
 
 
-def some(block_size: Any, heads: int = 2, q_len: int = 300, kv_len: int = 270) -> BlockLayout:
+def random_layout(block_size: Any, heads: int = 2, q_len: int = 300, kv_len: int = 270) -> BlockLayout:
     """Random full and partial blocks, different for each head."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(1, heads, -(-q_len // 40), -(-kv_len // 40), generator=draw) < 0.3
@@ -25,82 +25,83 @@ def some(block_size: Any, heads: int = 2, q_len: int = 300, kv_len: int = 270) -
 
 
 def blocks_of(layout: BlockLayout) -> dict[tuple[int, int, int], int]:
-    """(axis, row, col) -> index of the stored block."""
+    """(batch_head, row, col) -> index of the stored block."""
     found = {}
-    for axis, lead in enumerate(layout.indptr.reshape(-1, layout.n_rows + 1).tolist()):
+    for batch_head, lead in enumerate(layout.indptr.reshape(-1, layout.n_rows + 1).tolist()):
         for row, (begin, end) in enumerate(itertools.pairwise(lead)):
-            found |= {(axis, row, int(layout.indices[place])): place for place in range(begin, end)}
+            found |= {(batch_head, row, int(layout.indices[entry])): entry for entry in range(begin, end)}
     return found
 
 
 def tiles_of(items: Tensor, listed: Tensor) -> dict[int, tuple[int, int, int]]:
-    """Place in a plan's list -> (axis, major, minor)."""
+    """Entry of a plan's list -> (batch_head, major, minor)."""
     found = {}
-    for axis, records in enumerate(items.reshape(-1, *items.shape[2:]).tolist()):
+    for batch_head, records in enumerate(items.reshape(-1, *items.shape[2:]).tolist()):
         for major, begin, n_tiles, *_ in records:
-            for place in range(begin, begin + n_tiles):
-                found[place] = (axis, major, int(listed[place]) % PARTIAL)
+            for entry in range(begin, begin + n_tiles):
+                found[entry] = (batch_head, major, int(listed[entry]) % PARTIAL)
     return found
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_size", SIZES, ids=str)
-def test_cells_and_blocks_find_each_other(block_size: Any, causal: bool) -> None:
-    layout = some(block_size)
+def test_cells_and_blocks_are_mapped_to_each_other(block_size: Any, causal: bool) -> None:
+    layout = random_layout(block_size)
     plan, index = layout.plan("cpu", causal=causal), layout.bias_index("cpu", causal=causal)
     blocks, (block_q, block_kv) = blocks_of(layout), layout.block_size
     cell_q, cell_kv = bias_cell_of(layout.block_size)
     row_tiles = tiles_of(plan.row_records, plan.row_indices)
     col_tiles = {
-        place: (axis, row, col) for place, (axis, col, row) in tiles_of(plan.col_records, plan.col_indices).items()
+        entry: (batch_head, row, col)
+        for entry, (batch_head, col, row) in tiles_of(plan.col_records, plan.col_indices).items()
     }
     assert sorted(row_tiles.values()) == sorted(col_tiles.values()) and len(row_tiles) > 3
-    cells_of: dict[int, set[int]] = {place: set() for place in blocks.values()}
+    cells_of: dict[int, set[int]] = {entry: set() for entry in blocks.values()}
     for tiles, found in ((row_tiles, index.rows), (col_tiles, index.cols)):
         assert tuple(found.shape[1:]) == (TILE // cell_q, TILE // cell_kv)
-        for place, (axis, row, col) in tiles.items():
+        for entry, (batch_head, row, col) in tiles.items():
             for down, across in itertools.product(*map(range, found.shape[1:])):
                 q_pos, kv_pos = row * TILE + down * cell_q, col * TILE + across * cell_kv
-                block = blocks.get((axis, q_pos // block_q, kv_pos // block_kv), layout.nnz)
+                block = blocks.get((batch_head, q_pos // block_q, kv_pos // block_kv), layout.nnz)
                 if q_pos >= layout.q_len or kv_pos >= layout.kv_len:
                     block = layout.nnz
-                assert found[place, down, across] == block
+                assert found[entry, down, across] == block
                 if tiles is row_tiles and block < layout.nnz:
-                    cells_of[block].add((place * found.shape[1] + down) * found.shape[2] + across)
+                    cells_of[block].add((entry * found.shape[1] + down) * found.shape[2] + across)
     for block, places in cells_of.items():
         assert set(index.places[block].tolist()) - {index.rows.numel()} == places
 
 
 @pytest.mark.parametrize("block_size", SIZES, ids=str)
-def test_every_pair_has_the_number_of_its_block(block_size: Any) -> None:
-    layout = some(block_size)
+def test_every_pair_has_the_value_of_its_block(block_size: Any) -> None:
+    layout = random_layout(block_size)
     blocks, (block_q, block_kv) = blocks_of(layout), layout.block_size
-    numbers = torch.arange(1.0, layout.nnz + 1)
+    values = torch.arange(1.0, layout.nnz + 1)
     sizes: dict[str, Any] = {"q_len": layout.q_len, "kv_len": layout.kv_len, "block_size": layout.block_size}
-    found = dense(numbers[None, None], layout.indptr, layout.indices, **sizes)
+    found = dense(values[None, None], layout.indptr, layout.indices, **sizes)
     assert found.shape == layout.shape
     for head, q_pos, kv_pos in itertools.product(range(2), range(0, layout.q_len, 13), range(0, layout.kv_len, 13)):
-        place = blocks.get((head, q_pos // block_q, kv_pos // block_kv))
-        assert found[0, head, q_pos, kv_pos] == (0.0 if place is None else numbers[place])
+        entry = blocks.get((head, q_pos // block_q, kv_pos // block_kv))
+        assert found[0, head, q_pos, kv_pos] == (0.0 if entry is None else values[entry])
 
 
-def test_it_is_made_once_for_a_device_and_causality() -> None:
-    layout = some(64)
+def test_the_index_is_cached_per_device_and_causal() -> None:
+    layout = random_layout(64)
     assert layout.bias_index("cpu") is layout.bias_index(torch.device("cpu"))
     assert layout.bias_index("cpu", causal=True) is not layout.bias_index("cpu")
 
 
-# ---- gather: scores of a grid of blocks -> one number for each stored block ----
+# ---- gather: scores of a grid of blocks -> one value per stored block ----
 
 
 @pytest.mark.parametrize("leads", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("axes", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
 def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], leads: tuple[int, int]) -> None:
-    """Block by block; a layout without batches and heads keeps the axes of the scores."""
+    """Compared block by block. A layout shared by all heads keeps the batch and head axes of the scores."""
     draw = torch.Generator().manual_seed(0)
     layout = BlockLayout.from_dense(torch.rand(*axes, 300, 270, generator=draw) < 0.0005, block_size=(32, 64))
     scores = torch.randn(*leads, layout.n_rows, layout.n_cols, generator=draw, requires_grad=True)
-    if axes != (1, 1) and any(lead > axis for lead, axis in zip(leads, axes, strict=True)):
+    if axes != (1, 1) and any(lead > size for lead, size in zip(leads, axes, strict=True)):
         with pytest.raises(ValueError, match="block_scores must have shape"):
             layout.gather(scores)
         return
@@ -109,13 +110,13 @@ def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], l
     assert 0 < len(blocks) == layout.nnz < layout.n_rows * layout.n_cols * axes[0] * axes[1]
     assert found.shape == ((*leads, layout.nnz) if axes == (1, 1) else (layout.nnz,))
     counts = torch.zeros(scores.shape)
-    for (axis, row, col), place in blocks.items():
+    for (batch_head, row, col), entry in blocks.items():
         if axes == (1, 1):
-            assert torch.equal(found[..., place], scores[..., row, col])
+            assert torch.equal(found[..., entry], scores[..., row, col])
             counts[..., row, col] += 1
         else:
-            batch, head = (axis // axes[1]) % leads[0], axis % axes[1] % leads[1]
-            assert found[place] == scores[batch, head, row, col]
+            batch, head = (batch_head // axes[1]) % leads[0], batch_head % axes[1] % leads[1]
+            assert found[entry] == scores[batch, head, row, col]
             counts[batch, head, row, col] += 1
     found.sum().backward()
     assert scores.grad is not None and torch.equal(scores.grad, counts)
@@ -123,11 +124,11 @@ def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], l
     assert torch.equal(layout.gather(scores), found)
 
 
-def test_unused_entries_of_a_selection_gather_nothing() -> None:
+def test_unused_entries_of_a_selection_gather_zeros() -> None:
     chosen = torch.tensor([[[[2, -1], [-1, -1], [0, 0]], [[-1, -1], [1, 0], [2, 1]]]])
     layout = BlockLayout.from_topk(chosen, 48, 48, block_size=16)
     scores = torch.arange(1.0, 19.0).reshape(1, 2, 3, 3)
-    # also where block 0, in whose place unused entries read, has no finite score
+    # unused entries read the score of block 0, which may be NaN
     scores[0, 0, 0, 0] = torch.nan
     scores.requires_grad_()
     found = layout.gather(scores)
@@ -137,7 +138,7 @@ def test_unused_entries_of_a_selection_gather_nothing() -> None:
     assert scores.grad is not None and scores.grad.flatten().nonzero().flatten().tolist() == [2, 6, 12, 13, 16, 17]
 
 
-def test_a_gate_learns_through_the_blocks_it_selected() -> None:
+def test_a_gate_gets_gradients_through_the_blocks_it_selected() -> None:
     """The gradient of the scores is that of a dense attention with the same bias on the same blocks."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 64, 16, generator=draw, dtype=torch.float64) for _ in range(3))
@@ -153,15 +154,15 @@ def test_a_gate_learns_through_the_blocks_it_selected() -> None:
     assert (gradient != 0).sum() == layout.nnz
 
 
-def test_gather_compiles_and_is_mapped() -> None:
-    layout = some(64)
+def test_gather_works_under_vmap_and_compile() -> None:
+    layout = random_layout(64)
     scores = torch.randn(3, 1, 2, layout.n_rows, layout.n_cols)
     expected = torch.stack([layout.gather(each) for each in scores])
     assert torch.equal(torch.func.vmap(layout.gather)(scores), expected)
     assert torch.equal(torch.compile(layout.gather, backend="eager", fullgraph=True)(scores[0]), expected[0])
 
 
-def test_gathered_scores_of_no_blocks_are_none() -> None:
+def test_gathered_scores_of_an_empty_layout_are_empty() -> None:
     layout = BlockLayout.from_dense(torch.zeros(0, 5, dtype=torch.bool), block_size=16)
     assert layout.gather(torch.zeros(2, 1, 0, 1)).shape[-1] == 0
 
@@ -176,6 +177,6 @@ def test_gathered_scores_of_no_blocks_are_none() -> None:
         (torch.zeros(0, 2, 5, 5), ValueError, "got \\(0, 2, 5, 5\\)"),
     ],
 )
-def test_scores_of_other_blocks_are_refused(scores: Any, error: type[Exception], message: str) -> None:
+def test_wrong_scores_are_refused(scores: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        some(64).gather(scores)
+        random_layout(64).gather(scores)

@@ -1,4 +1,4 @@
-"""Layouts selected on a device, and their plans, equal those that the host makes."""
+"""Layouts selected on a device, and their plans, equal those built on the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def selected(
 
 
 def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
-    """bool (axes, q_len, kv_len): the pairs that one direction of a plan lists; checks the order of its entries."""
+    """The pairs that one direction of a plan lists, bool (axes, q_len, kv_len); checks the order of its entries."""
     items, indices, ids = (getattr(plan, f"{side}_{name}") for name in ("records", "indices", "bitmask_ids"))
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
     mask = torch.zeros(axes, n_rows * TILE, n_cols * TILE, dtype=torch.bool)
@@ -60,26 +60,26 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
         for major, record in enumerate(records[record[4]] for record in records):
             assert record[0] == major
             entries = [(ids[at].item(), indices[at].item()) for at in range(record[1], record[1] + record[2])]
-            partial = [(minor & (PARTIAL - 1), bits[look]) for look, minor in entries if minor < 0]
-            said = [minor >> SUBTILES_BIT & ALL_SUBTILES for _, minor in entries if minor < 0]
-            made = subtiles_of(plan.bitmasks[[look for look, minor in entries if minor < 0]].numpy()).tolist()
+            partial = [(minor & (PARTIAL - 1), bits[i_bitmask]) for i_bitmask, minor in entries if minor < 0]
+            listed = [minor >> SUBTILES_BIT & ALL_SUBTILES for _, minor in entries if minor < 0]
+            computed = subtiles_of(plan.bitmasks[[i for i, minor in entries if minor < 0]].numpy()).tolist()
             n_mixed = record[3] - record[N_SUBTILED]
-            assert said[:n_mixed] == [ALL_SUBTILES] * n_mixed and said[n_mixed:] == made[n_mixed:]
-            assert ALL_SUBTILES not in said[n_mixed:]
+            assert listed[:n_mixed] == [ALL_SUBTILES] * n_mixed and listed[n_mixed:] == computed[n_mixed:]
+            assert ALL_SUBTILES not in listed[n_mixed:]
             full = [(minor, torch.ones(TILE, TILE, dtype=torch.bool)) for _, minor in entries if minor >= 0]
             assert len(partial) == record[3] and all(minor < 0 for _, minor in entries[: len(partial)])
             n_both = record[3] - record[N_HALF]
-            halves = [look[:, :64].any() and look[:, 64:].any() for _, look in partial]
+            has_both = [tile[:, :64].any() and tile[:, 64:].any() for _, tile in partial]
             if side == "col":
-                halves = [look[:64].any() and look[64:].any() for _, look in partial]
-            assert all(halves[n_mixed:n_both]) and not any(halves[n_both:])
+                has_both = [tile[:64].any() and tile[64:].any() for _, tile in partial]
+            assert all(has_both[n_mixed:n_both]) and not any(has_both[n_both:])
             for minors in (partial[:n_mixed], partial[n_mixed:n_both], partial[n_both:], full):
                 assert [minor for minor, _ in minors] == sorted({minor for minor, _ in minors})
             for minor, tile in (*partial, *full):
                 row, col = (major, minor) if side == "row" else (minor, major)
                 assert tile.any()
                 mask[axis, row * TILE : (row + 1) * TILE, col * TILE : (col + 1) * TILE] = tile
-    # nothing attends past the end
+    # no pair past the end
     assert not mask[:, q_len:].any() and not mask[:, :, kv_len:].any()
     return mask[:, :q_len, :kv_len]
 
@@ -93,7 +93,7 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
     k=st.sampled_from([0, 1, 2, 5]),
     causal=st.booleans(),
 )
-def test_layout_and_plan_are_those_of_the_host(
+def test_layout_and_plan_equal_those_of_the_host(
     seed: int, axes: tuple[int, int], q_len: int, kv_len: int, block_size: tuple[int, int], k: int, causal: bool
 ) -> None:
     indices, expected = selected(seed, axes, q_len, kv_len, block_size, k)
@@ -117,7 +117,7 @@ def test_layout_and_plan_are_those_of_the_host(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_size", [(16, 64), (128, 128), (256, 32)])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_attention_and_gradients_are_those_of_the_host_layout(
+def test_attention_and_gradients_equal_those_of_the_host_layout(
     backend: str, block_size: tuple[int, int], causal: bool, device: torch.device
 ) -> None:
     q_len, kv_len = 300, 261
@@ -139,7 +139,7 @@ def test_attention_and_gradients_are_those_of_the_host_layout(
 
 
 class Operations(TorchDispatchMode):
-    """Counts what a GPU would be given to do: all but views and memory."""
+    """Records the operations that launch kernels on a GPU: all but views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,10 +172,10 @@ def test_a_selection_takes_few_operations(block_size: int, causal: bool, most: i
     block_size=st.tuples(st.sampled_from(SIDES), st.sampled_from(SIDES)),
     causal=st.booleans(),
 )
-def test_what_kernels_may_read_of_a_plan_is_there(
+def test_plans_are_aligned_and_have_valid_padding(
     axes: tuple[int, int], q_len: int, kv_len: int, block_size: tuple[int, int], causal: bool
 ) -> None:
-    """They read an index ahead, and are compiled for pointers that are multiples of 16 bytes."""
+    """Kernels read one index ahead, and are compiled for pointers that are multiples of 16 bytes."""
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
     indices = torch.randint(-1, max(1, n_cols), (*axes, n_rows, 3), generator=torch.Generator().manual_seed(0))
     layout = BlockLayout.from_topk(indices.clamp(max=n_cols - 1), q_len, kv_len, block_size=block_size)
@@ -193,7 +193,7 @@ def test_what_kernels_may_read_of_a_plan_is_there(
     kv_len=st.integers(1, 300),
     block_size=st.sampled_from([(128, 128), (256, 64), (64, 64), (128, 32), (64, 256), (32, 256)]),
 )
-def test_bitmasks_made_in_advance_are_those_made_one_by_one(
+def test_bitmasks_made_in_advance_equal_those_made_one_by_one(
     q_len: int, kv_len: int, block_size: tuple[int, int]
 ) -> None:
     bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, torch.device("cpu"))
@@ -204,7 +204,7 @@ def test_bitmasks_made_in_advance_are_those_made_one_by_one(
     assert torch.equal(bitmasks.every(n_diagonals=0), one_by_one[: 4 * 2**bitmasks.n_sub])
 
 
-def test_scores_select_the_highest() -> None:
+def test_the_highest_scores_are_selected() -> None:
     scores = torch.tensor([[0.1, 0.9, 0.5], [torch.nan, -torch.inf, -7.0], [-torch.inf] * 3])[None, None]
     layout = BlockLayout.from_scores(scores, 300, 290, k=2, block_size=128)
     assert layout == BlockLayout.from_blocks([0, 0, 1], [1, 2, 2], 300, 290, block_size=128)
@@ -213,20 +213,20 @@ def test_scores_select_the_highest() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (100, 400), (400, 100), (257, 256)])
-def test_causal_scores_select_no_block_of_the_future(q_len: int, kv_len: int) -> None:
+def test_causal_scores_select_no_future_block(q_len: int, kv_len: int) -> None:
     n_rows, n_cols = -(-q_len // 64), -(-kv_len // 32)
     scores = torch.randn(2, 3, n_rows, n_cols, generator=torch.Generator().manual_seed(0))
     layout = BlockLayout.from_scores(scores, q_len, kv_len, k=n_cols, causal=True, block_size=(64, 32))
-    seen = [
+    is_visible = [
         [32 * col <= min(64 * row + 63, q_len - 1) + kv_len - q_len for col in range(n_cols)] for row in range(n_rows)
     ]
-    expected = BlockLayout.from_block_mask(torch.tensor(seen), q_len, kv_len, block_size=(64, 32))
+    expected = BlockLayout.from_block_mask(torch.tensor(is_visible), q_len, kv_len, block_size=(64, 32))
     for batch in range(2):
         for head in range(3):
             assert layout.batch(batch).head(head) == expected
 
 
-def test_copies_are_planned_as_the_host_plans() -> None:
+def test_copies_have_the_plan_of_the_host_layout() -> None:
     indices, expected = selected(3, (1, 2), 300, 300, (64, 64), 3)
     layout = BlockLayout.from_topk(indices, 300, 300, block_size=64)
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), layout.to("cpu")):
@@ -266,7 +266,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "exception", "message"), WRONG_CALLS)
-def test_wrong_calls_are_refused_by_name(change: dict[str, Any], exception: type[Exception], message: str) -> None:
+def test_errors_name_the_wrong_argument(change: dict[str, Any], exception: type[Exception], message: str) -> None:
     by_scores = "scores" in change or "k" in change
     good, build = (GOOD_SCORES, BlockLayout.from_scores) if by_scores else (GOOD_INDICES, BlockLayout.from_topk)
     assert build(**good).nnz > 0
@@ -275,17 +275,17 @@ def test_wrong_calls_are_refused_by_name(change: dict[str, Any], exception: type
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.complex64])
-def test_scores_of_types_that_nothing_compares_are_refused(dtype: torch.dtype) -> None:
+def test_scores_of_types_without_comparison_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"scores must be floats, got .*scores.to\(torch.float32\)"):
         BlockLayout.from_scores(torch.zeros(1, 1, 2, 2).to(dtype), 256, 256, k=1, block_size=128)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.bool, torch.float32])
-def test_indices_of_types_that_nothing_sorts_are_refused(dtype: torch.dtype) -> None:
+def test_indices_of_types_without_sorting_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"indices must be integers, got .*indices.to\(torch.int64\)"):
         BlockLayout.from_topk(torch.zeros(1, 1, 2, 2).to(dtype), 256, 256, block_size=128)
 
 
-def test_a_switch_of_a_selection_is_true_or_false() -> None:
+def test_causal_must_be_a_bool() -> None:
     with pytest.raises(TypeError, match="causal must be True or False, got 'no'"):
         BlockLayout.from_scores(**GOOD_SCORES | {"causal": "no"})

@@ -36,7 +36,7 @@ def entry_bitmasks(layout: BlockLayout, device: torch.device, side: str) -> torc
     ("axes", "q_len", "kv_len", "is_long"),
     [((1, 1), 512, 512, False), ((2, 2), 300, 1100, False), ((1, 2), 3000, 2000, True)],
 )
-def test_the_plan_is_that_of_the_host(
+def test_the_plan_equals_that_of_the_host(
     axes: tuple[int, int], q_len: int, kv_len: int, is_long: bool, device: torch.device
 ) -> None:
     """All numbers are equal except those of bitmasks; so are the lengths, which encode the number of split rows."""
@@ -56,25 +56,25 @@ def test_the_plan_is_that_of_the_host(
         assert torch.equal(entry_bitmasks(other, device, side), entry_bitmasks(layout, torch.device("cpu"), side))
 
 
-def test_layouts_that_suit_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layouts_of_full_blocks_are_planned_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     frame, gpu = Frame(1, 1, 65536, 65536, (128, 128)), torch.device("cuda", 0)
     monkeypatch.setattr(tracing, "runs_triton", lambda _: True)
     assert device_builder.suits(frame, 32768, 0, gpu) and device_builder.suits(frame, 2048, 0, gpu)
-    # partial blocks; few; other devices and sizes; a grid that is large for what is stored
+    # partial blocks; few blocks; the CPU; another block size; grids that are large for the number of blocks
     assert not device_builder.suits(frame, 32768, 1, gpu)
     assert not device_builder.suits(frame, 2047, 0, gpu)
     assert not device_builder.suits(frame, 32768, 0, torch.device("cpu"))
     assert not device_builder.suits(frame._replace(block_size=(64, 128)), 32768, 0, gpu)
     assert not device_builder.suits(frame._replace(q_len=1 << 20, kv_len=1 << 20), 32768, 0, gpu)
     assert not device_builder.suits(frame._replace(q_len=1 << 21), 1 << 20, 0, gpu)
-    # rows of all axes: 2^20, and more
+    # 2^20 tile rows over all heads, and more
     assert device_builder.suits(frame._replace(heads=1 << 11), 1 << 20, 0, gpu)
     assert not device_builder.suits(frame._replace(heads=1 << 15), 1 << 24, 0, gpu)
     monkeypatch.setattr(tracing, "runs_triton", lambda _: False)
     assert not device_builder.suits(frame, 32768, 0, gpu)
 
 
-def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.device) -> None:
+def test_unused_entries_of_a_host_selection_are_not_planned(device: torch.device) -> None:
     indices = torch.tensor([[[[3, 3, -1], [0, 1, 1], [-1, -1, -1]]]])
     layout = BlockLayout.from_topk(indices, 300, 512, block_size=TILE)
     expected = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE).plan("cpu")
@@ -84,13 +84,14 @@ def test_of_a_selection_on_the_host_only_what_is_used_is_sent(device: torch.devi
         assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
 
 
-def test_full_blocks_on_the_host_are_planned_on_the_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Full blocks on the host are planned by the kernels; the rest of a selection or of a diagonal is not."""
+def test_only_host_layouts_of_full_blocks_are_planned_by_kernels(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     calls: list[bool] = []
 
-    def suits(*given: object) -> bool:
+    def suits(*args: object) -> bool:
         calls.append(True)
-        return given[2] == 0
+        return args[2] == 0
 
     monkeypatch.setattr(device_builder, "suits", suits)
     layout = drawn(1, 1, 512, 640, 0.5)

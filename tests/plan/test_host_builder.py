@@ -44,7 +44,7 @@ def tiles_of(mask: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
 
 
 def subtiles(tile: np.ndarray) -> int:
-    """Which subtiles of a tile attend, if it is made of whole ones, else ALL_SUBTILES."""
+    """Bitmask of the 64 x 64 subtiles that attend if each attends fully or not at all, else ALL_SUBTILES."""
     parts = [tile[64 * (i // 2) :, 64 * (i % 2) :][:64, :64] for i in range(4)]
     if all(part.all() or not part.any() for part in parts):
         return sum(int(part.all()) << i for i, part in enumerate(parts))
@@ -52,23 +52,23 @@ def subtiles(tile: np.ndarray) -> int:
 
 
 def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
-    """One direction of a plan, of masks (batch, heads, q_len, kv_len)."""
+    """Checks one direction of a plan against masks (batch, heads, q_len, kv_len)."""
     records_of, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
     words = np.unpackbits(plan.bitmasks.numpy().view(np.uint8), axis=-1, bitorder="little").astype(bool)
     axes = [tiles_of(mask) for mask in masks.reshape(-1, *masks.shape[2:])]
     n_lines = -(-masks.shape[2 if of_rows else 3] // TILE)
     counts = np.array([[sum(key[not of_rows] == line for key in tiles) for line in range(n_lines)] for tiles in axes])
     over = counts * counts.size > 2 * counts.sum()
-    worth = over & (counts * LONG > counts.sum(1, keepdims=True))
+    is_long = over & (counts * LONG > counts.sum(1, keepdims=True))
     begin = 0
     for tiles, work, records in zip(axes, counts, records_of.reshape(len(axes), n_lines, 8), strict=True):
-        # the longest first, of equal ones the first
+        # longest first; ties keep their order
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
             position = records[line, 4]
             number, first, n_tiles, n_partial, _, n_subtiled, n_half, n_long = records[position].tolist()
             assert (number, first, n_tiles) == (line, begin, work[line])
-            # never all
+            # never all lines
             assert n_long == min(over.sum(1).max(), n_lines - 1)
             listed = indices[first : first + n_tiles]
             minors = (listed & (PARTIAL - 1)).tolist()
@@ -76,19 +76,19 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
             for start, end in itertools.pairwise(ends):
                 assert sorted(minors[start:end]) == minors[start:end]
             found = {}
-            for place, minor in enumerate(minors):
-                assert (listed[place] < 0) == (place < n_partial)
-                tile = words[ids[first + place]] if place < n_partial else np.ones((TILE, TILE), bool)
-                assert place < n_partial or ids[first + place] == 0
-                if place < n_partial:
-                    found_subtiles = (listed[place] >> SUBTILES_BIT) & ALL_SUBTILES
+            for i_entry, minor in enumerate(minors):
+                assert (listed[i_entry] < 0) == (i_entry < n_partial)
+                tile = words[ids[first + i_entry]] if i_entry < n_partial else np.ones((TILE, TILE), bool)
+                assert i_entry < n_partial or ids[first + i_entry] == 0
+                if i_entry < n_partial:
+                    found_subtiles = (listed[i_entry] >> SUBTILES_BIT) & ALL_SUBTILES
                     assert found_subtiles == subtiles(tile)
-                    assert (found_subtiles < ALL_SUBTILES) == (place >= ends[1])
-                    # one half of the keys (of the queries) attends to nothing
+                    assert (found_subtiles < ALL_SUBTILES) == (i_entry >= ends[1])
+                    # one half of the keys (in tile columns: of the queries) attends to nothing
                     is_half = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
-                    assert (is_half and found_subtiles < ALL_SUBTILES) == (place >= ends[2])
+                    assert (is_half and found_subtiles < ALL_SUBTILES) == (i_entry >= ends[2])
                     # kernels that only test the sign multiply by TILE in 32 bits
-                    assert int(listed[place]) * TILE % 2**32 == 2**31 + minors[place] * TILE
+                    assert int(listed[i_entry]) * TILE % 2**32 == 2**31 + minors[i_entry] * TILE
                 found[(line, minor) if of_rows else (minor, line)] = tile
             expected = {key: tile for key, tile in tiles.items() if key[not of_rows] == line}
             assert found.keys() == expected.keys()
@@ -97,9 +97,9 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
             begin += n_tiles
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
     has_subtiles = bool(records_of[..., N_SUBTILED].any())
-    assert len(ids) == len(indices) + 8 * worth.sum(1).max() + (2 if of_rows else 4) + has_subtiles
+    assert len(ids) == len(indices) + 8 * is_long.sum(1).max() + (2 if of_rows else 4) + has_subtiles
     assert plan.has_subtiles == bool(plan.row_records[..., N_SUBTILED].any())
-    assert (plan.n_split_rows if of_rows else plan.n_split_cols) == worth.sum(1).max()
+    assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_long.sum(1).max()
 
 
 @settings(max_examples=15)
@@ -119,10 +119,10 @@ def test_both_directions_list_the_tiles_of_the_mask(
     check_side(plan, masks, of_rows=False)
 
 
-def test_subtiles_of_a_bitmask() -> None:
+def test_subtiles_of_a_bitmask_are_found() -> None:
     made = np.array([[bool(i >> bit & 1) for bit in range(4)] for i in range(16)]).reshape(16, 2, 1, 2, 1)
     tiles = np.broadcast_to(made, (16, 2, 64, 2, 64)).reshape(16, TILE, TILE)
-    # a pair more or less, wherever it is
+    # one pair more or less
     broken = np.repeat(tiles, 5, axis=0)
     broken[::5, 0, 0] ^= True
     broken[1::5, 63, 63] ^= True
@@ -147,7 +147,7 @@ def test_subtiled_tiles_are_ordered_by_their_halves(lengths: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_full_tiles_alone_and_long_tile_rows(causal: bool) -> None:
+def test_full_tiles_with_a_long_tile_row_and_column(causal: bool) -> None:
     """Only the diagonal makes tiles partial; one row and one column of one head are worth splitting."""
     blocks = torch.rand((1, 2, 10, 12), generator=torch.Generator().manual_seed(0)) < 0.1
     blocks[0, 1, 3] = blocks[0, 1, :, 5] = True
@@ -169,11 +169,11 @@ def test_a_tile_row_of_twice_the_mean_is_not_long() -> None:
     assert _long(np.array([[1, 1], [0, 0], [0, 0]]), 2) == (1, 2)
 
 
-def test_of_a_grid_with_more_rows_than_columns_rows_are_long() -> None:
+def test_tile_rows_can_be_long_in_a_grid_with_few_columns() -> None:
     """The mean is smaller for rows than for columns: a short column does not prove that no row is long."""
     frame = Frame(1, 1, 16 * TILE, 2 * TILE, (TILE, TILE))
-    of_rows, of_cols = [2, 1, *[0] * 14], [2, 1]
-    assert count_long(np.array(of_rows + of_cols), 3, frame) == (2, ((2, 2), (0, 0)))
+    row_counts, col_counts = [2, 1, *[0] * 14], [2, 1]
+    assert count_long(np.array(row_counts + col_counts), 3, frame) == (2, ((2, 2), (0, 0)))
     assert count_long(np.array([1] * 16 + [8, 8]), 16, frame) == (8, ((0, 0), (0, 0)))
 
 
@@ -187,7 +187,7 @@ def test_order_is_stable_for_any_limit(limit: int) -> None:
 
 
 def test_a_loaded_layout_has_the_same_plan() -> None:
-    """A constructor keeps its arrays for the plan, a layout that was loaded has only tensors."""
+    """A constructor keeps its arrays for the plan; a loaded layout has only tensors."""
     made = BlockLayout.from_blocks([0, 1, 1], [3, 0, 1], 300, 512, block_size=TILE)
     loaded = BlockLayout.from_state_dict(made.state_dict())
     assert made._cache["rows"] is not None and loaded._cache["rows"] is None

@@ -13,26 +13,26 @@ from tests.kernels.test_compile import OTHERS, run_under
 pytest.importorskip("triton", reason="needs Triton")
 
 
-# 3.6 compiles a function for each kernel, 3.7 has one for all, 3.8 expands descriptors elsewhere
+# 3.6 compiles a launch function per kernel, 3.7 has one for all kernels, 3.8 expands TMA descriptors elsewhere
 @pytest.mark.parametrize("version", [None, *(pytest.param(each, marks=pytest.mark.compilers) for each in OTHERS)])
-def test_compiled_functions_are_handed_what_triton_hands_them(version: str | None, tmp_path: Path) -> None:
-    said = run_under(version, tmp_path, "launch_again")
-    assert said.rstrip().endswith("every launch is handed on alike")
-    assert version is None or f"Triton {version}:" in said
+def test_launches_pass_the_arguments_that_triton_passes(version: str | None, tmp_path: Path) -> None:
+    output = run_under(version, tmp_path, "launch_again")
+    assert output.rstrip().endswith("every launch is handed on alike")
+    assert version is None or f"Triton {version}:" in output
 
 
-def test_an_unknown_launcher_launches_by_itself() -> None:
+def test_an_unknown_launcher_is_called_through_triton() -> None:
     from blocksparse_flash.runtime import launcher
 
     class Compiled:
-        """Of a release to come."""
+        """A compiled kernel of a future Triton release."""
 
         run = object()
-        given: Any = None
+        launched: Any = None
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def run(*arguments: Any) -> None:
-                self.given = (grid, arguments)
+                self.launched = (grid, arguments)
 
             return run
 
@@ -43,4 +43,4 @@ def test_an_unknown_launcher_launches_by_itself() -> None:
     compiled, tensor, other = Compiled(), torch.zeros(1), torch.zeros(1)
     run = launcher.bind(compiled, (4, 1, 1), (tensor, None, tensor), (None, None, DescriptorFactory()), (3,))
     run((other, None, other))
-    assert compiled.given == ((4, 1, 1), (other, None, ("described", other), 3))
+    assert compiled.launched == ((4, 1, 1), (other, None, ("described", other), 3))

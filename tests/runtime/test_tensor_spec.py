@@ -1,4 +1,4 @@
-"""Tensor specs distinguish all tensors that need different launches, and are cached."""
+"""Tensor specs as launch-cache keys: equal for equal metadata, different wherever a launch differs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from blocksparse_flash.runtime.tensor_spec import TensorSpec, is_tma_loadable, s
 HALF = torch.bfloat16
 
 
-def part(shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0, dtype: torch.dtype = HALF) -> torch.Tensor:
+def strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0, dtype: torch.dtype = HALF
+) -> torch.Tensor:
     return torch.zeros(5000, dtype=dtype).as_strided(shape, strides, start)
 
 
-def test_tensors_that_look_alike_are_of_one_kind() -> None:
-    q, k = (part((1, 2, 8, 64), (1024, 512, 64, 1)) for _ in "qk")
+def test_equal_metadata_gives_the_same_specs() -> None:
+    q, k = (strided((1, 2, 8, 64), (1024, 512, 64, 1)) for _ in "qk")
     assert specs_of(q, k) is specs_of(k, q)
     assert specs_of(q, k).tensors == (spec_of(q), spec_of(k)) == (TensorSpec(HALF, q.shape, q.stride(), True),) * 2
     assert spec_of(None) is None
@@ -25,15 +27,15 @@ def test_tensors_that_look_alike_are_of_one_kind() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        part((1, 2, 9, 64), (1024, 512, 64, 1)),
-        part((1, 2, 8, 64), (1024, 64, 128, 1)),
-        part((1, 2, 8, 64), (1024, 512, 64, 1), start=1),
-        part((1, 2, 8, 64), (1024, 512, 64, 1), dtype=torch.float16),
+        strided((1, 2, 9, 64), (1024, 512, 64, 1)),
+        strided((1, 2, 8, 64), (1024, 64, 128, 1)),
+        strided((1, 2, 8, 64), (1024, 512, 64, 1), start=1),
+        strided((1, 2, 8, 64), (1024, 512, 64, 1), dtype=torch.float16),
     ],
     ids=["shape", "strides", "address", "dtype"],
 )
-def test_each_fact_tells_kinds_apart(other: torch.Tensor) -> None:
-    q = part((1, 2, 8, 64), (1024, 512, 64, 1))
+def test_different_metadata_gives_different_specs(other: torch.Tensor) -> None:
+    q = strided((1, 2, 8, 64), (1024, 512, 64, 1))
     assert specs_of(q, q) is not specs_of(q, other)
     assert specs_of(q, q) is not specs_of(q)
 
@@ -41,32 +43,32 @@ def test_each_fact_tells_kinds_apart(other: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("tensor", "is_tma_loadable"),
     [
-        (part((1, 2, 8, 64), (1024, 512, 64, 1)), True),
-        # strides of 16 bytes, and of an axis of one any
-        (part((1, 2, 8, 64), (3, 72, 144, 1)), True),
-        (part((1, 2, 8, 64), (1024, 512, 65, 1)), False),
-        (part((1, 2, 8, 64), (1024, 512, 64, 2)), False),
-        (part((1, 2, 8, 64), (1024, 512, 64, 1), start=1), False),
-        (part((1, 2, 8, 32), (512, 256, 32, 1), dtype=torch.float32), False),
+        (strided((1, 2, 8, 64), (1024, 512, 64, 1)), True),
+        # strides that are multiples of 16 bytes; any stride of an axis of size 1
+        (strided((1, 2, 8, 64), (3, 72, 144, 1)), True),
+        (strided((1, 2, 8, 64), (1024, 512, 65, 1)), False),
+        (strided((1, 2, 8, 64), (1024, 512, 64, 2)), False),
+        (strided((1, 2, 8, 64), (1024, 512, 64, 1), start=1), False),
+        (strided((1, 2, 8, 32), (512, 256, 32, 1), dtype=torch.float32), False),
     ],
     ids=["contiguous", "heads inside", "row", "last", "address", "dtype"],
 )
-def test_what_the_copy_engine_reads(tensor: torch.Tensor, is_tma_loadable: bool) -> None:
-    fine = part((1, 2, 8, 64), (1024, 512, 64, 1))
-    assert specs_of(fine, tensor).is_tma_loadable is is_tma_loadable
+def test_which_tensors_tma_can_load(tensor: torch.Tensor, is_tma_loadable: bool) -> None:
+    good = strided((1, 2, 8, 64), (1024, 512, 64, 1))
+    assert specs_of(good, tensor).is_tma_loadable is is_tma_loadable
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_a_compiler_traces_what_the_copy_engine_reads(start: int) -> None:
-    """Of inputs and of what is made of them; distributed.attention on a GPU asks, whichever backend it takes."""
+def test_is_tma_loadable_compiles(start: int) -> None:
+    """For inputs and intermediate tensors: distributed.attention calls it on a GPU with any backend."""
 
     def call(q: torch.Tensor) -> torch.Tensor:
         return q * 2 if is_tma_loadable(q) and is_tma_loadable(q + 1) else q * 3
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    q = part((1, 2, 8, 64), (1024, 512, 64, 1), start) + 1
+    q = strided((1, 2, 8, 64), (1024, 512, 64, 1), start) + 1
     assert torch.equal(compiled(q), q * 2)
-    q = part((1, 2, 8, 64), (1024, 512, 65, 1), start)
+    q = strided((1, 2, 8, 64), (1024, 512, 65, 1), start)
     assert torch.equal(compiled(q), q * 3)
 
 
@@ -81,8 +83,8 @@ def test_a_call_sees_a_tensor_that_was_changed_in_place() -> None:
         attention(q, k, v)
 
 
-def test_a_tensor_that_outlived_its_transform_is_computed_with() -> None:
-    """Such a tensor has no memory: asking for its address raises."""
+def test_a_tensor_that_outlived_its_transform_is_accepted() -> None:
+    """Such a tensor has no storage, so reading its address raises."""
     kept: list[torch.Tensor] = []
 
     def loss(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def tensors() -> list[Tensor]:
     return [torch.randn(SHAPE, generator=draw, requires_grad=True) for _ in range(3)]
 
 
-def of_host() -> BlockLayout:
+def host_layout() -> BlockLayout:
     return BlockLayout.from_predicate(lambda q_pos, kv_pos: (q_pos + kv_pos) % 3 != 0, 40, 40, block_size=16)
 
 
@@ -37,20 +37,20 @@ def selected() -> BlockLayout:
     return BlockLayout.from_topk(cols, 40, 40, block_size=16)
 
 
-LAYOUTS = pytest.mark.parametrize("made", [of_host, selected])
+LAYOUTS = pytest.mark.parametrize("make", [host_layout, selected])
 
 
 @LAYOUTS
 @pytest.mark.parametrize("is_made_inside", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_inference_has_planned_is_trained(
-    made: Callable[[], BlockLayout], is_made_inside: bool, causal: bool
+def test_a_layout_planned_in_inference_mode_is_trained(
+    make: Callable[[], BlockLayout], is_made_inside: bool, causal: bool
 ) -> None:
-    """As of a model that is validated before its first step."""
-    layout, (q, k, v) = made(), tensors()
+    """As in a model that is validated before its first training step."""
+    layout, (q, k, v) = make(), tensors()
     with torch.inference_mode():
         if is_made_inside:
-            layout = made()
+            layout = make()
         bias = torch.zeros(layout.capacity)
         attention(q, k, v, layout, causal=causal, block_bias=bias)
     bias = torch.zeros(layout.capacity, requires_grad=True)
@@ -62,10 +62,8 @@ def test_what_inference_has_planned_is_trained(
 
 @LAYOUTS
 @pytest.mark.parametrize("causal", [False, True])
-def test_tensors_on_the_meta_device_have_shapes_and_leave_no_plan_of_shapes(
-    made: Callable[[], BlockLayout], causal: bool
-) -> None:
-    layout = made()
+def test_meta_tensors_give_shapes_and_leave_no_meta_plan(make: Callable[[], BlockLayout], causal: bool) -> None:
+    layout = make()
     q, k, v = (tensor.detach().to("meta").requires_grad_() for tensor in tensors())
     out = attention(q, k, v, layout, causal=causal)
     assert out.is_meta and out.shape == SHAPE
@@ -73,77 +71,77 @@ def test_tensors_on_the_meta_device_have_shapes_and_leave_no_plan_of_shapes(
     assert q.grad is not None and q.grad.is_meta
     assert not layout.plan("cpu", causal=causal).bitmasks.is_meta
     real = [tensor.detach() for tensor in tensors()]
-    assert torch.equal(attention(*real, layout, causal=causal), attention(*real, made(), causal=causal))
+    assert torch.equal(attention(*real, layout, causal=causal), attention(*real, make(), causal=causal))
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_default_device_changes_nothing(backend: str, seed: int | None) -> None:
-    layout, (q, k, v) = of_host(), tensors()
+    layout, (q, k, v) = host_layout(), tensors()
 
-    def dropped(draw: int) -> Tensor:
+    def attend(draw: int) -> Tensor:
         torch.manual_seed(draw)
         return attention(q, k, v, layout, dropout_p=0.5, seed=seed, backend=backend)
 
-    expected = dropped(0)
+    expected = attend(0)
     with torch.device("meta"):
-        inside = dropped(0)
+        inside = attend(0)
     assert torch.equal(inside, expected)
 
 
 @pytest.mark.parametrize("spec", ["longnet(segments=(16, 32), dilations=(1, 2))", "butterfly | local(window=9)"])
-def test_masks_are_built_whatever_the_default_device(spec: str) -> None:
+def test_masks_ignore_the_default_device(spec: str) -> None:
     expected = masks.build(spec, 64, block_size=16)
     with torch.device("meta"):
         layout = masks.build(spec, 64, block_size=16)
     assert layout == expected
 
 
-def test_deepspeed_layouts_are_made_whatever_the_default_device() -> None:
+def test_deepspeed_layouts_ignore_the_default_device() -> None:
     config = deepspeed.FixedSparsityConfig(num_heads=2, block=16)
     expected = config.make_layout(128)
     with torch.device("meta"):
-        made = config.make_layout(128)
-    assert torch.equal(made, expected)
+        actual = config.make_layout(128)
+    assert torch.equal(actual, expected)
 
 
-def test_packing_is_on_the_host_whatever_the_default_device() -> None:
-    given = [torch.arange(3, dtype=torch.int32), torch.arange(5, dtype=torch.int32)]
+def test_packing_ignores_the_default_device() -> None:
+    arrays = [torch.arange(3, dtype=torch.int32), torch.arange(5, dtype=torch.int32)]
     with torch.device("meta"):
-        packed, places = transfer.pack(given)
-    assert all(map(torch.equal, transfer.unpack(packed, places), given))
+        packed, places = transfer.pack(arrays)
+    assert all(map(torch.equal, transfer.unpack(packed, places), arrays))
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda of: of.__name__)
 @LAYOUTS
-def test_transforms_of_torch_func_are_refused_and_the_reference_takes_them(
-    made: Callable[[], BlockLayout], transform: Callable[..., Callable[[Tensor], Tensor]]
+def test_torch_func_is_refused_except_by_the_reference(
+    make: Callable[[], BlockLayout], transform: Callable[..., Callable[[Tensor], Tensor]]
 ) -> None:
-    layout, (q, k, v) = made(), (tensor.detach() for tensor in tensors())
+    layout, (q, k, v) = make(), (tensor.detach() for tensor in tensors())
 
-    def by(backend: str, sinks: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    def transformed(backend: str, sinks: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         return transform(lambda row: attention(q + row, k, v, layout, backend=backend, sinks=sinks).sum())
 
     row = torch.zeros(8)
     with pytest.raises(RuntimeError, match=r'torch\.func.*backend="reference"'):
-        by("eager")(row)
+        transformed("eager")(row)
     with pytest.raises(RuntimeError, match=r'torch\.func.*backend="reference"'):
-        by("eager", torch.zeros(2))(row)
-    assert by("reference")(row).shape == (8,)
+        transformed("eager", torch.zeros(2))(row)
+    assert transformed("reference")(row).shape == (8,)
 
 
 @LAYOUTS
-def test_what_does_not_depend_on_what_is_transformed_is_computed(made: Callable[[], BlockLayout]) -> None:
-    """As of a frozen encoder; and the plan which that caches is no tensor of the transform."""
-    layout, (q, k, v) = made(), (tensor.detach() for tensor in tensors())
-    expected = attention(q, k, v, made())
-    # products within are tensors of the transform, which do not depend on what it differentiates
+def test_attention_that_is_independent_of_the_transformed_input_is_computed(make: Callable[[], BlockLayout]) -> None:
+    """As in a frozen encoder. The plan cached by the call has no tensor of the transform."""
+    layout, (q, k, v) = make(), (tensor.detach() for tensor in tensors())
+    expected = attention(q, k, v, make())
+    # 1 * q is a tensor of the transform, but does not depend on what it differentiates
     found = torch.func.grad(lambda weight: (attention(1 * q, 1 * k, 1 * v, layout) * weight).sum())(torch.ones(SHAPE))
     torch.testing.assert_close(found, expected)
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in layout.plan("cpu"))
 
 
-# ---- fake tensors, and what traces with them ----
+# ---- fake tensors and tracers that use them ----
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -167,36 +165,36 @@ def results(call: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_fake_tensors_have_the_shapes_of_real_ones(backend: str, options: str) -> None:
-    layout = of_host().to("cpu")
+    layout = host_layout().to("cpu")
 
-    def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-        return attention_with_lse(q, k, v, layout, backend=backend, **given)
+    def call(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return attention_with_lse(q, k, v, layout, backend=backend, **kwargs)
 
     def inputs() -> list[Tensor]:
-        # heads behind the length, as a projection leaves them; two query heads to a key head
+        # (batch, length, heads, head_dim) in memory, as from a projection; two query heads per key head
         q = torch.randn(2, 40, 2, 8).transpose(1, 2)
         return [q.requires_grad_(), *(torch.randn(2, 1, 40, width).requires_grad_() for width in (8, 16))]
 
     real = inputs()
-    # strides of what PyTorch's own operators return are their business
+    # the reference runs PyTorch's own operators, whose strides may differ
     facts = functools.partial(facts_of, has_strides=backend != "reference")
     expected = facts(results(lambda *x: call(*x, **OPTIONS[options]), *real))
     mode = FakeTensorMode()
-    given = {
+    fake_options = {
         name: mode.from_tensor(value) if isinstance(value, Tensor) else value
         for name, value in OPTIONS[options].items()
     }
     fake = [mode.from_tensor(tensor) for tensor in real]
     with mode:
-        assert facts(results(lambda *x: call(*x, **given), *fake)) == expected
-    # outside of their mode too
-    found = results(lambda *x: call(*x, **given), *fake)
+        assert facts(results(lambda *x: call(*x, **fake_options), *fake)) == expected
+    # also outside of their mode
+    found = results(lambda *x: call(*x, **fake_options), *fake)
     assert facts(found) == expected and all(isinstance(tensor, FakeTensor) for tensor in found)
 
 
 @LAYOUTS
-def test_what_is_planned_for_fake_tensors_is_a_plan_for_real_ones(made: Callable[[], BlockLayout]) -> None:
-    layout, real = made(), [tensor.detach() for tensor in tensors()]
+def test_a_plan_made_for_fake_tensors_is_real(make: Callable[[], BlockLayout]) -> None:
+    layout, real = make(), [tensor.detach() for tensor in tensors()]
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in real]
         attention(*fake, layout, causal=True, block_bias=torch.zeros(layout.capacity))
@@ -204,16 +202,16 @@ def test_what_is_planned_for_fake_tensors_is_a_plan_for_real_ones(made: Callable
         assert explain(*fake, layout).backend == "eager"
         assert nn.SelfAttention(16, 2, layout, rope=1e4)(torch.zeros(2, 40, 16)).shape == (2, 40, 16)
     assert not any(isinstance(tensor, FakeTensor) for tensor in layout.plan("cpu", causal=True))
-    assert torch.equal(attention(*real, layout, causal=True), attention(*real, made(), causal=True))
+    assert torch.equal(attention(*real, layout, causal=True), attention(*real, make(), causal=True))
 
 
 @pytest.mark.parametrize("options", ["plain", "causal, lengths", "seed", "scores"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_aot_function_traces_forward_and_backward(backend: str, options: str) -> None:
-    layout, inputs, graphs = of_host().to("cpu"), tensors(), []
+    layout, inputs, graphs = host_layout().to("cpu"), tensors(), []
 
-    def call(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, *values = given
+    def call(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, *values = args
         return attention_with_lse(q, k, v, layout, backend=backend, **names_of(values))
 
     def names_of(values: list[Any]) -> dict[str, Any]:
@@ -231,15 +229,15 @@ def test_aot_function_traces_forward_and_backward(backend: str, options: str) ->
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_traces_lengths_and_layouts(mode: str) -> None:
-    layout, inputs, lengths = of_host(), [tensor.detach() for tensor in tensors()], torch.tensor([3, 40])
+    layout, inputs, lengths = host_layout(), [tensor.detach() for tensor in tensors()], torch.tensor([3, 40])
     traced = make_fx(lambda *x: attention(*x[:3], layout, kv_lengths=x[3]), tracing_mode=mode)(*inputs, lengths)
     torch.testing.assert_close(traced(*inputs, lengths), attention(*inputs, layout, kv_lengths=lengths))
 
 
-def test_fake_tensors_of_a_gpu_that_is_not_there() -> None:
+def test_fake_cuda_tensors_work_without_a_gpu() -> None:
     if torch.cuda.is_available():
         return
-    layout = of_host()
+    layout = host_layout()
     with FakeTensorMode():
         q = torch.zeros(SHAPE, device="cuda")
         assert attention(q, q, q, layout).device.type == "cuda"
@@ -247,7 +245,7 @@ def test_fake_tensors_of_a_gpu_that_is_not_there() -> None:
             attention(q, q, q, layout, backend="triton")
 
 
-def test_the_address_of_a_fake_tensor_is_not_asked_for() -> None:
+def test_is_tma_loadable_does_not_read_the_address_of_a_fake_tensor() -> None:
     with FakeTensorMode():
         assert is_tma_loadable(torch.zeros(SHAPE, dtype=torch.bfloat16))
 
@@ -255,7 +253,7 @@ def test_the_address_of_a_fake_tensor_is_not_asked_for() -> None:
 @pytest.mark.parametrize("name", ["k", "kv_lengths", "seed", "sinks"])
 @pytest.mark.parametrize("is_fake", [False, True])
 def test_fake_and_real_tensors_together_are_refused(name: str, is_fake: bool) -> None:
-    """Whichever is the odd one out."""
+    """Either kind may be the odd one out."""
     q, k, v = (tensor.detach() for tensor in tensors())
     call = {
         "q": q,
@@ -272,7 +270,7 @@ def test_fake_and_real_tensors_together_are_refused(name: str, is_fake: bool) ->
 
 
 @pytest.mark.parametrize("name", ["kv_lengths", "seed"])
-def test_vmap_over_an_option_is_refused_by_name(name: str) -> None:
+def test_vmap_over_an_option_is_refused(name: str) -> None:
     q, k, v = (tensor.detach() for tensor in tensors())
     values = {"kv_lengths": torch.tensor([[3, 4], [5, 6]]), "seed": torch.tensor([[3], [4]])}[name]
     with pytest.raises(RuntimeError, match=r'torch\.func\.vmap.*backend="reference"'):

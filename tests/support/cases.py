@@ -34,8 +34,8 @@ def _built(case: Case) -> BlockLayout:
     return case.make()
 
 
-# 400: three tiles of 128 and a ragged one, small enough for Triton's interpreter. 113 and 203: both tails ragged, one
-# and two tiles. 256: no tail.
+# 400: three tiles of 128 and a ragged one, small enough for Triton's interpreter. 113 and 203: one and two tiles, both
+# ragged. 256: no tail
 _LONG, _EVEN, _SHORT, _MIDDLE = 400, 256, 113, 203
 
 
@@ -58,17 +58,17 @@ def _random_blocks(q_len: int, kv_len: int, block_size: int, *, density: float, 
 
 
 def _quarters(length: int) -> BlockLayout:
-    """Four heads of blocks of 64 with growing density, some with half of their pairs. One tile row is full."""
+    """Four heads of 64 x 64 blocks with growing density, some with half of their pairs. One tile row is full."""
     grid = -(-length // 64)
     density = torch.tensor([0.3, 0.5, 0.7, 1.0])[:, None, None]
     stored = torch.rand(4, grid, grid, generator=torch.Generator().manual_seed(10)) < density
-    is_whole = _random_pairs(4, grid, grid, density=0.8, seed=11)
-    # without its ragged block, which would be partial
-    is_whole[3, :2], stored[3, :2, -1] = True, False
-    stored, is_whole = (
-        each.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :length, :length] for each in (stored, is_whole)
+    is_full = _random_pairs(4, grid, grid, density=0.8, seed=11)
+    # without the ragged block at its end, which would be partial
+    is_full[3, :2], stored[3, :2, -1] = True, False
+    stored, is_full = (
+        each.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :length, :length] for each in (stored, is_full)
     )
-    return _dense(stored & (is_whole | _random_pairs(4, length, length, density=0.5, seed=12)), 64)
+    return _dense(stored & (is_full | _random_pairs(4, length, length, density=0.5, seed=12)), 64)
 
 
 def _causal(q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> BlockLayout:
@@ -105,12 +105,12 @@ def _without_rows(length: int, block_size: int) -> BlockLayout:
 
 
 def _without_cols(length: int, block_size: int) -> BlockLayout:
-    """As _without_rows, for keys without queries."""
+    """The transpose of _without_rows: keys without queries."""
     return _dense(_without_rows(length, block_size).to_dense()[0, 0].T, block_size)
 
 
 def _per_head(q_len: int, kv_len: int, block_size: int) -> BlockLayout:
-    """Four heads that differ in kind: nothing, everything, a window, random pairs."""
+    """Four heads: nothing, everything, a window, random pairs."""
     mask = torch.zeros(4, q_len, kv_len, dtype=torch.bool)
     mask[1] = True
     mask[2] = _window(q_len, kv_len, 40, 64).to_dense()[0, 0]
@@ -140,19 +140,21 @@ def _per_batch_and_head(q_len: int, kv_len: int, block_size: int) -> BlockLayout
 
 
 def _everything(q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> BlockLayout:
-    """Causal band, first keys, random pairs, no pair in queries 48 .. 63: every kind of block at every size."""
+    """Causal band, first keys, random pairs, none in queries 48 .. 63: every kind of block at every block size."""
     ahead = kv_len - q_len
     noise = _random_pairs(q_len, kv_len, density=0.01, seed=5)
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
-        far = q_pos + ahead - kv_pos
-        return (((far >= 0) & (far < 150)) | (kv_pos < 20) | noise[q_pos, kv_pos]) & ((q_pos < 48) | (q_pos >= 64))
+        distance = q_pos + ahead - kv_pos
+        return (((distance >= 0) & (distance < 150)) | (kv_pos < 20) | noise[q_pos, kv_pos]) & (
+            (q_pos < 48) | (q_pos >= 64)
+        )
 
     return BlockLayout.from_predicate(attends, q_len, kv_len, block_size=block_size)
 
 
-# sides that kernels or regrouping treat differently: the smallest, divisors of a tile, a tile, a multiple, and sides
-# that do not divide a tile (48, 80)
+# sides that kernels or regrouping treat differently: the smallest, divisors of a tile, a tile, a multiple of it, and 48
+# and 80, which do not divide a tile
 _BLOCK_SIZES: list[int | tuple[int, int]] = [16, 32, 48, 64, 128, 256, (64, 32), (16, 256), (48, 80)]
 
 LAYOUTS: list[Case] = [
@@ -194,6 +196,6 @@ LAYOUTS: list[Case] = [
         for size in _BLOCK_SIZES
     ),
     Case("quarters", lambda: _quarters(_LONG)),
-    # each tile row is more than twice as long as the mean over all heads
+    # every tile row of the first head is longer than twice the mean of all heads
     Case("one-head", lambda: _dense(torch.tensor([1, 0, 0, 0]).bool()[:, None, None].expand(4, _SHORT, 60), 64)),
 ]

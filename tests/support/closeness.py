@@ -5,11 +5,11 @@ In every block of rows of every head a result must satisfy
     max |actual - float64|  <=  2 * max |plain - float64|  +  2 * eps(dtype) * max |float64|
 
 where `plain` is PyTorch's plain computation in the same type. Below the smallest normal number, the last term uses that
-number. Blocks are judged one by one, so that one wrong tile among a thousand right ones fails.
+number. Each block is judged by itself, so that one wrong tile among a thousand right ones fails.
 
-In half types the error comes from rounding results, and every block of the plain computation shows it. In float32 and
-float64 it comes from the order of sums, and two valid orders differ up to tenfold within a block. There the plain
-distance is the maximum over the whole tensor, some millionths.
+In half types the error comes from rounding results, and every block of the plain computation has it. In float32 and
+float64 it comes from the order of sums, and the errors of two valid orders differ up to tenfold within a block. There
+the plain distance is the maximum over the whole tensor, a few millionths.
 
 Gradients meet the tolerance if lse is not large. A backward computes p = exp(s - lse) with lse in float32. Up to four
 roundings (the sum, to and from base 2, s - lse) each change p by a relative error of up to |lse| 2^-24:
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# rows judged together: few enough to expose one wrong tile, enough that the plain error is not a matter of luck
+# rows judged together: few enough to expose one wrong tile, enough that the plain error is not a matter of chance
 BLOCK_ROWS = 64
 
 
@@ -95,7 +95,7 @@ def buried(tensor: Tensor) -> Tensor:
 
 
 def as_rows(values: Tensor) -> Tensor:
-    """One value per head or block in the shape of lse, (batch, heads, rows)."""
+    """One value per head or block, reshaped like lse to (batch, heads, rows)."""
     # not reshape(1, -1, n): -1 is ambiguous for an empty tensor
     return values.reshape(1, math.prod(values.shape[:-1]), values.shape[-1])
 

@@ -1,6 +1,6 @@
-"""Test cases for several ranks: functions that every rank runs, by name. context_ranks.py runs them.
+"""Test cases of context parallelism, by name: functions that context_ranks.py runs on every rank.
 
-`cases` computes every expected result (context_truth.py) before the ranks are forked.
+`cases` computes all expected results (context_truth.py) before the ranks are forked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import masks
 from benchmarks.run import train_context_parallel
 from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
-from blocksparse_flash.distributed import context_plan, time_model
+from blocksparse_flash.distributed import exchange_plan, time_model
 from blocksparse_flash.distributed.exchange_plan import unflatten
 from blocksparse_flash.nn import SelfAttention
 from tests.support import closeness
@@ -41,12 +41,12 @@ from tests.support.context_truth import (
     Traffic,
     assert_equal_to_one_process,
     by_head,
-    called,
     in_half,
     interpreted,
     layout_by_head,
     layout_of,
     orders,
+    results_of_one_process,
     sharded,
     uneven,
     whole,
@@ -56,7 +56,7 @@ Cases = dict[str, Callable[[], None]]
 
 
 def local_rows_separate() -> contextlib.AbstractContextManager[object]:
-    """Local rows are computed separately, even if they are few."""
+    """Makes ranks compute local rows separately, even if they are few."""
     return mock.patch.object(time_model, "SPLITTING", -1.0)
 
 
@@ -68,21 +68,21 @@ def equals_one_process(layout: str, order: str, kv_heads: int, scheme: str) -> N
             layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme=scheme, deterministic=True
         )
     case = whole(layout, LENGTH, heads)
-    assert_equal_to_one_process(plan, case, rows_are_whole=True, repeats=order == "zigzag")
+    assert_equal_to_one_process(plan, case, has_exact_rows=True, repeats=order == "zigzag")
 
 
 def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
-    """Gradients summed in place equal those of one process, and bit by bit those that are not."""
+    """Gradients summed in place equal those of one process, and bitwise those that are not summed in place."""
     heads = (4, kv_heads)
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, plan.layers[0].counts[-1])
-    assert max(said) >= 0, "no rank sums in place: the case tests nothing"
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, plan.layers[0].counts[-1])
+    assert max(counts) >= 0, "no rank sums in place: the case tests nothing"
     case = whole(layout, LENGTH, heads)
-    with mock.patch.object(context_plan, "MOST_TOUCHED", -1.0):
+    with mock.patch.object(exchange_plan, "MOST_TOUCHED", -1.0):
         other = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
     assert other.layers[0].counts[-1] == -1
-    assert_equal_to_one_process(plan, case, rows_are_whole=True)
+    assert_equal_to_one_process(plan, case, has_exact_rows=True)
     for chunks in (1, kv_heads):
         found, expected = (sharded(one, case, chunks=chunks) for one in (plan, other))
         for name, actual, wanted in zip(NAMES, found, expected, strict=True):
@@ -90,7 +90,7 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
 
 
 def slow_link() -> contextlib.AbstractContextManager[object]:
-    """Received bytes alone decide the scheme."""
+    """Makes the number of received bytes decide the scheme."""
     return mock.patch.multiple(time_model, LINK=1e3, ULYSSES_COPIES=0, EXCHANGE_COPIES=0, DIRECT_COPIES=0)
 
 
@@ -98,14 +98,14 @@ def uses_pass_q(layout: str, order: str, kv_heads: int) -> None:
     """Pass-Q for rows that reach most tiles: results within tolerance, and fewer bytes for the busiest rank."""
     n_ranks, heads = dist.get_world_size(), (4, kv_heads)
     n_tiles = -(-LENGTH // 128)
-    # "alone": the first rank holds nothing but the first tile
+    # "alone": the first rank holds only the first tile
     order_of = [0, *[1] * (n_tiles - 1)] if order == "alone" else orders(n_ranks, n_tiles)[order]
     with slow_link():
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
     costs = plan.layers[0].costs
     assert len(costs.pass_q_rows), "no row uses pass-Q: the case tests nothing"
     assert costs.exchange.max() < costs.bound.max()
-    assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), rows_are_whole=False)
+    assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), has_exact_rows=False)
 
 
 def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
@@ -117,7 +117,7 @@ def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
     owner = torch.empty(LENGTH, dtype=torch.long)
     owner[plan.gather(plan.positions, dim=0)] = plan.gather(torch.full((plan.local_length,), rank), dim=0)
     mask = found.to_dense()[0, 0]
-    # who needs a tile of keys: the owner of a query that attends to one of its keys
+    # a rank needs a tile of keys if one of its queries attends to one of them
     sent = 0
     for first in range(0, LENGTH, 128):
         tile = slice(first, first + 128)
@@ -131,7 +131,7 @@ def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
     with Traffic() as backward:
         out.sum().backward()
     assert (forward.n_bytes, forward.n_calls) == (expected, n_chunks)
-    # what was received goes back
+    # gradients of received keys and values are sent back
     received = int(plan.layers[0].costs.bound[rank]) // 2 * (HEAD_DIM + V_HEAD_DIM) * 8
     assert (backward.n_bytes, backward.n_calls) == (received, n_chunks)
     total = torch.tensor([forward.n_bytes, backward.n_bytes])
@@ -140,7 +140,7 @@ def sends_the_lower_bound(layout: str, order: str, n_chunks: int) -> None:
 
 
 def gathers_every_key(order: str, n_chunks: int) -> None:
-    """Own keys are sent once per message, padded to the longest share; gradients return to the owners."""
+    """Each message has the rank's own keys, padded to the longest share; gradients return to the owners."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
     plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=(4, 2), order=order_of, scheme="all_gather")
@@ -159,38 +159,38 @@ def gathers_every_key(order: str, n_chunks: int) -> None:
     none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
     bd.attention(*none, plan, chunks=n_chunks).sum().backward()
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in none)
-    across = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
-    assert torch.equal(bd.attention(*across, plan, chunks=n_chunks), plan.shard(case.same[0], dim=2))
+    strided = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
+    assert torch.equal(bd.attention(*strided, plan, chunks=n_chunks), plan.shard(case.same[0], dim=2))
 
 
 def as_if_fitted() -> contextlib.AbstractContextManager[object]:
-    """The ranks count as GPUs to which the time model was fitted."""
+    """Makes the time model treat the ranks as GPUs to which it was fitted."""
     return mock.patch.object(time_model, "unfitted", lambda machines: "")
 
 
-def plans_say_what_they_gain() -> None:
+def plans_predict_speed_ups() -> None:
     """Bigbird on two GPUs is slower than on one: the first rank warns once. On CPUs nothing is predicted."""
     rank = dist.get_rank()
     layouts, heads = [masks.bigbird(16384, seed=0), masks.local(16384, window=512)], (4, 4)
-    # Python's filters, and what torch adds to them
-    with warnings.catch_warnings(record=True) as said, as_if_fitted():
+    # the default filters of Python and torch
+    with warnings.catch_warnings(record=True) as warned, as_if_fitted():
         plan = bd.plan(layouts, dist.group.WORLD, heads=heads)
         q, k, v = (torch.zeros(1, 4, plan.local_length, 8) for _ in range(3))
         for _ in range(2):
             bd.attention(q, k, v, plan, layer=1)
-    assert [warning.category for warning in said] == [UserWarning] * (rank == 0), [str(w.message) for w in said]
+    assert [warning.category for warning in warned] == [UserWarning] * (rank == 0), [str(w.message) for w in warned]
     slow, other = plan.speedups
     assert slow is not None and other is not None and slow < 1
     assert f"predicted {slow:.2f} times as fast as one NVIDIA H200" in str(plan) and f"({slow:.2f} times" in repr(plan)
     if rank == 0:
-        message = str(said[0].message)
-        assert f'layer 0 ("{plan.layers[0].scheme}") {slow:.2f} times' in message and said[0].filename == __file__
+        message = str(warned[0].message)
+        assert f'layer 0 ("{plan.layers[0].scheme}") {slow:.2f} times' in message and warned[0].filename == __file__
         for way_out in ("Fewer ranks", "longer sequence", 'order="tuned"'):
             assert way_out in message, message
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         plan = bd.plan(layouts, dist.group.WORLD, heads=heads)
-    assert not said and plan.speedups == (None, None)
+    assert not warned and plan.speedups == (None, None)
     assert (
         "no speed-up over one GPU is predicted: the model is fitted to up to 4 NVIDIA H200 of one host, not to cpu"
         in str(plan)
@@ -198,8 +198,8 @@ def plans_say_what_they_gain() -> None:
     assert "predicted" not in repr(plan)
 
 
-def repeats_whatever_the_options(layout: str, scheme: str) -> None:
-    """Chunks and keep_received change no bit; lse may stay unused, k and v frozen."""
+def options_change_no_bit(layout: str, scheme: str) -> None:
+    """chunks and keep_received change no bit; lse may be unused, k and v may be frozen."""
     heads, group = (4, 2), dist.group.WORLD
     case = whole(layout, LENGTH, heads)
     plans = [
@@ -218,23 +218,23 @@ def repeats_whatever_the_options(layout: str, scheme: str) -> None:
 
 
 def ulysses_equals_one_process(layout: str, order: str) -> None:
-    """Bit by bit, including dk and dv, since every head is computed by one rank."""
+    """All results are bitwise equal, dk and dv too, since one rank computes each head."""
     n_ranks = dist.get_world_size()
     heads = (2 * n_ranks, n_ranks)
     order_of = orders(n_ranks, -(-LENGTH // 128))[order]
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="ulysses")
     case = whole(layout, LENGTH, heads)
-    # packed, and direct where possible
-    for worth in (1 << 40, 1):
-        with mock.patch.object(time_model, "DIRECT_MIN_BYTES", worth):
-            assert_equal_to_one_process(plan, case, rows_are_whole=True)
+    # packed messages, and direct ones where possible
+    for min_bytes in (1 << 40, 1):
+        with mock.patch.object(time_model, "DIRECT_MIN_BYTES", min_bytes):
+            assert_equal_to_one_process(plan, case, has_exact_rows=True)
             for name, actual, same in zip(NAMES, sharded(plan, case), case.same, strict=True):
                 assert torch.equal(actual, plan.shard(same, dim=2)), name
 
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def ulysses_uses_chunks(order: str) -> None:
-    """Any number of messages gives the bits of one process and sends only q, k, v, out and their gradients."""
+    """Bitwise equal to one process for any number of messages, which hold only q, k, v, out and their gradients."""
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     heads = (4 * n_ranks, 2 * n_ranks)
     # contiguous, with unequal numbers of tiles
@@ -252,7 +252,7 @@ def ulysses_uses_chunks(order: str) -> None:
     found = out, lse, *torch.autograd.grad([out, lse], leaves, douts)
     for name, actual, same in zip(NAMES, found, case.same, strict=True):
         assert torch.equal(actual, plan.shard(same, dim=2).expand_as(actual)), name
-    # 2 of the key heads would be divided among the ranks
+    # a rank has 2 key heads, which 4 chunks would divide
     assert "2 key heads of a rank" in raised(ValueError, lambda: sharded(plan, case, chunks=4))
     mine, others = plan.sizes[rank] * (n_ranks - 1), LENGTH - plan.sizes[rank]
     to_heads, to_tokens = 4 * HEAD_DIM + 2 * (HEAD_DIM + V_HEAD_DIM), 4 * V_HEAD_DIM
@@ -264,11 +264,11 @@ def ulysses_uses_chunks(order: str) -> None:
     assert forward.n_bytes == 8 * (mine * to_heads + others * to_tokens)
     assert backward.n_bytes == 8 * (mine * to_tokens + others * to_heads)
     # other strides, and the gradient of lse alone
-    across = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves]
-    out, lse = bd.attention_with_lse(*across, plan)
+    strided = [leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves]
+    out, lse = bd.attention_with_lse(*strided, plan)
     assert torch.equal(out, plan.shard(case.same[0], dim=2))
     lse.sum().backward()
-    assert not across[2].grad.any()
+    assert not strided[2].grad.any()
     assert torch.equal(bd.attention(*(leaf.detach() for leaf in leaves), plan), out)
     # an empty batch
     none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]
@@ -278,11 +278,11 @@ def ulysses_uses_chunks(order: str) -> None:
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in none)
 
 
-def auto_takes_what_moves_less() -> None:
-    """On a slow link."""
+def auto_chooses_the_scheme_with_less_traffic() -> None:
+    """If only received bytes count."""
     n_ranks = dist.get_world_size()
     layouts = [layout_of("local", LENGTH), BlockLayout.from_dense(torch.ones(LENGTH, LENGTH).bool(), block_size=128)]
-    # the gathered keys of a dense layout are more than ulysses' heads from 3 ranks on
+    # for a dense layout, ulysses receives less than exchange from 3 ranks on
     with slow_link():
         plan = bd.plan(layouts, dist.group.WORLD, heads=n_ranks)
         assert [layer.scheme for layer in plan.layers] == ["exchange", "ulysses" if n_ranks > 2 else "exchange"]
@@ -296,15 +296,15 @@ def auto_takes_what_moves_less() -> None:
     assert torch.allclose(dense, plan.shard(attention_with_lse(case.q, case.k, case.v)[0], dim=2), rtol=1e-10)
 
 
-def layouts_of_heads_and_batches() -> None:
+def layouts_per_head_and_batch() -> None:
     n_ranks = dist.get_world_size()
     heads = (2 * n_ranks, n_ranks)
     layout = layout_by_head(heads[0])
     for scheme in ("exchange", "ulysses", "all_gather"):
         plan = bd.plan(layout, dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag", deterministic=True)
-        assert_equal_to_one_process(plan, by_head(n_ranks), rows_are_whole=True)
+        assert_equal_to_one_process(plan, by_head(n_ranks), has_exact_rows=True)
         if scheme == "exchange":
-            # each message has the plan of its own query heads
+            # each chunk uses the plan of its own query heads
             one, two = (sharded(plan, by_head(n_ranks), chunks=chunks) for chunks in (1, 2))
             for name, actual, wanted in zip(NAMES, two, one, strict=True):
                 assert torch.equal(actual, wanted), name
@@ -312,7 +312,7 @@ def layouts_of_heads_and_batches() -> None:
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def half_types(scheme: str) -> None:
-    """bfloat16 is sent unchanged; sums over ranks are float32, with pass-KV and pass-Q."""
+    """bfloat16 is sent as it is; sums over ranks are float32, with pass-KV and pass-Q."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
     with slow_link():
@@ -324,18 +324,15 @@ def half_types(scheme: str) -> None:
         closeness.assert_as_accurate(actual, [plan.shard(same, dim=2)], wide, name=name)
 
 
-def kernels_give_the_same_bits() -> None:
-    """The portable kernels, in Triton's interpreter: forward and dq are those of one process, bit by bit.
-
-    The first of two ranks computes local rows separately.
-    """
+def kernels_equal_one_process() -> None:
+    """Triton kernels in the interpreter: out, lse and dq are bitwise equal. Rank 0 computes local rows separately."""
     case = interpreted("narrow", 560)
     for scheme in ("exchange", "all_gather"):
         with local_rows_separate():
             plan = bd.plan(layout_of("narrow", 560), dist.group.WORLD, heads=(2, 1), scheme=scheme, deterministic=True)
-        _, near = unflatten(plan.layers[0].tensors, plan.layers[0].counts, 2)
-        is_apart = scheme == "exchange" and dist.get_rank() == 0
-        assert bool(near) == is_apart, "only the first rank computes local rows separately"
+        _, local = unflatten(plan.layers[0].tensors, plan.layers[0].counts, 2)
+        is_separate = scheme == "exchange" and dist.get_rank() == 0
+        assert bool(local) == is_separate, "only rank 0 computes local rows separately"
         for name, actual, same in zip(NAMES, sharded(plan, case, backend="triton"), case.same, strict=True):
             mine = plan.shard(same, dim=2)
             if name in ("out", "lse", "dq"):
@@ -344,7 +341,7 @@ def kernels_give_the_same_bits() -> None:
 
 
 def kernels_use_pass_q() -> None:
-    """The kernels merge pass-Q rows; dout may have stride 0."""
+    """The Triton kernels merge pass-Q rows; dout may have stride 0."""
     length, layout = 300, layout_of("wide", 300)
     with slow_link():
         plan = bd.plan(layout, dist.group.WORLD, heads=(2, 1), order=[1, 0, 0], scheme="exchange")
@@ -362,7 +359,7 @@ def kernels_use_pass_q() -> None:
 
 
 def autocast_converts() -> None:
-    """To its own type, as for one process; gradients come back in the type of the inputs."""
+    """Inputs are cast as in one process; gradients have the dtype of the inputs."""
     case = whole("local", LENGTH, (4, 1))
     plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1))
     leaves = [plan.shard(x.float(), dim=2).requires_grad_() for x in (case.q, case.k, case.v)]
@@ -372,7 +369,7 @@ def autocast_converts() -> None:
     assert out.dtype == torch.bfloat16 and torch.equal(out, plan.shard(expected, dim=2))
     out.float().sum().backward()
     assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
-    # a head of the type that is sent is too short to go by itself, so that there is nothing to cut
+    # in bfloat16 the message of a head is too small to be sent directly, and packed messages have no chunks
     n_ranks = dist.get_world_size()
     plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=2 * n_ranks, scheme="ulysses")
     leaves = [torch.randn(1, 2 * n_ranks, plan.local_length, HEAD_DIM) for _ in range(3)]
@@ -382,7 +379,7 @@ def autocast_converts() -> None:
             assert "sent together" in raised(ValueError, lambda: bd.attention(*leaves, plan, chunks=2))
 
 
-def gathers_what_it_shards() -> None:
+def gather_inverts_shard() -> None:
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     x = torch.arange(2.0 * LENGTH).reshape(2, LENGTH)
     for order in orders(n_ranks, -(-LENGTH // 128)).values():
@@ -391,7 +388,7 @@ def gathers_what_it_shards() -> None:
         mine = plan.shard(x, dim=-1).requires_grad_()
         whole_x = plan.gather(mine, dim=-1)
         assert torch.equal(whole_x, x)
-        # the gradient of the sum of what the ranks make of it
+        # the gradient is summed over the ranks
         (whole_x * (rank + 1) * x).sum().backward()
         assert torch.equal(mine.grad, plan.shard(x, dim=1) * (n_ranks * (n_ranks + 1) // 2))
         assert torch.equal(plan.gather(plan.shard(x[0] > 7, dim=0), dim=0), x[0] > 7)
@@ -399,7 +396,7 @@ def gathers_what_it_shards() -> None:
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def compiles_and_checkpoints(scheme: str) -> None:
-    """On two ranks; on three one of them holds no token."""
+    """Compiled and checkpointed calls are bitwise equal to plain ones; of three ranks one holds no token."""
     n_ranks = dist.get_world_size()
     heads = (n_ranks, n_ranks)
     order = "contiguous" if n_ranks == 2 else uneven(n_ranks, -(-LENGTH // 128))
@@ -430,23 +427,25 @@ def takes_dtensors() -> None:
     case = whole("local", length, (4, 2))
     leaves = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in (case.q, case.k, case.v)]
     calls = [bd.attention]
-    # compilers need no more than one number of ranks, and seconds on each
+    # compiling takes seconds; one number of ranks is enough
     if n_ranks == 2:
         calls.append(torch.compile(bd.attention, fullgraph=True, backend="aot_eager"))
     for call in calls:
         out = call(*leaves, plan)
         grads = torch.autograd.grad(out, leaves, distribute_tensor(case.dout, mesh, [Shard(2)]))
-        expected = called(layout_of("local", length), list(case[:3]), [case.dout, torch.zeros_like(case.dlse)], "eager")
+        expected = results_of_one_process(
+            layout_of("local", length), list(case[:3]), [case.dout, torch.zeros_like(case.dlse)], "eager"
+        )
         assert torch.equal(out.full_tensor(), expected[0])
         for actual, wanted in zip(grads, expected[2:], strict=True):
             assert torch.allclose(actual.full_tensor(), wanted, rtol=1e-12, atol=1e-14)
-    # shards that are not the plan's would be silently wrong
+    # shards in another order than the plan's would give silently wrong results
     zigzag = bd.plan(layout_of("local", length), mesh["context"], heads=(4, 2), order="zigzag")
     assert "in order" in raised(ValueError, lambda: bd.attention(*leaves, zigzag))
     heads = [distribute_tensor(x, mesh, [Replicate()]) for x in (case.q, case.k, case.v)]
     assert "Shard(2)" in raised(ValueError, lambda: bd.attention(*heads, plan))
     raised(TypeError, lambda: bd.attention(leaves[0], case.k, case.v, plan))
-    # the attention of one process takes none of them
+    # attention in one process refuses DTensors
     for name in "qkv":
         mixed = dict(zip("qkv", case[:3], strict=True))
         mixed[name] = heads["qkv".index(name)]
@@ -456,8 +455,8 @@ def takes_dtensors() -> None:
     assert "sinks.to_local()" in raised(ValueError, lambda: attention_with_lse(*case[:3], sinks=sinks))
 
 
-def is_the_layer_of_one_process() -> None:
-    """bd.SelfAttention has the weights of nn.SelfAttention; their gradients, summed over ranks, are the same."""
+def layer_equals_that_of_one_process() -> None:
+    """bd.SelfAttention loads the weights of nn.SelfAttention; their gradients, summed over ranks, are equal."""
     layout = layout_of("causal", LENGTH)
     torch.manual_seed(0)
     one = SelfAttention(16, 4, layout, kv_heads=2, rope=100.0).double()
@@ -480,8 +479,10 @@ def is_the_layer_of_one_process() -> None:
 
 
 def trains_with_fsdp(n_context: int) -> None:
-    """Weights sharded over all ranks, sequences over n_context of them, uneven shards: the gradients are those of the
-    mean loss over all tokens in one process."""
+    """Gradients equal those of the mean loss over all tokens in one process.
+
+    Weights are sharded over all ranks, sequences over n_context of them, in uneven shards.
+    """
     n_ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (n_ranks // n_context, n_context), mesh_dim_names=("data", "context"))
     everyone = init_device_mesh("cpu", (n_ranks,))
@@ -512,24 +513,24 @@ def trains_with_fsdp(n_context: int) -> None:
 
 def the_example_trains() -> None:
     arguments = "--context 2 --length 300 --window 32 --embed-dim 16 --blocks 1 --steps 4 --learning-rate 0.03"
-    with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+    with contextlib.redirect_stdout(io.StringIO()) as output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         losses = train_context_parallel.train(train_context_parallel.parsed(arguments.split()))
     assert len(losses) == 4 and losses[-1] < losses[0]
-    assert dist.get_rank() or "step    0: loss" in said.getvalue()
+    assert dist.get_rank() or "step    0: loss" in output.getvalue()
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> str:
-    """The message of the error that call must raise."""
+    """The message of the error that `call` must raise."""
     try:
         call()
     except kind as error:
         return str(error)
-    raise AssertionError(f"expected {kind.__name__}, and nothing was raised")
+    raise AssertionError(f"expected {kind.__name__}, but nothing was raised")
 
 
-def ranks_that_differ_are_named() -> None:
-    """For every argument of plan, on every rank and before anything is sent; the group still works afterwards."""
+def plan_names_the_argument_that_differs() -> None:
+    """For every argument of plan, every rank raises before anything is sent; the group still works afterwards."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     usual = {"layouts": layout_of("local", LENGTH), "group": dist.group.WORLD, "heads": 2}
     changes = {
@@ -542,20 +543,20 @@ def ranks_that_differ_are_named() -> None:
         "check_calls": True,
     }
     for name, value in changes.items():
-        given = {**usual, name: value} if rank == odd else usual
-        said = raised(ValueError, lambda given=given: bd.plan(**given))
-        # of two ranks either may be the odd one
-        assert f"differs in {name}" in said and (f"rank {odd} " in said or odd == 1), said
+        arguments = {**usual, name: value} if rank == odd else usual
+        message = raised(ValueError, lambda arguments=arguments: bd.plan(**arguments))
+        # of two ranks either may be the one that differs
+        assert f"differs in {name}" in message and (f"rank {odd} " in message or odd == 1), message
     refused = {"order": "sideways", "scheme": "ring", "heads": (3, 2), "layouts": [], "deterministic": 1}
     for name, value in refused.items():
-        given = {**usual, name: value} if rank == odd else usual
-        said = raised((ValueError, TypeError), lambda given=given: bd.plan(**given))
-        assert name in said and (rank == odd or f"rank {odd} refused" in said), said
+        arguments = {**usual, name: value} if rank == odd else usual
+        message = raised((ValueError, TypeError), lambda arguments=arguments: bd.plan(**arguments))
+        assert name in message and (rank == odd or f"rank {odd} refused" in message), message
     assert bd.plan(**usual).length == LENGTH
 
 
-def calls_that_differ_are_named() -> None:
-    """With check_calls=True all ranks raise if one call differs, and the next call is right."""
+def check_calls_names_what_differs() -> None:
+    """With check_calls=True all ranks raise if one call differs, and the next call works."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1), check_calls=True)
     case = whole("local", LENGTH, (4, 1))
@@ -570,12 +571,12 @@ def calls_that_differ_are_named() -> None:
         "requires_grad": lambda: bd.attention(q.clone().requires_grad_(), k, v, plan),
     }
     for name, call in calls.items():
-        said = raised(ValueError, call if rank == odd else lambda: bd.attention(q, k, v, plan))
-        assert name in said, said
+        message = raised(ValueError, call if rank == odd else lambda: bd.attention(q, k, v, plan))
+        assert name in message, message
     assert torch.equal(bd.attention(q, k, v, plan), plan.shard(case.same[0], dim=2))
 
 
-# seconds: timeout of a group with a missing rank, and tolerance for a busy machine
+# seconds: timeout of a group with a missing rank, and a margin for a busy machine
 PATIENCE, GRACE = 3, 20
 
 
@@ -583,7 +584,7 @@ def a_missing_rank_is_an_error(what: str) -> None:
     """On every rank, within the timeout: one passes a wrong length, runs no backward, is late, or never calls."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
-    # every rank needs keys of every other
+    # every rank needs keys of every other rank
     plan = bd.plan(layout_of("butterfly", LENGTH), group, heads=(4, 1), order="zigzag", scheme="exchange")
     case = whole("butterfly", LENGTH, (4, 1))
     q, k, v = (plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v))
@@ -604,7 +605,7 @@ def a_missing_rank_is_an_error(what: str) -> None:
     elif what == "no plan" and rank != odd:
         raised(RuntimeError, lambda: bd.plan(layout_of("local", LENGTH), group, heads=1))
     assert time.monotonic() - begin < 2 * PATIENCE + GRACE
-    # the others may still wait
+    # other ranks may still wait
     dist.barrier()
 
 
@@ -612,7 +613,7 @@ def cases(n_ranks: int) -> Cases:
     found: Cases = {}
     n_tiles = -(-LENGTH // 128)
     for i, (layout, order) in enumerate(itertools.product(LAYOUTS, orders(n_ranks, n_tiles))):
-        # alternate, so that each layout and each order has both on some number of ranks
+        # alternates, so that each layout and each order has both with some number of ranks
         kv_heads = (4, 1)[(i + n_ranks) % 2]
         whole(layout, LENGTH, (4, kv_heads))
         found[f"exchange equals one process: {layout}, {order}, 4 on {kv_heads} heads"] = partial(
@@ -628,7 +629,7 @@ def cases(n_ranks: int) -> Cases:
     for order, n_chunks in (("contiguous", 1), ("zigzag", 2), ("uneven", 1)):
         found[f"gathers every key: {order}"] = partial(gathers_every_key, order, n_chunks)
     if n_ranks == 2:
-        found["plans say what they gain"] = plans_say_what_they_gain
+        found["plans predict speed-ups"] = plans_predict_speed_ups
     found["sums gradients in place"] = partial(sums_gradients_in_place, "documents", 4)
     for order, kv_heads in (("contiguous", 4), ("zigzag", 2)):
         whole("global", LENGTH, (4, kv_heads))
@@ -646,36 +647,36 @@ def cases(n_ranks: int) -> Cases:
     for order in ("contiguous", "uneven"):
         found[f"ulysses uses chunks: {order}"] = partial(ulysses_uses_chunks, order)
     whole("local", LENGTH, (2 * n_ranks, 1))
-    found["auto takes what moves less"] = auto_takes_what_moves_less
+    found["auto chooses the scheme with less traffic"] = auto_chooses_the_scheme_with_less_traffic
     if n_ranks == 2:
         by_head(n_ranks)
-        found["layouts of heads and batches"] = layouts_of_heads_and_batches
+        found["layouts per head and batch"] = layouts_per_head_and_batch
     whole("bigbird", LENGTH, (4, 2))
     for scheme in ("exchange", "all_gather"):
-        found[f"repeats whatever the options: {scheme}"] = partial(repeats_whatever_the_options, "bigbird", scheme)
+        found[f"options change no bit: {scheme}"] = partial(options_change_no_bit, "bigbird", scheme)
     in_half("global", (n_ranks, n_ranks))
     for scheme in ("exchange", "ulysses", "all_gather"):
         found[f"half types: {scheme}"] = partial(half_types, scheme)
     if n_ranks == 2:
         interpreted("narrow", 560)
-        found["kernels give the same bits"] = kernels_give_the_same_bits
+        found["kernels equal one process"] = kernels_equal_one_process
         found["kernels use pass-Q"] = kernels_use_pass_q
     whole("local", LENGTH, (4, 1))
     found["autocast converts"] = autocast_converts
-    found["gathers what it shards"] = gathers_what_it_shards
+    found["gather inverts shard"] = gather_inverts_shard
     whole("butterfly", LENGTH, (n_ranks, n_ranks))
     for scheme in {2: ("exchange", "ulysses"), 3: ("exchange", "all_gather"), 4: ()}[n_ranks]:
         found[f"compiles and checkpoints: {scheme}"] = partial(compiles_and_checkpoints, scheme)
     whole("local", 256 * n_ranks, (4, 2))
     found["takes DTensors"] = takes_dtensors
-    found["is the layer of one process"] = is_the_layer_of_one_process
+    found["layer equals that of one process"] = layer_equals_that_of_one_process
     found["trains with FSDP: one mesh"] = partial(trains_with_fsdp, n_ranks)
     if n_ranks == 4:
         found["trains with FSDP: two by two"] = partial(trains_with_fsdp, 2)
         found["the example trains"] = the_example_trains
-    found["ranks that differ are named"] = ranks_that_differ_are_named
+    found["plan names the argument that differs"] = plan_names_the_argument_that_differs
     whole("local", LENGTH, (4, 1))
-    found["calls that differ are named"] = calls_that_differ_are_named
+    found["check_calls names what differs"] = check_calls_names_what_differs
     whole("butterfly", LENGTH, (4, 1))
     # slow, and the number of ranks does not matter
     for what in ("wrong length", "no backward", "late", "no plan") if n_ranks == 3 else ():

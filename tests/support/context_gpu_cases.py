@@ -1,7 +1,7 @@
-"""Test cases for shared attention on GPUs over NCCL. Every rank of a crew.Crew runs them.
+"""Test cases of context parallelism on GPUs over NCCL. Every rank of a crew.Crew runs them.
 
-Expected results are those of the reference in float64 on the whole sequence, computed by every rank, and bit by bit
-those of the same kernels in one process. Without GPUs the cases run over gloo.
+Expected results are those of the reference in float64 on the whole sequence, computed by every rank, and for bitwise
+comparison those of the same kernels in one process. Without GPUs the cases run over gloo.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from blocksparse_flash import distributed as bd
 from blocksparse_flash.distributed import time_model
 from tests.support import closeness, crew
 from tests.support.context_cases import local_rows_separate, raised, slow_link
-from tests.support.context_truth import NAMES, Whole, called, layout_of, orders, sharded
+from tests.support.context_truth import NAMES, Whole, layout_of, orders, results_of_one_process, sharded
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if IS_GPU else "cpu"
-# 33 tiles, the last one ragged: no even number of ranks divides them. Large enough that one process and each rank use
-# TMA and launch the same kernels
+# 33 tiles, the last one ragged: no even number of ranks divides them. Large enough for one process and each rank to use
+# TMA and to launch the same kernels
 LENGTH = 4200 if IS_GPU else 1000
 HEADS, HEAD_DIM = 4, 128 if IS_GPU else 8
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty is full of NaN, so that reading what nobody wrote shows."""
+    """Fills torch.empty with NaN, so that reads of unwritten memory fail tests."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -51,29 +51,29 @@ def poisoned() -> Iterator[None]:
 
 @cache
 def whole(name: str, heads: tuple[int, int], length: int = LENGTH) -> Whole:
-    """Inputs in bfloat16; the truth from them in float64, and in `same` the reference's own in bfloat16."""
+    """Inputs in bfloat16; `truth` in float64 from these inputs, `same` by the reference in bfloat16."""
     generator = torch.Generator().manual_seed(len(name) + heads[1])
     sizes = ((heads[0], HEAD_DIM), (heads[1], HEAD_DIM), (heads[1], HEAD_DIM), (heads[0], HEAD_DIM))
     q, k, v, dout = (torch.randn(1, n, length, dim, generator=generator).bfloat16().to(DEVICE) for n, dim in sizes)
     dlse = torch.randn(1, heads[0], length, generator=generator).to(DEVICE)
     layout = layout_of(name, length)
-    wide = called(layout, [t.double() for t in (q, k, v)], [dout.double(), dlse.double()], "reference")
-    plain = called(layout, [q, k, v], [dout, dlse], "reference")
+    wide = results_of_one_process(layout, [t.double() for t in (q, k, v)], [dout.double(), dlse.double()], "reference")
+    plain = results_of_one_process(layout, [q, k, v], [dout, dlse], "reference")
     return Whole(q, k, v, dout, dlse, wide, plain)
 
 
 def assert_as_one_process(
     plan: bd.ContextPlan, case: Whole, layout: str, bitwise: tuple[str, ...], backend: str = "auto", **options
 ) -> None:
-    """As accurate as one process, in these results equal to it bit by bit, and equal in every run."""
+    """Raises unless results are accurate, equal in two runs, and those named in `bitwise` equal to one process."""
     options["backend"] = backend
-    # deterministic, as the plan is
+    # turns deterministic mode on, like the plan
     with poisoned():
         found = sharded(plan, case, **options)
-        same = called(layout_of(layout, plan.length), list(case[:3]), list(case[3:5]), backend)
+        same = results_of_one_process(layout_of(layout, plan.length), list(case[:3]), list(case[3:5]), backend)
     for name, actual, truth, plain, one in zip(NAMES, found, case.truth, case.same, same, strict=True):
         if name in bitwise:
-            assert torch.equal(actual, plan.shard(one, dim=2)), f"{name} is not bitwise that of one process"
+            assert torch.equal(actual, plan.shard(one, dim=2)), f"{name} differs bitwise from one process"
         if actual.numel():
             closeness.assert_as_accurate(actual, [plan.shard(plain, dim=2)], plan.shard(truth, dim=2), name=name)
     for name, first, second in zip(NAMES, found, sharded(plan, case, **options), strict=True):
@@ -104,18 +104,18 @@ def ulysses_equals_one_process(layout: str, order: str, kv_heads: int) -> None:
     # "auto" may choose `hopper` for that many heads, whose dq is deterministic only on request
     options = {"order": order_of, "scheme": "ulysses", "deterministic": True}
     plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, **options)
-    # `hopper` splits bigbird's rows and columns that reach everywhere into parts, by how many heads a process has
+    # into how many splits `hopper` divides the global rows and columns of bigbird depends on the heads of a process
     bitwise = () if layout == "bigbird" else NAMES
     assert_as_one_process(plan, whole(layout, heads), layout, bitwise, chunks=1)
     if order == "contiguous":
-        # with few heads columns are split, so that programs fill a GPU
+        # with few heads, tile columns are split to fill the GPU
         rows = tuple(name for name in bitwise if name not in ("dk", "dv"))
         with mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1):
             assert_as_one_process(plan, whole(layout, heads), layout, rows, chunks=kv_heads)
 
 
 def nothing_moves() -> None:
-    """A block-diagonal layout: every message is empty, and arrives."""
+    """With a block-diagonal layout all messages are empty; they arrive."""
     layout = masks.local(LENGTH, window=0)
     plan = bd.plan(layout, dist.group.WORLD, heads=2, scheme="exchange", deterministic=True)
     assert not plan.layers[0].costs.exchange.any()
@@ -126,7 +126,7 @@ def nothing_moves() -> None:
 
 
 def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
-    """Equal bits for any chunks, with and without keep_received, while other tensors reuse freed memory."""
+    """Bitwise equal for any chunks and keep_received, while other tensors reuse freed memory."""
     length = 16384 if IS_GPU else LENGTH
     n_heads = 16 if IS_GPU else 4
     heads = n_heads, n_heads // group
@@ -156,7 +156,7 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
 
 
 def never_waits_on_the_host(scheme: str) -> None:
-    """After the first call, which compiles, neither forward nor backward synchronises with the GPU."""
+    """After a first call, which compiles, neither forward nor backward synchronises with the GPU."""
     heads = (HEADS, HEADS)
     with slow_link():
         plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag")
@@ -174,13 +174,13 @@ def never_waits_on_the_host(scheme: str) -> None:
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
 def compiles(scheme: str, backend: str) -> None:
-    """Compiled in one graph, checkpointed, or both: the same bits."""
+    """Compiled in one graph, checkpointed or both: bitwise equal to the plain call."""
     heads = (HEADS, HEADS)
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, deterministic=True)
     case = whole("butterfly", heads)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        # work that a compiler fuses, before and after
+        # operations before and after, which a compiler fuses
         out, lse = bd.attention_with_lse(q * 2, k + k, v * 2, plan)
         return out * 2, lse * 2
 
@@ -197,9 +197,9 @@ def compiles(scheme: str, backend: str) -> None:
         "checkpointed": partial(checkpoint, layer, use_reentrant=False),
         "both": partial(checkpoint, compiled, use_reentrant=False),
     }.items():
-        for what, actual, wanted in zip(NAMES, found(call), expected, strict=True):
-            # all factors are powers of two: nothing rounds
-            assert torch.equal(actual, wanted), (what, name)
+        for result, actual, wanted in zip(NAMES, found(call), expected, strict=True):
+            # all factors are powers of two, so nothing rounds
+            assert torch.equal(actual, wanted), (result, name)
 
 
 def takes_dtensors() -> None:
@@ -225,10 +225,10 @@ def trains(arguments: str) -> None:
         warnings.simplefilter("ignore")
         losses = train_context_parallel.train(train_context_parallel.parsed(arguments.split()))
     assert losses[-1] < 0.95 * losses[0], losses
-    said = torch.tensor(losses, device=DEVICE)
-    first = said.clone()
+    mine = torch.tensor(losses, device=DEVICE)
+    first = mine.clone()
     dist.broadcast(first, 0)
-    assert torch.equal(first, said)
+    assert torch.equal(first, mine)
 
 
 # ---- failures ----
@@ -238,13 +238,13 @@ def differences_are_named() -> None:
     """A plan or call that differs on one rank raises on every rank, and the group still works."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
     window = 101 if rank == odd else 100
-    said = raised(ValueError, lambda: bd.plan(masks.local(LENGTH, window=window), dist.group.WORLD, heads=2))
-    assert "differs in layouts" in said
+    message = raised(ValueError, lambda: bd.plan(masks.local(LENGTH, window=window), dist.group.WORLD, heads=2))
+    assert "differs in layouts" in message
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=2, scheme="exchange", check_calls=True)
     q, k, v = (torch.randn(1, 2, plan.local_length, 64, device=DEVICE).bfloat16() for _ in "qkv")
     short = q[:, :, 1:] if rank == odd else q
-    said = raised(ValueError, lambda: bd.attention(short, k, v, plan))
-    assert f"tokens of rank {odd}" in said, said
+    message = raised(ValueError, lambda: bd.attention(short, k, v, plan))
+    assert f"tokens of rank {odd}" in message, message
     assert bd.attention(q, k, v, plan).isfinite().all()
 
 
@@ -253,7 +253,7 @@ def misses_a_rank(what: str) -> None:
     odd = dist.get_world_size() - 1
     plan = bd.plan(layout_of("butterfly", LENGTH), dist.group.WORLD, heads=HEADS, scheme="exchange")
     q, k, v = (torch.randn(1, HEADS, plan.local_length, HEAD_DIM, device=DEVICE).bfloat16() for _ in "qkv")
-    # connections are built, kernels compiled
+    # opens connections and compiles kernels
     bd.attention(q, k, v, plan)
     if what == "nothing":
         return
@@ -262,7 +262,7 @@ def misses_a_rank(what: str) -> None:
             crew.kill_this_rank()
         if what == "never comes":
             time.sleep(600)
-        # "wrong length": refused here, before anything is sent
+        # "wrong length": raises before anything is sent
         bd.attention(q[:, :, 1:], k, v, plan)
     bd.attention(q, k, v, plan)
     if IS_GPU:

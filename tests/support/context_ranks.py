@@ -1,7 +1,7 @@
 """Runs every case of context_cases.py on N forked ranks: `python -m tests.support.context_ranks N`.
 
-This process imports torch once and forks the ranks, which meet through a file. It prints one JSON object: case -> what
-went wrong on each rank, "" for nothing. Every wait ends: a message's after TIMEOUT, the whole run's after DEADLINE.
+This process imports torch once and forks the ranks, which join their group through a file. It prints one JSON object:
+case -> the error of each rank, "" for none. Waits for a message end after TIMEOUT, the whole run after DEADLINE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# seconds that a rank waits for another one; the machine may be busy
+# seconds that a rank waits for another one on a busy machine, and that all cases may take
 TIMEOUT = 60
 DEADLINE = 240
 
@@ -28,7 +28,7 @@ Cases = dict[str, Callable[[], None]]
 
 
 def _rank(rank: int, n_ranks: int, folder: str, cases: Cases, timeout: float) -> None:
-    said: dict[str, str] = {}
+    errors: dict[str, str] = {}
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", n_ranks)
     dist.init_process_group(
@@ -38,14 +38,14 @@ def _rank(rank: int, n_ranks: int, folder: str, cases: Cases, timeout: float) ->
         begin = time.perf_counter()
         try:
             case()
-            said[name] = ""
+            errors[name] = ""
         except Exception:  # noqa: BLE001  any error is reported
-            said[name] = traceback.format_exc()
-        Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+            errors[name] = traceback.format_exc()
+        Path(f"{folder}/{rank}.json").write_text(json.dumps(errors))
         if "-v" in sys.argv and rank == 0:
-            print(f"{name}: {time.perf_counter() - begin:.2f} s {said[name]}", file=sys.stderr, flush=True)
-        if said[name]:
-            # the ranks may be out of step, so later cases would mean nothing
+            print(f"{name}: {time.perf_counter() - begin:.2f} s {errors[name]}", file=sys.stderr, flush=True)
+        if errors[name]:
+            # the ranks may be out of step, so later cases would prove nothing
             break
     dist.destroy_process_group()
 
@@ -66,12 +66,12 @@ def run(n_ranks: int, cases: Cases, timeout: float = TIMEOUT) -> dict[str, list[
         for process in ranks:
             process.kill()
         files = [Path(f"{folder}/{rank}.json") for rank in range(n_ranks)]
-        said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    return {name: [of_rank.get(name, "did not come that far") for of_rank in said] for name in cases}
+        errors = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    return {name: [of_rank.get(name, "the case was not reached") for of_rank in errors] for name in cases}
 
 
 if __name__ == "__main__":
-    # read when Triton is imported: its kernels run without a GPU
+    # read when Triton is imported: runs its kernels without a GPU
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.support import context_cases, interpreter
 

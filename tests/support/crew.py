@@ -1,7 +1,6 @@
 """A Crew of ranks, one process per GPU or a few on the CPU, that run checks by name.
 
-A check is a function of a module, called on every rank with the same arguments. Ranks that do not answer in
-time are killed.
+A check is a function of a module, called on every rank with the same arguments. Ranks that answer too late are killed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# seconds that a rank needs to import torch and to meet the others, on a busy machine
+# seconds in which a rank imports torch and joins the group, on a busy machine
 START = 60
 
 
 class Answer(NamedTuple):
-    """Result of a check on one rank: "" if it passed, a traceback, or how the process ended; and its duration."""
+    """Result of a check on one rank; said: "" if it passed, else a traceback or how the process ended."""
 
     said: str
     seconds: float
@@ -41,7 +40,7 @@ def free_port() -> int:
 
 
 def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: str, pipe: Connection) -> None:
-    """The process of a rank: joins the group, then runs one check after another."""
+    """Process of a rank: joins the group, then runs one check after another."""
     sys.stderr = Path(log).open("w", buffering=1)  # noqa: SIM115  for as long as the process lives
     os.dup2(sys.stderr.fileno(), 2)
     # no core dumps of processes that NCCL aborts
@@ -73,7 +72,7 @@ def _rank(rank: int, n_ranks: int, device: str, port: int, timeout: float, log: 
 
 
 class Crew:
-    """Ranks of one group, on "cuda" or "cpu". `timeout` is that of the group: how long a rank waits for another."""
+    """Ranks of one group, on "cuda" or "cpu". `timeout` is that of the group: seconds a rank waits for another."""
 
     def __init__(self, n_ranks: int, device: str, timeout: float, folder: Path) -> None:
         # CUDA does not survive a fork
@@ -111,8 +110,10 @@ class Crew:
     def run(
         self, module: str, function: str, *arguments: Any, seconds: float, n_awaited: int | None = None
     ) -> list[Answer]:
-        """The answers to a check of the first n_awaited ranks, None: of all. Where one does not hold, the ranks may
-        have lost step, and all end."""
+        """Run a check and return the answers of the first n_awaited ranks, None: of all.
+
+        If it fails on one rank, the ranks may be out of step, so all of them are ended.
+        """
         for pipe in self.pipes:
             pipe.send((module, function, arguments))
         found = self._answers(seconds, n_awaited)
@@ -132,5 +133,5 @@ class Crew:
 
 
 def kill_this_rank() -> None:
-    """SIGKILL, as from the out-of-memory killer."""
+    """Sends this process SIGKILL, like the out-of-memory killer."""
     os.kill(os.getpid(), signal.SIGKILL)

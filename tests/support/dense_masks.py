@@ -1,7 +1,7 @@
 """Dense masks for property tests: small bool arrays with full, empty and partial blocks of any size.
 
-Each is drawn from one seed: parts drawn separately by hypothesis repeat each other, so that fifty examples would hold
-few that differ in all parts. A failure names its seed: problem(seed, n_masks, axes_differ) is the example.
+Each problem is drawn from one seed: hypothesis repeats parts that it draws separately, so that few of fifty examples
+would differ in all parts. A failure names the seed; problem(seed, n_masks, axes_differ) is the example.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _length(random: np.random.Generator) -> int:
 
 
 def _block_size(random: np.random.Generator) -> tuple[int, int]:
-    # small sides more often, for several blocks
+    # small sides are more frequent, for several blocks
     sides = [SIDES[int(random.integers(0, 4 if random.random() < 0.5 else 16))] for _ in range(2)]
     return (sides[0], sides[0] if random.random() < 0.3 else sides[1])
 
@@ -57,7 +57,7 @@ def _mask(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         return np.arange(shape[-1]) <= np.arange(shape[-2])[:, None] + ahead
     if kind in ("full", "empty"):
         return np.full(shape, kind == "full")
-    # full and empty rectangles on a grid, as most layouts have
+    # full and empty rectangles on a grid, like most layouts
     side = int(random.choice([16, 32, 64]))
     cells = random.random((*shape[:-2], -(-shape[-2] // side), -(-shape[-1] // side))) < random.random()
     rectangles = cells.repeat(side, -2).repeat(side, -1)[..., : shape[-2], : shape[-1]]
@@ -72,8 +72,8 @@ def problem(seed: int, n_masks: int = 1, axes_differ: bool = False) -> Problem:
     axes = int(random.choice([1, 1, 2])), int(random.choice([1, 1, 3]))
     masks = []
     for _ in range(n_masks):
-        here = [1 if axes_differ and random.random() < 0.4 else size for size in axes]
-        masks.append(_mask(random, (*here, q_len, kv_len)))
+        own_axes = [1 if axes_differ and random.random() < 0.4 else size for size in axes]
+        masks.append(_mask(random, (*own_axes, q_len, kv_len)))
     return Problem(seed, q_len, kv_len, _block_size(random), _block_size(random), tuple(masks), random)
 
 

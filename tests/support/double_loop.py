@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 
-# lengths (q_len, kv_len) and block sizes: one block; ragged ends; whole blocks; a decoding step; fewer and more queries
-# than keys, shifted by no multiple of a block; rectangular blocks, and a side that is not a power of two; shifts of 2
-# and 1 less than a block, where the diagonal masks one pair of a block, or none
+# lengths (q_len, kv_len) and block sizes: one block; ragged ends; no ragged end; a decoding step; fewer and more
+# queries than keys, by no multiple of a block; rectangular blocks; a side that is not a power of two; 14 and 15 more
+# keys than queries, where the diagonal masks one pair of a block, or none
 SQUARE_GRIDS = [(1, 16), (96, 16), (130, 64), (192, 48), (203, 48)]
 GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] + [
     ((1, 113), 16),
@@ -24,7 +24,7 @@ GRIDS = [((length, length), block_size) for length, block_size in SQUARE_GRIDS] 
     ((49, 64), 16),
 ]
 
-# numbers of tokens near multiples of 16, 48 and 64, and grids of such blocks
+# numbers of tokens near 16, 48 and 64, and grids of blocks of these sizes
 EDGES = [16 * k + more for k in (1, 3, 4) for more in (-2, -1, 0, 1)]
 EDGE_GRIDS = [(80, 16), (110, 48), (130, 64)]
 
@@ -36,7 +36,7 @@ ANY_GRID = ANY_SQUARE_GRID | st.tuples(st.tuples(_LENGTHS, _LENGTHS), _SIDES | s
 
 
 def both(length: int | tuple[int, int]) -> tuple[int, int]:
-    """(q_len, kv_len) of a length as builders take it."""
+    """(q_len, kv_len) of the length argument of a mask builder."""
     return length if isinstance(length, tuple) else (length, length)
 
 

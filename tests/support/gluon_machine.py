@@ -1,106 +1,99 @@
-"""A machine on the CPU with mbarriers, named barriers and shared memory, on which partitions of programs run.
+"""A simulated GPU for warp-specialised kernels: mbarriers, named barriers, shared memory and TMA, on the CPU.
 
-Each partition is a thread; one runs at a time, of all programs, and a seed chooses which, at every operation on
-barriers, shared
-memory, copies, counters and products. A copy lands when the seed says so.
+Each partition (the warps of one entry point of gl.warp_specialize) is a thread. Over all programs, one partition runs
+at a time. At every operation on a barrier, shared memory, TMA, an atomic or a matrix product it yields to the
+scheduler, which uses the seed to choose what happens next: another partition resumes or a TMA transfer completes.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# how much less often what is slow comes than the rest
-SELDOM = 1e-5
-
 
 class ProtocolError(AssertionError):
-    """What a GPU would answer with wrong numbers, or not at all."""
+    """A fault that gives wrong results or a hang on a GPU."""
 
 
 class Stop(BaseException):
     """Ends the threads of the other partitions after an error."""
 
 
-# ---- who runs when ----
+# ---- scheduling ----
 
-# of each thread, the partition that it is
+# CURRENT.partition is the partition that a thread runs
 CURRENT = threading.local()
 
 
 class Partition:
-    """One partition of a program: a thread that runs when it is written to."""
+    """One partition of a program: a thread that runs only when the scheduler resumes it."""
 
     def __init__(self, machine: Machine, name: str, warps: int, call: Callable[[], None]) -> None:
         self.machine, self.name, self.warps, self._call = machine, name, warps, call
-        self.go = threading.Semaphore(0)
+        self.resume = threading.Semaphore(0)
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
         self.is_done = False
         self.error: BaseException | None = None
+        # asynchronous operations in flight, in order of issue: matrix products, and the buffers that TMA stores read
         self.products: list[Any] = []
-        # copies that its threads wait for
-        self.fetches: list[Callable[[], None]] = []
-        # read by TMA, and what it has still to write, in order
         self.stores: list[Shared] = []
-        self.writes: list[Callable[[], None]] = []
-        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0]) * (
-            SELDOM if machine.slow and machine.slow in name else 1.0
-        )
+        # how likely the scheduler resumes it
+        self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         CURRENT.partition = self
-        self.go.acquire()
+        self.resume.acquire()
         try:
             if self.machine.error is None:
                 self._call()
-                if self.products or self.fetches or self.stores:
-                    raise ProtocolError(f"{self.name} ends with products, copies or stores under way")
+                if self.products or self.stores:
+                    raise ProtocolError(f"{self.name} ends with matrix products or TMA stores in flight")
         except Stop:
             pass
-        except BaseException as error:  # noqa: BLE001 - handed to the scheduler
+        except BaseException as error:  # noqa: BLE001 - raised again by the scheduler
             self.error = error
         self.is_done = True
-        self.machine.back.release()
+        self.machine.yielded.release()
 
     def pause(self, waits_for: str, ready: Callable[[], bool] = lambda: True) -> None:
-        """Let others run until this one is chosen and ready."""
+        """Yields to the scheduler, which resumes this partition at some time after `ready` holds."""
         self.waits_for, self.ready = waits_for, ready
-        self.machine.back.release()
-        self.go.acquire()
+        self.machine.yielded.release()
+        self.resume.acquire()
         if self.machine.error is not None:
             raise Stop
 
 
 class Machine:
-    """One program: its partitions, barriers and copies under way.
+    """The state of one program: partitions, barriers, shared memory, TMA transfers in flight."""
 
-    slow  part of the name of partitions, or "writes", those of TMA, that come when nothing else can, or seldom
-    """
-
-    def __init__(self, seed: int, program: int, n_programs: int, slow: str = "") -> None:
-        self.random, self.slow = random.Random(f"{seed} {program}"), slow
+    def __init__(self, seed: int, program: int, n_programs: int) -> None:
+        self.random = random.Random(f"{seed} {program}")
         self.program, self.n_programs = program, n_programs
-        self.back = threading.Semaphore(0)
+        # released by a partition that yields to the scheduler or ends
+        self.yielded = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.partitions: list[Partition] = []
-        # into shared memory, and from there to global memory
-        self.copies: list[Callable[[], None]] = []
-        self.writes: list[Callable[[], None]] = []
-        self.copy_weight = self.random.choice([0.1, 1.0, 8.0])
+        # TMA transfers in flight; calling one completes it
+        self.tma_loads: list[Callable[[], None]] = []
+        self.tma_stores: list[Callable[[], None]] = []
+        self.tma_weight = self.random.choice([0.1, 1.0, 8.0])
         self.barriers: list[Barrier] = []
+        # per allocation of shared memory, see Shared
         self.unfenced: list[Tensor] = []
+        # by number of a named barrier: partitions that have arrived, and how often it has completed
         self.named: dict[int, list[Partition]] = {}
         self.generation: dict[int, int] = {}
 
     def begin(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int]) -> None:
-        """The partitions, of so many warps, which run from now on."""
+        """Starts the partitions: (function, arguments) and number of warps of each."""
         for i, ((function, arguments), n_warps) in enumerate(zip(calls, warps, strict=True)):
             name = f"partition {i} ({function.__name__}) of program {self.program}"
             self.partitions.append(Partition(self, name, n_warps, lambda f=function, a=arguments: f(*a)))
@@ -109,74 +102,67 @@ class Machine:
 
     @property
     def is_done(self) -> bool:
-        return not (self.copies or self.writes) and all(partition.is_done for partition in self.partitions)
+        return not (self.tma_loads or self.tma_stores) and all(partition.is_done for partition in self.partitions)
 
     def stop(self, error: BaseException | None) -> None:
-        """Ends the partitions, after an error or because they have come to their end."""
+        """Ends the threads, after an error or after all partitions are done."""
         self.error = error
         for partition in self.partitions:
-            partition.go.release()
+            partition.resume.release()
             partition.thread.join()
 
     def step(self) -> bool:
-        """One of what can come next; False: there is nothing."""
-        able = [p for p in self.partitions if not p.is_done and p.ready()]
-        choices: list[Any] = [*able, *self.copies, *self.writes]
+        """Resumes a partition or completes a TMA transfer, at random; False if neither is possible."""
+        runnable = [p for p in self.partitions if not p.is_done and p.ready()]
+        choices: list[Any] = [*runnable, *self.tma_loads, *self.tma_stores]
         if not choices:
             return False
-        weights = [p.weight for p in able] + [self.copy_weight] * len(self.copies)
-        weights += [self.copy_weight * (SELDOM if self.slow == "writes" else 1.0)] * len(self.writes)
+        weights = [p.weight for p in runnable] + [self.tma_weight] * (len(self.tma_loads) + len(self.tma_stores))
         (chosen,) = self.random.choices(choices, weights)
         if not isinstance(chosen, Partition):
-            (self.copies if chosen in self.copies else self.writes).remove(chosen)
+            (self.tma_loads if chosen in self.tma_loads else self.tma_stores).remove(chosen)
             chosen()
             return True
-        chosen.go.release()
-        self.back.acquire()
+        chosen.resume.release()
+        self.yielded.acquire()
         if chosen.error is not None:
             raise chosen.error
         return True
 
-    def stuck(self) -> str:
+    def waiting(self) -> str:
+        """What each unfinished partition waits for."""
         return "; ".join(f"{p.name} waits for {p.waits_for}" for p in self.partitions if not p.is_done)
 
     def check_end(self) -> None:
-        left = {number: len(who) for number, who in self.named.items() if who}
+        """Raises if the program has ended with barriers in the middle of a phase."""
+        left = {number: len(arrived) for number, arrived in self.named.items() if arrived}
         if left:
-            raise ProtocolError(f"named barriers end with arrivals that nobody met: {left}")
+            raise ProtocolError(f"named barriers are left with arrivals, by number: {left}")
         if any(barrier.bytes for barrier in self.barriers):
-            raise ProtocolError("a barrier ends waiting for bytes")
+            raise ProtocolError("an mbarrier is left with expected bytes that never arrived")
 
 
-def run_all(machines: Iterator[Machine], n_resident: int, seed: int) -> None:
-    """Run programs to their end, so many at a time, or raise what one of them did wrong; each machine comes with
-    partitions begun."""
-    chance = random.Random(seed)
-    running: list[Machine] = []
-    weights: list[float] = []
+def run_all(machines: list[Machine], seed: int) -> None:
+    """Runs programs whose partitions have begun to their end. Raises the first error of any of them."""
+    scheduler = random.Random(seed)
+    running = [(machine, scheduler.choice([0.1, 1.0, 8.0])) for machine in machines]
     error: BaseException | None = None
     try:
-        while True:
-            while len(running) < n_resident and (machine := next(machines, None)) is not None:
-                running.append(machine)
-                weights.append(chance.choice([0.1, 1.0, 8.0]))
-            if not running:
-                return
-            # in an order of chance, until one can do something
-            order = sorted(range(len(running)), key=lambda i: -(chance.random() ** (1 / weights[i])))
-            chosen = next((i for i in order if running[i].is_done or running[i].step()), None)
+        while running:
+            # the first program in a weighted random order that can make a step
+            order = sorted(running, key=lambda each: -(scheduler.random() ** (1 / each[1])))
+            chosen = next((each for each in order if each[0].is_done or each[0].step()), None)
             if chosen is None:
-                raise ProtocolError(f"deadlock: {'; '.join(machine.stuck() for machine in running)}")
-            if running[chosen].is_done:
-                weights.pop(chosen)
-                machine = running.pop(chosen)
-                machine.stop(None)
-                machine.check_end()
+                raise ProtocolError(f"deadlock: {'; '.join(machine.waiting() for machine, _ in running)}")
+            if chosen[0].is_done:
+                running.remove(chosen)
+                chosen[0].stop(None)
+                chosen[0].check_end()
     except BaseException as raised:
         error = raised
         raise
     finally:
-        for machine in running:
+        for machine, _ in running:
             machine.stop(error)
 
 
@@ -184,19 +170,24 @@ def run_all(machines: Iterator[Machine], n_resident: int, seed: int) -> None:
 
 
 class Shared:
-    """A view of shared memory: its values, and for the place of each who wrote it unfenced, how many read it,
-    whether a copy lands.
+    """A view of a shared-memory allocation, which records the accesses that other accesses may conflict with.
 
-    place  of each value in the marks of what was allocated
+    position  of each value of the view within the allocation
+    marks     three tensors over the allocation:
+        unfenced  1 + the partition that wrote a value and has not fenced it since; 0: none
+        readers   asynchronous operations (wgmma, TMA stores) that still read a value
+        loading   whether a TMA load that will write a value is in flight
     """
 
-    def __init__(self, machine: Machine, values: Tensor, place: Tensor, marks: tuple[Tensor, Tensor, Tensor]) -> None:
-        self.machine, self.values, self.place, self._marks = machine, values, place, marks
-        self.unfenced, self.readers, self.landing = marks
+    def __init__(
+        self, machine: Machine, values: Tensor, position: Tensor, marks: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        self.machine, self.values, self.position, self._marks = machine, values, position, marks
+        self.unfenced, self.readers, self.loading = marks
 
     @classmethod
     def allocate(cls, machine: Machine, values: Tensor) -> Shared:
-        marks = (torch.zeros(values.numel(), dtype=kind) for kind in (torch.int8, torch.int8, torch.bool))
+        marks = (torch.zeros(values.numel(), dtype=dtype) for dtype in (torch.int8, torch.int8, torch.bool))
         shared = cls(machine, values, torch.arange(values.numel()).view(values.shape), tuple(marks))
         machine.unfenced.append(shared.unfenced)
         return shared
@@ -209,75 +200,75 @@ class Shared:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
-    def _view(self, change: Callable[[Tensor], Tensor]) -> Shared:
-        return Shared(self.machine, change(self.values), change(self.place), self._marks)
+    def _view(self, view_of: Callable[[Tensor], Tensor]) -> Shared:
+        return Shared(self.machine, view_of(self.values), view_of(self.position), self._marks)
 
     def index(self, i: Any) -> Shared:
-        return self._view(lambda part: part[int(i)])
+        return self._view(lambda tensor: tensor[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        return self._view(lambda part: part.narrow(dim, int(start), int(length)))
+        return self._view(lambda tensor: tensor.narrow(dim, int(start), int(length)))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return self._view(lambda part: part.permute(order))
+        return self._view(lambda tensor: tensor.permute(order))
 
     def reshape(self, shape: list[int]) -> Shared:
-        return self._view(lambda part: part.view([int(n) for n in shape]))
+        return self._view(lambda tensor: tensor.view([int(n) for n in shape]))
 
     def reinterpret(self, shape: list[int], dtype: torch.dtype) -> Shared:
-        """The first of the same bytes as values of a type no wider."""
+        """The first bytes as a tensor of this shape and dtype, whose elements are at most as wide."""
         n_values = torch.Size(shape).numel()
-        place = self.place.view(-1).repeat_interleave(self.dtype.itemsize // dtype.itemsize)
+        position = self.position.view(-1).repeat_interleave(self.dtype.itemsize // dtype.itemsize)
         values = self.values.view(-1).view(dtype)
-        return Shared(self.machine, values[:n_values].view(shape), place[:n_values].view(shape), self._marks)
+        return Shared(self.machine, values[:n_values].view(shape), position[:n_values].view(shape), self._marks)
 
     def load(self, layout: Any) -> Tensor:
-        CURRENT.partition.pause("a load")
-        self._check(self.landing, "read while a copy lands in it")
+        CURRENT.partition.pause("a load from shared memory")
+        self._check(self.loading, "read during a TMA load")
         return self.values.clone()
 
     def store(self, values: Tensor) -> None:
-        who = CURRENT.partition
-        who.pause("a store")
-        self._check(self.readers, "written while something reads it")
-        self._check(self.landing, "written while a copy lands in it")
+        partition = CURRENT.partition
+        partition.pause("a store to shared memory")
+        self._check(self.readers, "written while wgmma or TMA reads it")
+        self._check(self.loading, "written during a TMA load")
         assert values.shape == self.values.shape and values.dtype == self.values.dtype, (values.shape, self.shape)
         self.values.copy_(values)
-        self.unfenced[self.place] = 1 + self.machine.partitions.index(who)
+        self.unfenced[self.position] = 1 + self.machine.partitions.index(partition)
 
     def _check(self, marks: Tensor, fault: str) -> None:
-        if marks[self.place].any():
+        if marks[self.position].any():
             raise ProtocolError(f"{CURRENT.partition.name}: shared memory is {fault}")
 
     def begin_read(self) -> None:
-        """An asynchronous operation reads it from now on."""
-        self._check(self.landing, "read while a copy lands in it")
-        self._check(self.unfenced, "read by TMA or a product without a fence after it was written")
-        self.readers[self.place] += 1
+        """A wgmma or TMA store that reads the view is issued."""
+        self._check(self.loading, "read during a TMA load")
+        self._check(self.unfenced, "read by wgmma or TMA without a proxy fence after the last write")
+        self.readers[self.position] += 1
 
     def end_read(self) -> None:
-        self.readers[self.place] -= 1
+        self.readers[self.position] -= 1
 
-    def begin_landing(self) -> None:
-        """A copy into it is issued: what was there is gone."""
-        self._check(self.readers, "overwritten by a copy while something reads it")
-        self._check(self.landing, "overwritten by a copy while another lands in it")
-        self._check(self.unfenced, "overwritten by a copy without a fence after it was written")
+    def begin_load(self) -> None:
+        """A TMA load into the view is issued; the old values are lost."""
+        self._check(self.readers, "overwritten by a TMA load while wgmma or TMA reads it")
+        self._check(self.loading, "overwritten by a TMA load during another one")
+        self._check(self.unfenced, "overwritten by a TMA load without a proxy fence after the last write")
         self.values.fill_(torch.nan)
-        self.landing[self.place] = True
+        self.loading[self.position] = True
 
-    def end_landing(self) -> None:
-        self.landing[self.place] = False
+    def end_load(self) -> None:
+        self.loading[self.position] = False
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all bytes have come."""
+    """An mbarrier: a phase completes after `count` arrivals and all expected bytes."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.count = self.pending = self.phase = self.bytes = 0
-        # whether a phase has ended which nobody has waited for yet
-        self.is_missed = False
+        # whether a phase has completed and nobody has waited for it yet
+        self.has_unwaited_phase = False
         machine.barriers.append(self)
 
     def index(self, i: Any) -> Barrier:
@@ -286,22 +277,23 @@ class Barrier:
 
     def arrive(self, count: int, n_bytes: int = 0) -> None:
         if self.pending < count:
-            raise ProtocolError(f"{CURRENT.partition.name} arrives at a barrier more often than it counts")
+            raise ProtocolError(f"{CURRENT.partition.name}: an mbarrier gets more arrivals than its count")
         self.pending -= count
         self.bytes += n_bytes
-        self.settle()
+        self.complete_phase()
 
-    def settle(self) -> None:
+    def complete_phase(self) -> None:
+        """Completes the phase if no arrival and no byte is pending."""
         if self.pending == 0 and self.bytes == 0:
-            if self.is_missed:
-                raise ProtocolError("a phase of a barrier ends, and nobody has waited for the one before")
-            self.is_missed = True
+            if self.has_unwaited_phase:
+                raise ProtocolError("a phase of an mbarrier completes before anybody has waited for the previous one")
+            self.has_unwaited_phase = True
             self.phase ^= 1
             self.pending = self.count
 
 
 class Barriers:
-    """A ring of mbarriers."""
+    """An array of mbarriers."""
 
     def __init__(self, machine: Machine, length: int) -> None:
         self._all = [Barrier(machine) for _ in range(length)]

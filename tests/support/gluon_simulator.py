@@ -1,12 +1,14 @@
-"""A simulator, on the CPU, of the protocol of a warp-specialised Gluon kernel.
+"""Simulates the Hopper kernels and their synchronisation on the CPU.
 
-The source of a kernel runs as plain Python on the machine of gluon_machine.py: a product reads its operands until it
-is waited for, a store its source until TMA has read it. Found are:
-    deadlocks, wrong phases, phases that nobody waits for, too many arrivals, bytes that never come, products or
-    stores left under way at the end
-    shared memory written while something reads it, read while a copy lands in it, or not fenced before it is read
-    and by comparison with a reference: wrong mathematics, wrong tiles, reading what was never written (it is full of
-    NaN)
+The kernels' sources run as plain Python: this file replaces the Gluon language, gluon_machine.py simulates the GPU. A
+wgmma reads its operands until it is waited for; a TMA store reads its source until `store_wait`.
+
+Raised as ProtocolError
+    barriers       deadlocks, waits for a wrong phase, phases that nobody waits for, too many arrivals, missing bytes
+    shared memory  written while wgmma or TMA reads it, read during a TMA load, read by wgmma or TMA without a fence
+    at the end     wgmma or TMA stores in flight
+Found by comparison with the reference
+    wrong arithmetic, wrong tiles, and reads of uninitialised shared memory, which is full of NaN
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,18 +29,18 @@ from blocksparse_flash.runtime import launch, launcher
 from tests.support.gluon_machine import CURRENT, Barrier, Barriers, Machine, Partition, ProtocolError, Shared, run_all
 
 KERNELS = Path(kernels.__file__).parent
-# modules with device functions, in the order of their imports
-HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers")
+# modules that the kernels import, in import order
+HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers", "hopper.work_tiles")
 
 
 # ---- global memory ----
 
 
 class Pointer:
-    """A tensor's storage order and an offset, or a block of them."""
+    """A tensor as flat memory, and an offset into it or a tensor of offsets."""
 
     def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
-        # of what autograd saved the numbers; of padded rows all
+        # detached: autograd must not record loads. Padding of rows is part of the memory
         tensor = tensor.detach()
         self.flat = (
             tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((len(tensor) * tensor.stride(0),), (1,))
@@ -50,25 +52,25 @@ class Pointer:
         return Pointer(self.flat, self.offset + torch.as_tensor(other))
 
     def at(self, mask: Any = None) -> Tensor:
-        """The offsets, masked ones 0, all within the tensor."""
+        """The offsets, 0 where masked. Raises if one is out of bounds."""
         offset = self.offset if mask is None else torch.where(mask, self.offset, 0)
         if offset.numel() and not (0 <= int(offset.min()) and int(offset.max()) < len(self.flat)):
-            raise ProtocolError(f"address out of range: up to {int(offset.max())} of {len(self.flat)}")
+            raise ProtocolError(f"offset out of bounds: {int(offset.max())} in memory of {len(self.flat)} elements")
         return offset
 
 
 def pointers(argument: Any) -> Any:
-    """An argument of a launch, with a Pointer for each tensor, alone or in a named tuple."""
+    """An argument of a launch, with a Pointer in place of each tensor, also inside named tuples."""
     if isinstance(argument, tuple):
         return type(argument)(*map(pointers, argument))
     return Pointer(argument) if isinstance(argument, Tensor) else argument
 
 
 class Descriptor:
-    """What TMA knows of a tensor. Past the end of any axis it reads zero and writes nothing."""
+    """A TMA descriptor. Outside the tensor, TMA reads zeros and writes nothing."""
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any) -> None:
-        # of memory from an address on: of padded rows the first columns
+        # memory from the base's address on; if rows are padded, the tensor has only their first columns
         self.base, self.block_shape, self.layout = base.as_strided(shape, strides), block_shape, layout
 
     @property
@@ -81,32 +83,31 @@ class Descriptor:
         return types.SimpleNamespace(shape=list(self.block_shape), nbytes=n_bytes)
 
     def inside(self, start: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
-        """The part of the block at `start` that exists, and where in the block it lies."""
-        first = [int(at) for at in start]
-        assert all(at >= 0 for at in first), first
+        """The part of the block at `start` that is inside the tensor: as a view, and as slices of the block."""
+        first = [int(i) for i in start]
+        assert all(i >= 0 for i in first), first
         spans = [
-            (at, min(n, max(0, size - at)))
-            for at, n, size in zip(first, self.block_shape, self.base.shape, strict=True)
+            (i, min(n, max(0, size - i))) for i, n, size in zip(first, self.block_shape, self.base.shape, strict=True)
         ]
-        part = self.base[tuple(slice(at, at + n) for at, n in spans)]
-        return part, tuple(slice(0, n) for _, n in spans)
+        view = self.base[tuple(slice(i, i + n) for i, n in spans)]
+        return view, tuple(slice(0, n) for _, n in spans)
 
 
 # ---- the language ----
 
 
 def mask_subtiles(values: Tensor, bits: Tensor, STRIDE: int, FILL: int) -> Tensor:
-    """What the assembly of hopper.mask_subtiles does."""
-    filling = torch.tensor(FILL, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    """`mask_subtiles` of kernels/hopper/bitmask.py, which is inline assembly."""
+    fill_value = torch.tensor(FILL, dtype=torch.int64).to(torch.int32).view(torch.float32)
     halves = [
-        half if int(bits) >> i * STRIDE & 1 else torch.full_like(half, filling)
+        half if int(bits) >> i * STRIDE & 1 else torch.full_like(half, fill_value)
         for i, half in enumerate(values.split(64, 1))
     ]
     return torch.cat(halves, 1)
 
 
 class Token:
-    """A product under way."""
+    """An asynchronous matrix product: the operands that it reads and its result."""
 
     def __init__(self, operands: list[Shared], value: Tensor) -> None:
         self.operands, self.value = operands, value
@@ -125,32 +126,32 @@ def _pair(left: Any, right: Any) -> tuple[Tensor, Tensor]:
 
 
 class Language:
-    """What a kernel's source calls gl, tl, mbarrier, tma and so on, on the machine that runs now."""
+    """Replaces gl, tl, mbarrier and tma in the kernels' sources. Operations act on the machine that runs now."""
 
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
-    # which torch does not multiply
+    # torch cannot multiply unsigned integers
     uint32 = uint64 = torch.int64
     static_range = range
 
     def __init__(self) -> None:
-        # the program whose partitions do not run yet
-        self.begun: Machine = Machine(0, 0, 1)
+        # runs the part of a kernel before its partitions begin
+        self.starting: Machine = Machine(0, 0, 1)
 
     @property
-    def _who(self) -> Partition:
+    def _partition(self) -> Partition:
         return CURRENT.partition
 
     @property
     def machine(self) -> Machine:
-        return CURRENT.partition.machine if hasattr(CURRENT, "partition") else self.begun
+        return CURRENT.partition.machine if hasattr(CURRENT, "partition") else self.starting
 
-    # layouts say which thread holds what: nothing that is simulated
-    def _nothing(self, *arguments: Any, **named: Any) -> None:
+    # layouts distribute values over threads, which are not simulated
+    def _no_layout(self, *arguments: Any, **named: Any) -> None:
         return None
 
     DistributedLinearLayout = NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = (
         SwizzledSharedLayout
-    ) = _nothing
+    ) = _no_layout
     NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *arguments: None)
 
     # values
@@ -210,13 +211,13 @@ class Language:
         return values if mask is None else torch.where(mask, values, other)
 
     def store(self, pointer: Pointer, values: Any, mask: Any = None) -> None:
-        at = pointer.at(mask)
+        offset = pointer.at(mask)
         if mask is not None:
-            at, values = at[mask], values[mask]
-        pointer.flat[at] = values.to(pointer.flat.dtype)
+            offset, values = offset[mask], values[mask]
+        pointer.flat[offset] = values.to(pointer.flat.dtype)
 
     def atomic_add(self, pointer: Pointer, value: int, sem: str = "acq_rel") -> Tensor:
-        self._who.pause("an atomic addition")
+        self._partition.pause("an atomic add")
         before = self.load(pointer).clone()
         pointer.flat[pointer.at()] += value
         return before
@@ -236,160 +237,122 @@ class Language:
         barrier.count = barrier.pending = count
 
     def arrive(self, barrier: Barrier, *, count: int = 1) -> None:
-        self._who.pause("an arrival")
+        self._partition.pause("an arrival")
         barrier.arrive(count)
 
     def expect(self, barrier: Barrier, n_bytes: int) -> None:
-        self._who.pause("an arrival with bytes")
+        self._partition.pause("an arrival that expects bytes")
         barrier.arrive(1, n_bytes)
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         parity = int(phase)
         assert parity in (0, 1), parity
-        self._who.pause(f"a barrier, phase {parity}", lambda: barrier.phase != parity)
-        barrier.is_missed = False
+        self._partition.pause(f"phase {parity} of an mbarrier", lambda: barrier.phase != parity)
+        barrier.has_unwaited_phase = False
 
     def named_barrier(self, verb: str, number: int, warpgroups: int = 2) -> None:
-        who, machine = self._who, self.machine
-        who.pause(f"arrival at named barrier {number}")
+        partition, machine = self._partition, self.machine
+        partition.pause(f"its arrival at named barrier {number}")
         arrived = machine.named.setdefault(number, [])
-        if who in arrived:
-            raise ProtocolError(f"{who.name} arrives twice at named barrier {number}, where nobody met it")
-        arrived.append(who)
+        if partition in arrived:
+            raise ProtocolError(f"{partition.name} arrives twice at named barrier {number}, which is not complete")
+        arrived.append(partition)
         if len(arrived) == warpgroups:
             arrived.clear()
             machine.generation[number] = machine.generation.get(number, 0) + 1
         elif verb == "sync":
             before = machine.generation.get(number, 0)
-            who.pause(f"named barrier {number}", lambda: machine.generation.get(number, 0) > before)
+            partition.pause(f"named barrier {number}", lambda: machine.generation.get(number, 0) > before)
 
     def fence_async_shared(self) -> None:
-        # before the partitions start there is nothing to fence
+        # before the partitions begin there is nothing to fence
         if self.machine.partitions:
-            mine = 1 + self.machine.partitions.index(self._who)
-            for part in self.machine.unfenced:
-                part[part == mine] = 0
+            writer = 1 + self.machine.partitions.index(self._partition)
+            for marks in self.machine.unfenced:
+                marks[marks == writer] = 0
 
-    # copies
+    # TMA
 
     def tma_load(self, descriptor: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
-        who, machine = self._who, self.machine
-        who.pause("the issue of a copy")
+        self._partition.pause("the issue of a TMA load")
         assert descriptor.block_shape == target.shape and descriptor.dtype == target.dtype
-        target.begin_landing()
+        target.begin_load()
 
-        def land() -> None:
-            part, where = descriptor.inside(start)
+        def complete() -> None:
+            view, slices = descriptor.inside(start)
             target.values.zero_()
-            target.values[where] = part
-            target.end_landing()
+            target.values[slices] = view
+            target.end_load()
             barrier.bytes -= descriptor.block_type.nbytes
-            barrier.settle()
+            barrier.complete_phase()
 
-        machine.copies.append(land)
+        self.machine.tma_loads.append(complete)
 
     def tma_store(self, descriptor: Descriptor, start: list[Any], source: Shared, *, add: bool = False) -> None:
-        who, machine = self._who, self.machine
-        who.pause("the issue of a store")
+        partition = self._partition
+        partition.pause("the issue of a TMA store")
         assert descriptor.block_shape == source.shape and descriptor.dtype == source.dtype
         source.begin_read()
-        part, where = descriptor.inside(start)
-        values = source.values[where].clone()
+        view, slices = descriptor.inside(start)
+        values = source.values[slices].clone()
 
-        def land() -> None:
-            part.copy_(part + values if add else values)
+        def complete() -> None:
+            view.copy_(view + values if add else values)
 
-        who.stores.append(source)
-        who.writes.append(land)
-        machine.writes.append(land)
+        partition.stores.append(source)
+        self.machine.tma_stores.append(complete)
 
     def tma_reduce_add(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
         self.tma_store(descriptor, start, source, add=True)
 
     def atomic_add_sum(self, pointer: Pointer, values: Tensor) -> None:
-        self._who.pause("an addition")
+        self._partition.pause("an atomic add")
         pointer = pointer + torch.arange(len(values))
         pointer.flat[pointer.at()] += values
 
-    def cp_async(self, target: Shared, pointer: Pointer, mask: Any = None) -> None:
-        """What a warp sends for and waits for itself."""
-        who = self._who
-        who.pause("the issue of a copy")
-        target.begin_landing()
-
-        def land() -> None:
-            target.values[:] = self.load(pointer, mask, 0)
-            target.end_landing()
-
-        who.fetches.append(land)
-
-    def cp_async_wait(self) -> None:
-        self._who.pause("copies")
-        while self._who.fetches:
-            self._who.fetches.pop(0)()
-
-    def fence_proxy_async(self) -> None:
-        # what TMA sees of global memory is not simulated
-        pass
-
     def store_wait(self, n_pending: int) -> None:
-        who = self._who
-        who.pause("stores")
-        while len(who.stores) > n_pending:
-            who.stores.pop(0).end_read()
+        partition = self._partition
+        partition.pause("TMA stores")
+        while len(partition.stores) > n_pending:
+            partition.stores.pop(0).end_read()
 
-    def tma_store_wait_writes(self, n_pending: int) -> None:
-        who, machine = self._who, self.machine
-        waited = who.writes[: max(0, len(who.writes) - n_pending)]
-        who.pause("writes", lambda: not any(write in machine.writes for write in waited))
-        del who.writes[: len(waited)]
-
-    # counters
-
-    def wait_for_counter(self, counter: Pointer, n: Any, nap: int) -> None:
-        at = int(counter.at())
-        self._who.pause(f"{int(n)} at counter {at}", lambda: int(counter.flat[at]) >= int(n))
-
-    def increment_counter(self, counter: Pointer) -> None:
-        self.atomic_add(counter, 1)
-
-    # products
+    # matrix products
 
     def warpgroup_mma(
-        self, left: Any, right: Shared, total: Tensor, *, use_acc: bool = True, is_async: bool = False
+        self, left: Any, right: Shared, accumulator: Tensor, *, use_acc: bool = True, is_async: bool = False
     ) -> Token:
-        assert is_async and isinstance(total, Tensor), "a sum that is still under way"
-        who = self._who
-        who.pause("the issue of a product")
+        assert is_async and isinstance(accumulator, Tensor), "the accumulator is the result of a wgmma in flight"
+        partition = self._partition
+        partition.pause("the issue of a wgmma")
         operands = [operand for operand in (left, right) if isinstance(operand, Shared)]
         for operand in operands:
             operand.begin_read()
         values = (left.values if isinstance(left, Shared) else left).float() @ right.values.float()
-        assert values.shape == total.shape, (values.shape, total.shape)
-        token = Token(operands, values + total if use_acc else values)
-        who.products.append(token)
+        assert values.shape == accumulator.shape, (values.shape, accumulator.shape)
+        token = Token(operands, values + accumulator if use_acc else values)
+        partition.products.append(token)
         return token
 
     def warpgroup_mma_wait(self, n_pending: int, deps: tuple[Token, ...]) -> Tensor:
-        who = self._who
-        who.pause("products")
-        while len(who.products) > n_pending:
-            for operand in who.products.pop(0).operands:
+        partition = self._partition
+        partition.pause("wgmma")
+        while len(partition.products) > n_pending:
+            for operand in partition.products.pop(0).operands:
                 operand.end_read()
         (token,) = deps
-        if token in who.products:
-            raise ProtocolError(f"{who.name} uses a product which it has not waited for")
+        if token in partition.products:
+            raise ProtocolError(f"{partition.name} uses the result of a wgmma in flight")
         return token.value
 
     def warp_specialize(self, calls: list[Any], warps: list[int], registers: list[int]) -> None:
-        self.begun.begin(calls, [4, *warps])
+        self.starting.begin(calls, [4, *warps])
 
 
 # ---- kernels as Python ----
 
 
 class Change(NamedTuple):
-    """A text to be replaced in the source of a kernel module, where it is once."""
+    """A replacement of `old`, which occurs exactly once in the source of a kernel module, by `new`."""
 
     module: str
     old: str
@@ -397,33 +360,20 @@ class Change(NamedTuple):
 
 
 class Simulation:
-    """The modules of the Hopper kernels, on the simulator. `forward` and `backward` are their launchers.
+    """The Hopper kernels' modules, executed on the simulator. `forward` and `backward` are the launchers.
 
-    seed      chooses the order of events
-    changes   made in the source first
-    programs  SMs of the machine
-    slow      what comes seldom, see Machine
-    resident  how many programs run at a time, the next one when one ends; 0: all of them
+    seed     chooses the order of events
+    changes  applied to the sources first
+    n_sms    SMs of the simulated GPU
     """
 
-    def __init__(
-        self, seed: int = 0, changes: Sequence[Change] = (), programs: int = 2, slow: str = "", resident: int = 0
-    ) -> None:
-        self.seed, self.changes, self.slow, self.resident = seed, changes, slow, resident
+    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), n_sms: int = 2) -> None:
+        self.seed, self.changes = seed, changes
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "tma_load", "tma_store", "tma_reduce_add"]
-        names += [
-            "atomic_add_sum",
-            "cp_async",
-            "cp_async_wait",
-            "fence_proxy_async",
-            "tma_store_wait_writes",
-            "wait_for_counter",
-            "increment_counter",
-            "warpgroup_mma",
-            "warpgroup_mma_wait",
-        ]
-        self.known: dict[str, Any] = {
+        names += ["atomic_add_sum", "warpgroup_mma", "warpgroup_mma_wait"]
+        # replaces the global of the same name in every module
+        self.simulated: dict[str, Any] = {
             **{name: getattr(self.language, name) for name in names},
             **dict.fromkeys(("gl", "mbarrier", "tma"), self.language),
             "pin": lambda values: values,
@@ -431,8 +381,8 @@ class Simulation:
             "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
             "mask_subtiles": mask_subtiles,
             "mask_by_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
-            # where in a buffer, or in which thread, values lie is not simulated
-            "dq_store_layout": lambda warps: None,
+            # layouts of values over threads and in shared memory are not simulated
+            "dq_layout": lambda: None,
             "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
             "opaque": lambda i: i,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
@@ -441,34 +391,37 @@ class Simulation:
             "row_sum_layout": lambda: None,
             "TensorDescriptor": Descriptor,
             "Launch": self._launch,
-            "num_sms": lambda index: programs,
+            "num_sms": lambda index: n_sms,
         }
-        # what the simulator gives, and below what a module has defined for those that import it
-        self.given = dict(self.known)
+        # and the functions of modules loaded so far, which later modules import
+        self.imports = dict(self.simulated)
         self._load("triton.tile", {"tl": self.language})
         for name in HELPERS:
             self._load(name)
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
         self.hopper_forward = self._load("hopper.forward")
-        self._load("hopper.overlapped_passes")
-        # some names are those of the forward's producer, which is loaded before
+        # after the forward, since it defines functions with the same names as the forward's producer
         self._load("hopper.backward_producer")
+        self._load("hopper.backward_postprocess")
         self.hopper_backward = self._load("hopper.backward")
         self.forward = self.hopper_forward.forward
         self.backward = self.hopper_backward.backward
 
     def _load(self, name: str, more: dict[str, Any] | None = None) -> Any:
-        """The module from its source, kernels as plain functions, the language replaced."""
+        """The module, executed from its source, with kernels as plain functions and the language replaced.
+
+        more  further globals to replace
+        """
         path = KERNELS / f"{name.replace('.', '/')}.py"
         source = path.read_text(encoding="utf-8")
         for change in self.changes:
             if change.module == name:
-                # not an AssertionError, which would pass for a fault that was seen
+                # not an AssertionError, which the tests would take for a detected fault
                 if source.count(change.old) != 1:
-                    raise ValueError(f"{change.old!r} is {source.count(change.old)} times in {path.name}")
+                    raise ValueError(f"{change.old!r} occurs {source.count(change.old)} times in {path.name}, not once")
                 source = source.replace(change.old, change.new)
-        # dataclasses look their module up
+        # dataclasses look up their module by its name
         full_name = importlib.import_module(f"blocksparse_flash.kernels.{name}").__name__
         module = types.ModuleType(full_name)
         module.__package__ = full_name.rpartition(".")[0]
@@ -477,9 +430,9 @@ class Simulation:
             function = getattr(value, "fn", None)
             is_kernel = name == "triton.tile" or (isinstance(value, JITFunction) and value.is_gluon())
             if is_kernel and inspect.isfunction(function) and function.__module__ == full_name:
-                vars(module)[key] = self.given.get(key, function)
-            elif key in self.known:
-                vars(module)[key] = self.known[key]
+                vars(module)[key] = self.simulated.get(key, function)
+            elif key in self.imports:
+                vars(module)[key] = self.imports[key]
             elif isinstance(getattr(value, "value", None), (int, float)):
                 vars(module)[key] = Constant(value.value) if isinstance(value.value, int) else value.value
         vars(module).update(more or {})
@@ -488,16 +441,15 @@ class Simulation:
             *HELPERS,
             "hopper.forward_producer",
             "hopper.softmax",
-            "hopper.overlapped_passes",
             "hopper.backward_producer",
+            "hopper.backward_postprocess",
         ):
-            # for the modules that import them
-            shared = {
+            exported = {
                 key: value
                 for key, value in vars(module).items()
                 if inspect.isfunction(value) or key == "DescriptorFactory"
             }
-            self.known.update(shared)
+            self.imports.update(exported)
         return module
 
     def _launch(
@@ -513,15 +465,14 @@ class Simulation:
         options = {name: value for name, value in rest.items() if name in names}
 
         def run(*tensors: Any) -> None:
-            of_each = [(descriptor_factories or {}).get(name) for name in names[: len(tensors)]]
-            given = [pointers(each) for each in launcher.described(tensors, of_each)]
+            factories = [(descriptor_factories or {}).get(name) for name in names[: len(tensors)]]
+            arguments = [pointers(each) for each in launcher.described(tensors, factories)]
 
-            def begun() -> Iterator[Machine]:
-                for program in range(grid[0]):
-                    self.language.begun = Machine(self.seed, program, grid[0], self.slow)
-                    kernel(**dict(zip(names, given, strict=False)), **options)
-                    yield self.language.begun
-
-            run_all(begun(), self.resident or grid[0], self.seed)
+            machines = []
+            for program in range(grid[0]):
+                self.language.starting = Machine(self.seed, program, grid[0])
+                kernel(**dict(zip(names, arguments, strict=False)), **options)
+                machines.append(self.language.starting)
+            run_all(machines, self.seed)
 
         return run

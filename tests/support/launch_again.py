@@ -1,6 +1,7 @@
-"""The cached launcher against Triton's own, without a GPU: `python -m tests.support.launch_again`.
+"""Compares launches by the cached launcher with launches by Triton: `python -m tests.support.launch_again`.
 
-A mock driver records what would have reached the GPU. Must run in its own process: the test process interprets kernels.
+The arguments must be equal. Needs no GPU: a mock driver records the arguments of each launch. Needs a process of its
+own, because the test process runs kernels in the interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from blocksparse_flash.kernels import arguments as launch
-from blocksparse_flash.kernels import overlap_schedule
+from blocksparse_flash.kernels import arguments as kernel_arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.hopper.backward_producer import Pointers
@@ -33,6 +33,7 @@ from blocksparse_flash.kernels.triton import (
     split_kv,
 )
 from blocksparse_flash.runtime import launcher
+from blocksparse_flash.runtime.launch import Launch
 from blocksparse_flash.runtime.tensor_spec import specs_of
 from blocksparse_flash.score_mods import Scores
 
@@ -40,24 +41,24 @@ LIMITS = (9, 232448)
 
 
 class PyCUtensorMap:
-    """What a descriptor becomes; here what it was made from."""
+    """Stand-in for the driver's tensor map: holds the arguments that it was made from."""
 
     def __init__(self, *made_from: Any) -> None:
         self.made_from = made_from
 
 
 class Recorder:
-    """The compiled function."""
+    """Stand-in for the compiled launch function: records the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def __call__(self, *given: Any) -> None:
-        self.calls.append(given)
+    def __call__(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
 
 
 def install(recorder: Recorder) -> None:
-    """Make Triton launch on the recorder; the driver's streams count up."""
+    """Make Triton launch on the recorder. Each launch gets a new stream number, one higher than the last."""
     utils = SimpleNamespace(
         launch=recorder,
         fill_tma_descriptor=PyCUtensorMap,
@@ -82,19 +83,19 @@ def install(recorder: Recorder) -> None:
     driver.set_active(active)
 
 
-def flat(given: Any) -> Any:
-    """What was handed on, comparable: tensors as addresses, maps as what they were made from."""
-    if isinstance(given, (list, tuple)):
-        return [flat(each) for each in given]
-    if isinstance(given, torch.Tensor):
-        return given.data_ptr()
-    if isinstance(given, PyCUtensorMap):
-        return flat(given.made_from)
-    return given
+def comparable(arguments: Any) -> Any:
+    """Launch arguments with tensors replaced by their addresses and tensor maps by what they were made from."""
+    if isinstance(arguments, (list, tuple)):
+        return [comparable(each) for each in arguments]
+    if isinstance(arguments, torch.Tensor):
+        return arguments.data_ptr()
+    if isinstance(arguments, PyCUtensorMap):
+        return comparable(arguments.made_from)
+    return arguments
 
 
-def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others: list[tuple[Any, ...]]) -> None:
-    """Launch on the first arguments and then on others: Triton's own launch is handed the same."""
+def check(recorder: Recorder, run: Launch, first: tuple[Any, ...], others: list[tuple[Any, ...]]) -> None:
+    """Launch with the first arguments, then with others, and compare each launch with one through Triton."""
     knobs = triton.knobs.runtime
     run(*first)
     assert len(recorder.calls) == 1
@@ -104,37 +105,37 @@ def check(recorder: Recorder, run: launch.Launch, first: tuple[Any, ...], others
     for arguments in others:
         recorder.calls.clear()
         run(*arguments)
-        # neither a chain of hooks nor their metadata
+        # without hooks, for which Triton's launch would pass metadata
         with mock.patch.multiple(knobs, launch_enter_hook=None, launch_exit_hook=None):
             compiled[grid](*launcher.described(arguments, descriptor_factories), *values)
-        ours, theirs = (flat(call) for call in recorder.calls)
-        # the stream is asked for at each launch
+        ours, theirs = (comparable(call) for call in recorder.calls)
+        # each launch queries the current stream
         assert theirs[3] == ours[3] + 1
         ours[3] = theirs[3] = None
         assert ours == theirs, f"\n{ours}\n{theirs}"
     launched: list[Any] = []
     with mock.patch.object(knobs, "launch_enter_hook", launched.append):
         run(*first)
-    assert launched.append in recorder.calls[-1], "the hook of a profiler must be passed on"
+    assert launched.append in recorder.calls[-1], "launch hooks, which profilers use, must be passed on"
 
 
-def check_holds_nothing(run: launch.Launch, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
-    """A launch on tensors that it has not met lets go of them, without the collector of garbage."""
+def check_keeps_no_tensors(run: Launch, shape: tuple[int, ...], rest: tuple[Any, ...]) -> None:
+    """The launcher keeps no reference to new tensors: they are freed even without garbage collection."""
     gc.disable()
     tensors = [torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv"]
     out, lse = torch.empty_like(tensors[0]), torch.empty(shape[:3])
     refs = [weakref.ref(tensor) for tensor in (*tensors, out, lse)]
     run(*tensors, *rest, out, lse)
     del tensors, out, lse
-    assert all(ref() is None for ref in refs), "a launch holds its tensors"
+    assert all(ref() is None for ref in refs), "the launcher keeps its tensors alive"
     gc.enable()
 
 
-def kinds(shape: tuple[int, ...], n: int) -> list[tuple[torch.Tensor, ...]]:
-    """n times q, k, v at other addresses, the last time one tensor for all."""
-    made = [tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv") for _ in range(n - 1)]
-    one = torch.empty(shape, dtype=torch.bfloat16)
-    return [*made, (one, one, one)]
+def qkv_tensors(shape: tuple[int, ...], n: int) -> list[tuple[torch.Tensor, ...]]:
+    """n times q, k and v at different addresses; in the last one, all three are the same tensor."""
+    distinct = [tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in "qkv") for _ in range(n - 1)]
+    same = torch.empty(shape, dtype=torch.bfloat16)
+    return [*distinct, (same, same, same)]
 
 
 def main() -> None:
@@ -144,131 +145,120 @@ def main() -> None:
     install(recorder)
     shape = (1, 2, 256, 64)
     out, lse = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape[:3])
-    # more than are kept
-    calls = kinds(shape, 6)
-    items = torch.zeros(1, 1, 2, 8, dtype=torch.int32)
+    # more than MAX_TENSOR_MAPS below
+    calls = qkv_tensors(shape, 6)
+    records = torch.zeros(1, 1, 2, 8, dtype=torch.int32)
     indices = torch.zeros(9, dtype=torch.int32)
-    plan = [items, indices, indices, items, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
+    plan = [records, indices, indices, records, indices, indices, torch.zeros(3, 128, 4, dtype=torch.int32)]
     with (
-        mock.patch.object(launch, "device_limits", lambda _: LIMITS),
+        mock.patch.object(kernel_arguments, "device_limits", lambda _: LIMITS),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
         mock.patch.object(launcher, "MAX_TENSOR_MAPS", 2),
     ):
-        options = launch.options_of(out, 0.125, False, 0.0, None)
+        options = kernel_arguments.options_of(out, 0.125, False, 0.0, None)
         specs = specs_of(out, out, out)
-        (seen,) = specs_of(out).tensors
-        walks = launch.tile_lists(plan, 0)
+        (out_spec,) = specs_of(out).tensors
+        tile_lists = kernel_arguments.tile_lists(plan, 0)
+        plan_specs = kernel_arguments.plan_specs_of(tile_lists)
 
-        for worth in (1 << 40, 0):
-            with mock.patch.object(launch, "MIN_TMA_ELEMENTS", worth):
-                run = forward.forward_launch.__wrapped__(specs, launch.plan_specs_of(walks), options)[-1]
-            assert any(run._factories) == (worth == 0)
-            rest = (*walks, None, None, None, None, None, out, lse)
-            given = [(*call, *rest) for call in calls]
-            check(recorder, run, given[0], given)
-            # which holds what it was handed
+        # without TMA and with it
+        for min_elements in (1 << 40, 0):
+            with mock.patch.object(kernel_arguments, "MIN_TMA_ELEMENTS", min_elements):
+                run = forward.forward_launch.__wrapped__(specs, plan_specs, options)[-1]
+            assert any(run._factories) == (min_elements == 0)
+            rest = (*tile_lists, None, None, None, None, None, out, lse)
+            arguments = [(*call, *rest) for call in calls]
+            check(recorder, run, arguments[0], arguments)
+            # the recorder keeps its arguments
             with mock.patch.object(Recorder, "__call__", lambda *_: None):
-                check_holds_nothing(run, shape, rest[:-2])
+                check_keeps_no_tensors(run, shape, rest[:-2])
             recorder.calls.clear()
 
-        preprocess = backward_preprocess.preprocess_launch(seen, 256)
-        given = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
-        check(recorder, preprocess, given[0], given)
+        preprocess = backward_preprocess.preprocess_launch(out_spec, 256)
+        arguments = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
+        check(recorder, preprocess, arguments[0], arguments)
         recorder.calls.clear()
 
         with mock.patch.object(backward, "num_sms", lambda _: 132):
-            joint = backward.backward_launches.__wrapped__(
-                specs_of(*[out] * 4), launch.plan_specs_of(walks), launch.plan_specs_of(walks), options
-            ).joint
+            joint = backward.backward_launches.__wrapped__(specs_of(*[out] * 4), plan_specs, plan_specs, options).joint
         assert joint is not None
         pairs = torch.empty(2, 256, 2)
-        given = [(*call, call[0], pairs, *walks[:3], *walks, call[0], *call[1:]) for call in calls]
-        check(recorder, joint, given[0], given)
+        arguments = [(*call, call[0], pairs, *tile_lists[:3], *tile_lists, call[0], *call[1:]) for call in calls]
+        check(recorder, joint, arguments[0], arguments)
         recorder.calls.clear()
 
-        # of a few queries; sinks go to the merge
-        q, added = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
-        scored = options._replace(scores=launch.score_specs_of(Scores(added, added, None, [], 30.0), None))
+        # split-KV for few queries; the launch that combines the splits takes the sinks
+        q, per_head = torch.empty(1, 2, 1, 64, dtype=torch.bfloat16), torch.zeros(2)
+        scored = options._replace(
+            scores=kernel_arguments.score_specs_of(Scores(per_head, per_head, None, [], 30.0), None)
+        )
         split_keys = split_kv.split_kv_launches.__wrapped__(specs_of(q, out, out), (None, ()), 0, scored)
         assert split_keys.combine is not None and not any(split_keys.split._factories)
-        parts, lses = torch.empty(split_keys.n_splits, 2, 64), torch.empty(split_keys.n_splits, 2)
+        splits, lses = torch.empty(split_keys.n_splits, 2, 64), torch.empty(split_keys.n_splits, 2)
         dense = (None,) * 6
-        given = [(q, *call[1:], *dense, added, None, parts, lses) for call in calls]
-        check(recorder, split_keys.split, given[0], given)
+        arguments = [(q, *call[1:], *dense, per_head, None, splits, lses) for call in calls]
+        check(recorder, split_keys.split, arguments[0], arguments)
         recorder.calls.clear()
-        given = [(parts, lses, added, call[0], lse) for call in calls]
-        check(recorder, split_keys.combine, given[0], given)
+        arguments = [(splits, lses, per_head, call[0], lse) for call in calls]
+        check(recorder, split_keys.combine, arguments[0], arguments)
         recorder.calls.clear()
 
-        # with more rows than programs, which have a queue, and without
+        # without a tile counter; with one, because there are more tile rows than programs; with splits
         for split, n_sms, has_subtiles in ((WHOLE, 132, True), (WHOLE, 3, False), (Split(1, 3), 132, False)):
             with mock.patch.object(hopper_forward, "num_sms", lambda _, n=n_sms: n):
                 hopper = hopper_forward.forward_launches.__wrapped__(
-                    specs, launch.plan_specs_of(walks), None, split, has_subtiles, 0.125, False, None
+                    specs, plan_specs, None, split, has_subtiles, 0.125, False, None
                 )
             assert hopper.has_tile_counter == (n_sms == 3)
-            queue = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
-            parts = torch.empty(hopper.n_split_floats) if hopper.combine else None
-            given = [(*call, *walks, None, queue, torch.empty_like(out), lse, parts) for call in calls]
-            check(recorder, hopper.kernel, given[0], given)
+            tile_counter = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
+            splits = torch.empty(hopper.n_split_floats) if hopper.combine else None
+            arguments = [(*call, *tile_lists, None, tile_counter, torch.empty_like(out), lse, splits) for call in calls]
+            check(recorder, hopper.kernel, arguments[0], arguments)
             recorder.calls.clear()
-        # few tile columns on fewer SMs; LSE and delta overlap too
-        with (
-            mock.patch.object(hopper_backward, "num_sms", lambda _: 1),
-            mock.patch.object(overlap_schedule, "MIN_LSE_DELTA_COLUMNS", 1),
-        ):
-            lines, sums = torch.empty(2, 512), [torch.empty(shape) for _ in calls]
-            chosen = overlap_schedule.overlap_schedule_of(plan, shape, shape, WHOLE, 1)
-            assert chosen is not None
-            overlapped = hopper_backward.backward_launches.__wrapped__(
-                specs_of(*[out] * 4),
-                launch.plan_specs_of(walks),
-                WHOLE,
-                chosen,
-                False,
-                True,
-                options._replace(others=(launch.cache_key_of(out),)),
+        # more tile columns than programs
+        with mock.patch.object(hopper_backward, "num_sms", lambda _: 1):
+            columns = hopper_backward.backward_launches.__wrapped__(
+                specs_of(*[out] * 4), plan_specs, WHOLE, False, True, options
             )
-        queue = overlapped.workspaces[2]
-        assert queue is not None and overlapped.lse_delta_overlaps and not overlapped.adds_by_tma
-        counts, dk, dq = torch.empty(queue.shape, dtype=queue.dtype), torch.empty_like(out), torch.empty_like(out)
-        given = [
-            (*call, dk, *lines, None, dk, dk, Pointers(*walks, None, counts, None, dq_sum, dq, q, dk, lse, None, lines))
-            for call, dq_sum in zip(calls, sums, strict=True)
-            for q in call[:1]
+        assert columns.workspaces[2] is not None and not columns.adds_by_tma
+        lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
+        dq_sums = [torch.empty(shape) for _ in calls]
+        arguments = [
+            (*call, call[0], *lse_delta, None, *call[1:], Pointers(*tile_lists, None, tile_counter, None, dq_sum))
+            for call, dq_sum in zip(calls, dq_sums, strict=True)
         ]
-        check(recorder, overlapped.cols, given[0], given)
+        check(recorder, columns.cols, arguments[0], arguments)
         recorder.calls.clear()
         assert hopper.combine is not None
-        given = [(parts, items, call[0], lse) for call in calls]
-        check(recorder, hopper.combine, given[0], given)
+        arguments = [(splits, records, call[0], lse) for call in calls]
+        check(recorder, hopper.combine, arguments[0], arguments)
         recorder.calls.clear()
-    # a message is given once for each of its parts
-    lists = [torch.zeros(shape[2], dtype=torch.int64) for _ in calls]
+    # a message is an argument once for each tensor that it packs
+    row_lists = [torch.zeros(shape[2], dtype=torch.int64) for _ in calls]
     messages = [torch.empty(shape[2], *shape[:2], 2 * shape[3], dtype=torch.bfloat16) for _ in calls]
     pack = gather_scatter._move_launch.__wrapped__(specs_of(out, out), "pack", shape[2], ())
-    given = [
-        (*call[:2], None, None, taken, None, message, message, None, None)
-        for call, taken, message in zip(calls, lists, messages, strict=True)
+    arguments = [
+        (*call[:2], None, None, rows, None, message, message, None, None)
+        for call, rows, message in zip(calls, row_lists, messages, strict=True)
     ]
-    check(recorder, pack, given[0], given)
+    check(recorder, pack, arguments[0], arguments)
     recorder.calls.clear()
     table = torch.zeros(2, shape[2], dtype=torch.int32)
     add = gather_scatter._add_launch.__wrapped__(specs_of(*[out] * 6), 2, 1, shape[2], 0, 2, ())
-    given = [
+    arguments = [
         (*call[:2], *call[1:], None, None, message, table, None, *call[1:])
         for call, message in zip(calls, messages, strict=True)
     ]
-    check(recorder, add, given[0], given)
+    check(recorder, add, arguments[0], arguments)
     recorder.calls.clear()
-    # numbers among the tensors, 1 and multiples of 16 too
+    # integer arguments, also 1 and multiples of 16, which Triton specialises
     grid = plan_builder.Grid(block_selection.Rows(2, 3, 3, 384, 384, (128, 128)), causal=False)
     bits, counts = torch.zeros(2, 3, 1, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
-    given = [
+    arguments = [
         (bits, counts, *(torch.empty(8 * n, dtype=torch.int32) for _ in range(6)), n, 16 * n, n + 2)
         for n in (9, 1, 16, 33)
     ]
-    check(recorder, plan_builder.plan_launches.__wrapped__(grid, torch.device("cpu")).lists, given[0], given)
+    check(recorder, plan_builder.plan_launches.__wrapped__(grid, torch.device("cpu")).lists, arguments[0], arguments)
     print(f"Triton {triton.__version__}: every launch is handed on alike")
 
 

@@ -19,13 +19,13 @@ from tests.support.launch_tables import Call
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # more than 32 bits
 SEED = 2**40 + 7
-# at once: as many as have room beside each other
+# ROUNDINGS_AT_ONCE: as many as fit into GPU memory together
 MANY_ROUNDINGS, ROUNDINGS_AT_ONCE, MANY_ROWS = 64, 8, 256
 
 
 @functools.lru_cache(maxsize=1)
 def _inputs(call: Call) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Tensor]]:
-    """q, k, v, dout, dlse; kv_lengths; options of the scores. Keys and values beyond a length are NaN."""
+    """q, k, v, dout, dlse; kv_lengths; score mods. Keys and values beyond a length are NaN."""
     batch, heads, q_len, kv_len = call.shape
     device, variant = DEVICE, call.variant
     generator = torch.Generator(device).manual_seed(zlib.crc32(str(call).encode()))
@@ -53,16 +53,16 @@ def _inputs(call: Call) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Ten
         options["alibi_slopes"] = 0.03 * torch.rand(heads, generator=generator, device=device)
     layout = call.layout()
     if variant.has_bias and layout is not None:
-        # one for each head where the heads have one layout
+        # one bias per head if the heads share a layout
         options["block_bias"] = normal(*([heads] if layout.shape[1] == 1 else []), layout.capacity)
     return tensors, lengths, options
 
 
 def run(call: Call) -> list[Tensor]:
-    """out, lse, dq, dk, dv, and the gradients of the options of the scores."""
+    """out, lse, dq, dk, dv, and the gradients of the score mods."""
     tensors, lengths, options = _inputs(call)
     leaves = [buried(tensors[name]).requires_grad_() for name in ("q", "k", "v")]
-    added = {name: tensor.detach().clone().requires_grad_() for name, tensor in options.items()}
+    score_mods = {name: tensor.detach().clone().requires_grad_() for name, tensor in options.items()}
     layout, variant = call.layout(), call.variant
     out, lse = attention_with_lse(
         *leaves,
@@ -72,14 +72,14 @@ def run(call: Call) -> list[Tensor]:
         kv_lengths=lengths,
         dropout_p=variant.dropout_p,
         seed=SEED if variant.dropout_p else None,
-        # never None: the tests' poisoned memory asks for True, with which `hopper` has another backward
+        # never None: poisoned memory turns determinism on, with which `hopper` runs another backward
         deterministic=variant.deterministic,
         backend=call.backend,
         softcap=variant.softcap,
-        **added,
+        **score_mods,
     )
-    given = (buried(tensors["dout"]), tensors["dlse"].to(lse.dtype))
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), [*leaves, *added.values()], given)]
+    douts = (buried(tensors["dout"]), tensors["dlse"].to(lse.dtype))
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), [*leaves, *score_mods.values()], douts)]
 
 
 @functools.lru_cache(maxsize=32)
@@ -91,11 +91,10 @@ def _blocks(call: Call) -> Tensor | None:
 def expected(
     call: Call, roundings: Sequence[int] | None = None, more_rows: int = 0
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """For each result of `run` what it may honestly be in the call's type, and float64's.
+    """For each result of `run`: valid values in the dtype of the call, and the value in float64.
 
-    roundings  as of plain.results
-    more_rows  queries in front, whose results are left out and whose gradients are 0: the products
-               have more rows
+    roundings  as in plain.results
+    more_rows  queries added in front, so that products have more rows; their gradients are 0 and their results dropped
     """
     tensors, lengths, options = _inputs(call)
     layout, variant, blocks = call.layout(), call.variant, _blocks(call)
@@ -119,13 +118,13 @@ def expected(
             kv_lengths=lengths,
             dropout_p=variant.dropout_p,
             seed=torch.tensor([SEED], device=DEVICE),
-            added={name: tensor.to(wide) for name, tensor in options.items()},
+            score_mods={name: tensor.to(wide) for name, tensor in options.items()},
             blocks=blocks,
             softcap=variant.softcap,
             roundings=roundings,
         )
         # out, lse and dq have a row for each query
-        return [[each[:, :, more_rows:] for each in of] if i < 3 else of for i, of in enumerate(found)]
+        return [[each[:, :, more_rows:] for each in values] if i < 3 else values for i, values in enumerate(found)]
 
     return [(same, truth[0]) for same, truth in zip(results(call.dtype), results(torch.float64), strict=True)]
 
@@ -136,9 +135,9 @@ def assert_is_accurate(call: Call, actual: list[Tensor]) -> None:
         _assert_within(call, actual, expected(call))
         return
     except AssertionError:
-        # more computations of equal standing only for the few results that need them: they cost time
+        # further valid computations only for the few results that need them, since they take time
         pass
-    # products of few rows are summed by cuBLAS in a tree, whose error is smaller than that of a sum in order
+    # cuBLAS sums products of few rows in a tree, with a smaller error than a sum in order
     has_few_rows = call.shape[2] < MANY_ROWS and not call.variant.dropout_p
     many = expected(call, more_rows=MANY_ROWS) if has_few_rows else None
 
@@ -151,8 +150,8 @@ def assert_is_accurate(call: Call, actual: list[Tensor]) -> None:
     if call.dtype == torch.float32:
         _assert_within(call, actual, allowed(range(2)))
         return
-    # Where one key has nearly all of a row's weight, dq and dk are what the rounding of out has left, and among
-    # millions of rows some draw a rounding that is rare.
+    # where one key has nearly all of a row's weight, dq and dk are rounding errors of out, and among millions of rows
+    # some have a rare rounding
     for first in range(ROUNDINGS_AT_ONCE, MANY_ROUNDINGS, ROUNDINGS_AT_ONCE):
         with contextlib.suppress(AssertionError):
             _assert_within(call, actual, allowed(range(first, first + ROUNDINGS_AT_ONCE)))

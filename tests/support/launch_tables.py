@@ -1,8 +1,7 @@
-"""Calls that reach every configuration of the launch tables, and which configurations a call chooses.
+"""Calls that reach every configuration of the launch tables, and the configurations that a call chooses.
 
-`known` evaluates the tables for every argument that occurs on a GPU; `cover` chooses calls until each configuration is
-reached by each kind of call that can reach it. What a call chooses is read from its prepared launches, which need not
-run.
+`known` evaluates the tables for all arguments that occur on a GPU; `cover` collects calls until each configuration is
+reached by each kind of call that can reach it. The choices of a call are read from its launches, which need not run.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from blocksparse_flash.runtime import launch
 from blocksparse_flash.score_mods import Scores
 
 HALF, SINGLE = torch.bfloat16, torch.float32
-# padded head dimensions; `hopper` pads to 64 at least
+# padded head dimensions; `hopper` pads to at least 64
 DIMS, HOPPER_DIMS = (16, 32, 64, 128, 256), (64, 128, 256)
 Key = tuple[Any, ...]
 
 
 class Gpu(NamedTuple):
-    """What launch tables ask of a device."""
+    """Properties of a device that launch tables use."""
 
     major: int
     shared_memory: int
@@ -54,12 +53,11 @@ def this_gpu() -> Gpu:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a call asks for besides its shape.
+    """Options of a call besides its shape.
 
-    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "heads": blocks of 64, different for each head;
-           "long":
-           global tokens, whose rows and columns are split among programs; "fine": blocks of 16; "blocks-causal"
-    group  query heads of a key head
+    mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "blocks-causal"; "heads": blocks of 64, different
+           for each head; "long": global tokens, whose rows and columns are split; "fine": blocks of 16
+    group  query heads per key head
     """
 
     name: str
@@ -75,7 +73,7 @@ class Variant:
 
     @property
     def has_scores(self) -> bool:
-        """Whether it has an option of the scores."""
+        """Whether the call uses a score mod."""
         return self.has_sinks or self.softcap is not None or self.has_slopes or self.has_bias
 
 
@@ -90,7 +88,7 @@ PLAIN = [
     Variant("causal-group", "causal", group=2),
     Variant("blocks-sinks", has_sinks=True),
 ]
-CHANGED = [
+SCORE_MODS = [
     Variant("softcap", softcap=3.0),
     Variant("slopes-causal", "causal", has_slopes=True),
     Variant("bias", has_bias=True),
@@ -102,10 +100,10 @@ DROPOUT = [
     Variant("dropout-causal-lengths-group", "causal", group=2, has_lengths=True, dropout_p=0.3),
     Variant("dropout-softcap-dense", "dense", dropout_p=0.2, softcap=3.0),
 ]
-ALL = [*PLAIN, *CHANGED, *DROPOUT]
-# of the head dimensions that are padded copies of others: each part of a kernel once
+ALL = [*PLAIN, *SCORE_MODS, *DROPOUT]
+# for head dimensions that are padded to others: every part of a kernel once
 FEW = [ALL[i] for i in (1, 2, 5, 12, 14)]
-OF_HOPPER = [
+HOPPER = [
     *(each for each in PLAIN if not each.has_sinks),
     Variant("long", "long"),
     Variant("long-lengths-group", "long", group=2, has_lengths=True),
@@ -162,11 +160,11 @@ def _layout(mode: str, heads: int, q_len: int, kv_len: int) -> BlockLayout | Non
     return masks.local(lengths, window=40) | masks.random(lengths, density=0.4, seed=q_len)
 
 
-# ---- what a call chooses ----
+# ---- configurations of a call ----
 
 
 def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
-    """The configurations that one launch stands for."""
+    """The configurations that a launch uses."""
     rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
     names = [argument for argument in each._kernel.arg_names if argument not in rest]
     given = dict(zip(names, tensors, strict=True))
@@ -202,15 +200,6 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield from ((name, dim, word) for word in _features(rest, pointers))
         if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
-        if rest["n_postprocessed"]:
-            n_batch_heads = rest["n_batch_heads"]
-            yield (
-                name,
-                dim,
-                "postprocess, long columns" if rest["n_preprocessed"] == n_batch_heads else "postprocess",
-            )
-        if pointers["out_ptr"] is not None:
-            yield name, dim, "lse and delta"
     elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
 
@@ -225,7 +214,7 @@ def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def recorded(*, runs: bool) -> Iterator[set[Key]]:
-    """The configurations of all launches inside; runs: whether they are launched too."""
+    """Collects the configurations of all launches inside; runs: whether kernels are launched."""
     found: set[Key] = set()
     original = launch.Launch.__call__
 
@@ -240,7 +229,7 @@ def recorded(*, runs: bool) -> Iterator[set[Key]]:
 
 @contextlib.contextmanager
 def _unfilled_memory() -> Iterator[None]:
-    """Nothing is read: memory that is never touched takes no time."""
+    """Turns off the filling of new memory, which is slow and, since nothing is read, useless here."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -251,7 +240,7 @@ def _unfilled_memory() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=8192)
 def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
-    """What a call would choose on a GPU. Nothing is launched."""
+    """The configurations that a call would use on a GPU; launches nothing."""
     batch, heads, q_len, kv_len = call.shape
     variant, dim = call.variant, call.head_dim
     modules = (forward, backward, split_kv, hopper_forward, hopper_backward)
@@ -294,7 +283,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
 
 
 def _scores(call: Call, plan: list[Tensor]) -> Scores:
-    """Options of the scores, none of which is read."""
+    """Score mods with uninitialised values, which are never read."""
     heads, variant = call.shape[1], call.variant
     sinks, slopes = (torch.empty(heads) if has else None for has in (variant.has_sinks, variant.has_slopes))
     bias, index = None, list[Tensor]()
@@ -306,7 +295,7 @@ def _scores(call: Call, plan: list[Tensor]) -> Scores:
     return Scores(sinks, slopes, bias, index, variant.softcap or 0.0)
 
 
-# ---- what the tables know ----
+# ---- configurations of the tables ----
 
 
 def known(gpu: Gpu) -> set[Key]:
@@ -319,19 +308,19 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
     on = {"major": gpu.major, "shared_memory": gpu.shared_memory}
     for dim, size in itertools.product(DIMS, (2, 4)):
         for tma, dropout, changed in itertools.product(flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags):
-            asked = {"tma": tma, "dropout": dropout, "changed": changed}
+            options = {"tma": tma, "dropout": dropout, "changed": changed}
             for narrow in flags:
                 yield (
                     "forward",
                     dim,
                     size,
                     tma,
-                    *dataclasses.astuple(forward.config(dim, size, **asked, **on, narrow=narrow)),
+                    *dataclasses.astuple(forward.config(dim, size, **options, **on, narrow=narrow)),
                 )
-            yield "keys", dim, size, tma, *dataclasses.astuple(backward.config_keys(dim, size, **asked, **on))
-            yield "queries", dim, size, tma, *dataclasses.astuple(backward.config_queries(dim, size, **asked, **on))
+            yield "keys", dim, size, tma, *dataclasses.astuple(backward.config_keys(dim, size, **options, **on))
+            yield "queries", dim, size, tma, *dataclasses.astuple(backward.config_queries(dim, size, **options, **on))
             for group in (1, 2):
-                both = backward.config_joint(dim, size, major=gpu.major, group=group, **asked)
+                both = backward.config_joint(dim, size, major=gpu.major, group=group, **options)
                 if both:
                     keys, queries = both
                     blocks = keys.block_q, keys.block_kv, queries.block_q, queries.block_kv
@@ -361,43 +350,32 @@ def _known_hopper() -> Iterator[Key]:
         of_cols = hopper_backward.config(dim)
         for has in itertools.product(flags, flags):
             yield "hopper_backward", dim, *has, of_cols.kv_stages
-        words = (
-            "quarters",
-            "split",
-            "queued",
-            "one round",
-            "dq in a launch of its own",
-            "postprocess",
-            "lse and delta",
-        )
+        words = ("quarters", "split", "queued", "one round", "dq in a launch of its own")
         yield from (("hopper_backward", dim, word) for word in words)
-        if dim <= 64:
-            yield "hopper_backward", dim, "postprocess, long columns"
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
 
 
-# ---- calls that reach them ----
+# ---- calls that reach all configurations ----
 
 
 def candidates(gpu: Gpu) -> Iterator[Call]:
-    """Calls of every kind, the cheap ones first."""
-    # few rows of tiles and many; many keys, with which small heads are large enough for descriptors; enough rows for
-    # causal ones
+    """Calls of every kind, cheap ones first."""
+    # few and many tile rows; many keys, so that tensors of small heads are large enough for TMA; enough causal rows
     shapes = [(2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300)]
     for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
         variants = ALL if dim in (64, 128) and dtype == HALF else FEW
-        # rows of which a descriptor takes none
+        # odd head dimensions, whose rows TMA cannot load
         for odd, shape, variant in itertools.product((0, dim // 2 - 1), shapes, variants):
             yield Call("triton", shape, dim - odd, dtype, variant)
-        # a few queries: rows of 16, 32, 64 and 128 queries of all heads of a group; keys in one chunk and in many
+        # split-KV: 16, 32, 64 and 128 rows, of the queries of a head group; one split and many
         for q_len, kv_len, variant in itertools.product((3, 12, 30, 60), (1100, 5000), variants):
-            # enough rows for the reference's own error in float32 not to be an accident
+            # enough rows for the float32 error of the reference to be typical
             for heads in (8, 48):
                 yield Call("triton", (2, heads, q_len, kv_len), dim, dtype, variant)
     if gpu.major != 9:
         return
-    # one round of programs and many; rows of 192 queries; head groups that overlap
+    # one round of programs and many; rows of 192 queries
     small = [
         (2, 4, 300, 300),
         (4, 40, 300, 500),
@@ -406,27 +384,27 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         (1, 4, 4096, 4096),
         (2, 20, 2048, 2048),
     ]
-    for dim, shape, variant in itertools.product((16, *HOPPER_DIMS), small, OF_HOPPER):
+    for dim, shape, variant in itertools.product((16, *HOPPER_DIMS), small, HOPPER):
         yield Call("hopper", shape, dim, HALF, variant)
 
 
 @functools.lru_cache(maxsize=4)
 def cover(gpu: Gpu) -> tuple[Call, ...]:
-    """Calls that meet every configuration which a candidate reaches, each with every variant that reaches it.
+    """Calls that reach every configuration with every variant that can reach it.
 
-    With a negative and a positive scale, and where a configuration is met first with 0 too.
+    Each with a negative and a positive scale; the first call that reaches a configuration also with scale 0.
     """
-    met: set[tuple[Key, str]] = set()
+    reached: set[tuple[Key, str]] = set()
     calls: list[Call] = []
     for call in candidates(gpu):
-        # any scale chooses the same
+        # the choice does not depend on the scale
         keys = chosen(call, gpu)
         pairs = {(key, call.variant.name) for key in keys}
-        if pairs <= met:
+        if pairs <= reached:
             continue
         scales = [-0.2, 0.15]
-        if not keys <= {key for key, _ in met}:
+        if not keys <= {key for key, _ in reached}:
             scales.append(0.0)
-        met |= pairs
+        reached |= pairs
         calls += [replace(call, scale=scale) for scale in scales]
     return tuple(calls)

@@ -30,7 +30,7 @@ def _of(folder: str, *rows: tuple[str, ...]) -> list[Mutant]:
     return [Mutant(f"{folder}/{row[0]}", *row[1:]) for row in rows]
 
 
-OURS = "blocksparse_flash"
+PACKAGE = "blocksparse_flash"
 
 
 def _zoo(*cases: str) -> str:
@@ -40,11 +40,11 @@ def _zoo(*cases: str) -> str:
 
 RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
 GROUPS = 'tests/test_zoo.py -k "several_key and triton"'
-LISTED = "tests/kernels/triton/test_block_selection.py -k test_selected_by_index"
-SCORED = "tests/kernels/triton/test_block_selection.py -k 'test_selected_by_score or of_equal_scores'"
+BY_INDEX = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
+BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
-DIAGONAL = "tests/test_zoo.py -k a_diagonal_about"
+DIAGONAL = "tests/test_zoo.py -k a_diagonal_near"
 CACHED = "tests/nn/test_kv_cache.py"
 DECODER = "tests/nn/test_decoder.py"
 BY_LENGTH = "tests/nn/test_layout_by_length.py"
@@ -207,14 +207,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "blocks": _of(
-        OURS,
+        PACKAGE,
         (
             "blocks/block_list.py",
             'packbits(bits, axis=-1, bitorder="little")',
             'packbits(bits, axis=-1, bitorder="big")',
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "bits[1::2, :, (kv_len", "bits[1:, :, (kv_len", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "bits[1::2, :, (frame", "bits[1:, :, (frame", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "(keys // n_cols % n_rows == n_rows - 1)",
@@ -233,7 +233,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if True:",
             "tests/blocks/test_block_list.py",
         ),
-        ("blocks/block_list.py", "ids + self._n_words, ids)", "ids, ids)", "tests/blocks/test_block_list.py"),
+        ("blocks/block_list.py", "= number + self._n_words", "= number", "tests/blocks/test_block_list.py"),
         (
             "blocks/block_list.py",
             "down = place // n_across * SIDE_UNIT - old[0]",
@@ -242,20 +242,26 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/block_list.py",
-            "words &= there[kinds[first]]",
-            "words &= there[0]",
+            "words &= exists[kinds[first]]",
+            "words &= exists[0]",
             "tests/blocks/test_block_list.py",
         ),
         (
             "blocks/block_list.py",
-            "values = values[n_full:] - 1",
-            "values = values - 1",
+            "bitmasks[values // 4] & exists[values % 4]",
+            "bitmasks[values // 4]",
             "tests/blocks/test_block_list.py",
         ),
         (
+            "blocks/predicates.py",
+            "-block_q, block_kv),",
+            "-block_q, block_kv - 2),",
+            "tests/blocks/test_set_operations.py",
+        ),
+        (
             "blocks/set_operations.py",
-            "(np.arange(len(leads)) - leads) * n_blocks",
-            "np.arange(len(leads)) * n_blocks",
+            "(np.arange(len(leads)) - leads) * frame.blocks_per_lead",
+            "np.arange(len(leads)) * frame.blocks_per_lead",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -266,8 +272,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "turned = (leads * n_cols + keys",
-            "turned = (leads * n_rows + keys",
+            "turned = (leads * frame.n_cols + cols)",
+            "turned = (leads * frame.n_rows + cols)",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -284,14 +290,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "counts = in_edge[edge_kinds(found.keys, **frame.sizes)]",
+            "counts = in_edge[edge_kinds(found.keys, frame)]",
             "counts = in_edge[0 * found.keys]",
             "tests/blocks/test_set_operations.py",
         ),
         (
             "blocks/set_operations.py",
-            "there[values % 4] & ~blocks.bitmasks",
-            "there[0] & ~blocks.bitmasks",
+            "stays[found.keys[is_full]] = False",
+            "stays[found.keys] = False",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -311,11 +317,11 @@ MUTANTS: dict[str, list[Mutant]] = {
             "min(stop * block_kv, frame.kv_len) - first * block_kv",
             "(stop - first) * block_kv",
             "tests/blocks/test_reindexing.py -k 'shifting or permuting or crops'",
-            "no key beyond those of the crop is read, however long the frame says that the keys are",
+            "keys beyond the crop are never read, whatever kv_len the frame has",
         ),
     ),
     "plan": _of(
-        OURS,
+        PACKAGE,
         # on the host
         (
             "plan/host_builder.py",
@@ -382,64 +388,69 @@ MUTANTS: dict[str, list[Mutant]] = {
             "kernels/triton/plan_builder.py",
             "- 1 + kv_len - q_len >= b_first_kv",
             "- 1 + kv_len - q_len > b_first_kv",
-            LISTED,
+            BY_INDEX,
         ),
         (
             "kernels/triton/plan_builder.py",
             "b_first_q + kv_len - q_len >= b_first_kv + HALF - 1",
             "b_first_q + kv_len - q_len > b_first_kv + HALF - 1",
-            LISTED,
+            BY_INDEX,
         ),
-        ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", LISTED),
+        ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", BY_INDEX),
         (
             "kernels/triton/plan_builder.py",
             "(last_q + kv_len - q_len >= first_kv)",
             "(last_q + kv_len - q_len > first_kv)",
-            LISTED,
+            BY_INDEX,
         ),
         (
             "kernels/triton/plan_builder.py",
             "(o_other[None, :] < o_line[:, None])",
             "(o_other[None, :] > o_line[:, None])",
-            LISTED,
+            BY_INDEX,
         ),
         (
             "kernels/triton/plan_builder.py",
             "tl.minimum(n_long, n_major - 1)",
             "tl.minimum(n_long, n_major)",
-            "tests/kernels/triton/test_block_selection.py -k every_line_of_a_head",
+            "tests/kernels/triton/test_block_selection.py -k one_line_of_a_head",
         ),
-        ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", LISTED),
+        ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", BY_INDEX),
         (
             "kernels/triton/plan_builder.py",
-            "b_next_both = b_next_full - b_quartered",
-            "b_next_both = b_next_full - b_single",
-            LISTED,
+            "b_next_both = b_next_full - b_subtiled",
+            "b_next_both = b_next_full - b_half",
+            BY_INDEX,
         ),
         # selection: kernels, operations
-        ("kernels/triton/block_selection.py", "(o_col * block_kv <= last_kv)", "(o_col * block_kv < last_kv)", SCORED),
-        ("kernels/triton/block_selection.py", "(b_place <= k - n_above)", "(b_place < k - n_above)", SCORED),
+        (
+            "kernels/triton/block_selection.py",
+            "(o_col * block_kv <= last_kv)",
+            "(o_col * block_kv < last_kv)",
+            BY_SCORE,
+        ),
+        ("kernels/triton/block_selection.py", "(b_place <= k - n_above)", "(b_place < k - n_above)", BY_SCORE),
         (
             "kernels/triton/block_selection.py",
             "b_key ^ ((b_key >> 31) & 0x7FFFFFFF)",
             "b_key ^ ((b_key >> 31) & 0)",
-            SCORED,
+            BY_SCORE,
         ),
         (
             "kernels/triton/block_selection.py",
             "(b_col >= 0) & (b_col < n_cols)",
             "(b_col >= 0) & (b_col <= n_cols)",
-            "tests/kernels/triton/test_block_selection.py -k not_a_col",
+            "tests/kernels/triton/test_block_selection.py -k out_of_range",
         ),
         ("plan/block_selection.py", "first = ahead + block_q - 1", "first = ahead + block_q", OPERATIONS),
         ("plan/block_selection.py", "(cols[:, 1:] != cols[:, :-1])", "(cols[:, 1:] >= cols[:, :-1])", OPERATIONS),
         ("plan/block_selection.py", "indptr[1:, 0] = indptr[:-1, -1]", "indptr[1:, 0] = indptr[:-1, 0]", OPERATIONS),
         ("plan/block_selection.py", "row % parts[0] * parts[1] + col", "row % parts[0] * parts[0] + col", OPERATIONS),
         ("plan/block_selection.py", "- TILE * (diagonal - 1)", "- TILE * diagonal", OPERATIONS),
-        ("plan/block_selection.py", "for least in (TILE - 1, 0):", "for least in (TILE, 0):", LISTED),
+        ("plan/block_selection.py", "for least in (TILE - 1, 0):", "for least in (TILE, 0):", BY_INDEX),
     ),
     "eager": _of(
-        f"{OURS}/kernels",
+        f"{PACKAGE}/kernels",
         (
             "eager/attention.py",
             "head_idx // (sizes.heads // sizes.kv_heads)",
@@ -521,7 +532,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "kernels": _of(
-        f"{OURS}/kernels",
+        f"{PACKAGE}/kernels",
         (
             "triton/forward.py",
             "i_kv_head = i_head // C.GROUP",
@@ -597,8 +608,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("triton/tile.py", "(b_new - b_sum) - b_step", "b_step - (b_new - b_sum)", "tests/kernels/triton/test_tile.py"),
         (
             "triton/tile.py",
-            "tl.load(p_items + i_line * RECORD + 4)",
-            "tl.load(p_items + i_line * RECORD)",
+            "tl.load(p_head + i_line * RECORD + POSITION)",
+            "tl.load(p_head + i_line * RECORD)",
             GROUPS,
         ),
         (
@@ -650,7 +661,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "triton/combine_splits.py",
             "b_out = b_out * b_decay + tl.sum(b_split",
             "b_out = b_out + tl.sum(b_split",
-            "tests/kernels/triton/test_split_kv.py -k merged_by_their_weight",
+            "tests/kernels/triton/test_split_kv.py -k merged_by_weight",
         ),
         (
             "triton/combine_splits.py",
@@ -684,7 +695,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "interop": _of(
-        f"{OURS}/interop",
+        f"{PACKAGE}/interop",
         (
             "key_runs.py",
             "is_full = crossing == heights",
@@ -693,14 +704,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "key_runs.py",
-            "np.minimum(block_size[0], q_len - rows % n_rows * block_size[0])",
-            "np.minimum(block_size[0], q_len - rows * block_size[0])",
+            "np.minimum(block_q, frame.q_len - rows % max(frame.n_rows, 1) * block_q)",
+            "np.minimum(block_q, frame.q_len - rows * block_q)",
             "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
         ),
         (
             "flashmask.py",
-            "np.minimum(bounds, q_len).reshape",
-            "np.asarray(bounds).reshape",
+            "np.minimum(array, min(q_len, np.iinfo(array.dtype).max)).astype",
+            "array.astype",
             "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
@@ -711,8 +722,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "flashmask.py",
-            "(columns[0], end), (np.zeros_like(end), columns[1])",
-            "(columns[1], end), (np.zeros_like(end), columns[0])",
+            "[columns[0], end], [zero, columns[1]]",
+            "[columns[1], end], [zero, columns[0]]",
             "tests/interop/test_key_runs.py -k flashmask",
         ),
         (
@@ -723,8 +734,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "magi.py",
-            "q1[which] - 1 - lines, 0)",
-            "q1[which] - lines, 0)",
+            "(q1[which] - 1 - lines)",
+            "(q1[which] - lines)",
             "tests/interop/test_key_runs.py -k from_magi",
         ),
         (
@@ -741,7 +752,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "kv_lists.py",
-            "np.minimum(down, n_fine_rows - rows * down)",
+            "np.minimum(down, fine.n_rows - rows * down)",
             "np.full_like(rows, down)",
             "tests/interop/test_kv_lists.py -k 'attention_and_back or taken_apart'",
         ),
@@ -759,27 +770,26 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "block_masks.py",
-            "-(-max(kv_len - q_len, 0) // _MIT_BLOCK) + 1",
-            "max(kv_len - q_len, 0) // _MIT_BLOCK + 1",
+            "-(-max(ahead, 0) // _MIT_BLOCK) + 1",
+            "max(ahead, 0) // _MIT_BLOCK + 1",
             "tests/interop/test_block_masks.py",
         ),
         (
             "block_arrays.py",
-            "found.leads == batch * layout.shape[1] + head",
-            "found.leads == head * layout.shape[0] + batch",
-            "tests/interop/test_bsr.py",
-        ),
-        ("block_arrays.py", "-block_q, block_kv),", "-block_q, block_kv - 2),", "tests/interop/test_block_masks.py"),
-        (
-            "bsr.py",
-            "row.reshape(sides[0], end - begin, sides[1]).swapaxes(0, 1)",
-            "row.reshape(end - begin, sides[0], sides[1])",
+            'layout.batch(batch).head(checks.position(head, layout.shape[1], "head", way_out))',
+            'layout.batch(batch).head(min(batch, checks.position(head, layout.shape[1], "head", way_out)))',
             "tests/interop/test_bsr.py",
         ),
         (
             "bsr.py",
-            "[pairs[begin:end].swapaxes(0, 1).reshape(-1)",
-            "[pairs[begin:end].reshape(-1)",
+            "bits.reshape(n_queries, block_kv)[_query_by_query(rows, block_q)]",
+            "bits.reshape(len(rows), block_q, block_kv)",
+            "tests/interop/test_bsr.py",
+        ),
+        (
+            "bsr.py",
+            "begins[rows] * block_q + in_row",
+            "begins[rows] * block_q + 0 * in_row",
             "tests/interop/test_bsr.py",
         ),
         (
@@ -790,13 +800,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ),
     "distributed": _of(
-        OURS,
+        PACKAGE,
         (
             "distributed/routing.py",
             "np.lexsort((tile, sender, receiver))",
             "np.lexsort((tile, receiver, sender))",
             "tests/distributed/test_routing.py",
-            "a rank reads the moves that it sends, or those that it receives: either order leaves these as they are",
+            "a rank reads only the moves that it sends or that it receives, and their order is the same in both",
         ),
         (
             "distributed/routing.py",
@@ -849,44 +859,44 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("merging.py", "pivot + divisor.log())", "divisor.log())", "tests/test_merging.py"),
         (
             "distributed/pass_kv.py",
-            "communication.all_to_all(back, keys.receive, keys.send, ranks.group)",
-            "communication.all_to_all(back.flip(0), keys.receive, keys.send, ranks.group)",
+            "AllToAll(back, keys.receive, keys.send, ranks.group)",
+            "AllToAll(back.flip(0), keys.receive, keys.send, ranks.group)",
+            RANKS,
+        ),
+        (
+            "distributed/local_attention.py",
+            "x.chunk(n_chunks, dim=1) if x.shape[1] > 1 else (x,) * n_chunks",
+            "x.chunk(n_chunks, dim=1)[:1] * n_chunks if x.shape[1] > 1 else (x,) * n_chunks",
             RANKS,
         ),
         (
             "distributed/pass_kv.py",
-            "items[:, of_q] if items.shape[1] > 1 else items",
-            "items[:, of_kv] if items.shape[1] > 1 else items",
+            "gather_scatter.unpack(message.wait(), [k_all, v_all], self.slots, backend)",
+            "gather_scatter.unpack(message.wait(), [k_all, v_all], self.slots.flip(0), backend)",
             RANKS,
         ),
         (
-            "distributed/pass_kv.py",
-            "gather_scatter.unpack(message.wait(), [k_all, v_all], slots, backend)",
-            "gather_scatter.unpack(message.wait(), [k_all, v_all], slots.flip(0), backend)",
-            RANKS,
-        ),
-        (
-            "distributed/context_plan.py",
+            "distributed/exchange_plan.py",
             "needs[row[mine & (owner[col] != rank)]] = True",
             "needs[row[mine & (owner[col] > rank)]] = True",
             RANKS,
         ),
         ("distributed/context_plan.py", "range(rank * share, (rank + 1) * share)", "range(rank, rank + share)", RANKS),
         (
-            "distributed/context_plan.py",
+            "distributed/exchange_plan.py",
             "np.append(row[owner[col] == rank], pass_q_rows[owner[pass_q_rows] == rank])",
             "row[owner[col] == rank]",
             RANKS,
         ),
         (
             "distributed/all_to_all.py",
-            "x.view(len(x), n_ranks, heads, n_local, dim).permute(1, 3, 0, 2, 4)",
-            "x.view(len(x), heads, n_ranks, n_local, dim).permute(2, 3, 0, 1, 4)",
+            "batch (ranks heads) tokens dim -> ranks tokens batch heads dim",
+            "batch (heads ranks) tokens dim -> ranks tokens batch heads dim",
             RANKS,
         ),
     ),
     "models": _of(
-        OURS,
+        PACKAGE,
         (
             "plan/block_bias.py",
             "of_head = axis % heads if leads[1] > 1 else torch.zeros_like(axis)",

@@ -1,8 +1,8 @@
 """Mutation testing: `python -m tests.support.mutants --only masks --jobs 2`.
 
 MUTANTS lists single-line faults by area, each with the tests that must fail. Faults are made in a copy of the tree. A
-fault that no test can detect carries a reason (`why`). The run fails if such a fault is killed, if one without a
-reason survives, if a selection of tests fails without a fault, or if fewer than LEAST_KILLED of all are killed.
+fault that no test can detect has a reason (`why`). The run fails if such a fault is killed, if one without a reason
+survives, if a selection of tests fails without a fault, or if fewer than LEAST_KILLED of all are killed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ KILLED, SURVIVED, BROKEN, TIMEOUT = "killed", "survived", "broken", "killed (tim
 
 
 class Result(NamedTuple):
-    """Outcome of a fault; `said` is the end of pytest's output."""
+    """Outcome of a fault, and the end of pytest's output."""
 
     outcome: str
     seconds: float
-    said: str
+    output: str
 
     @property
     def is_killed(self) -> bool:
@@ -93,9 +93,9 @@ def copied(folder: Path) -> Path:
     compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "."]
     subprocess.run(compiled, cwd=folder, check=True)
     where = "import blocksparse_flash, masks; print(blocksparse_flash.__file__, masks.__file__)"
-    said = subprocess.run([sys.executable, "-c", where], cwd=folder, capture_output=True, text=True, check=True).stdout
-    if said.split() != [str(folder / name / "__init__.py") for name in ("blocksparse_flash", "masks")]:
-        raise SystemExit(f"tests of the copy in {folder} would import {said}")
+    found = subprocess.run([sys.executable, "-c", where], cwd=folder, capture_output=True, text=True, check=True).stdout
+    if found.split() != [str(folder / name / "__init__.py") for name in ("blocksparse_flash", "masks")]:
+        raise SystemExit(f"tests of the copy in {folder} would import {found}")
     return folder
 
 
@@ -181,11 +181,11 @@ def run_tests(worker: Worker, tests: str, seconds: float) -> Result:
     # a file, since leftover processes of tests could keep a pipe open
     with tempfile.NamedTemporaryFile() as output:
         code = worker.server.ask(str(worker.folder), arguments, output.name, seconds)
-        said = output.read().decode(errors="replace")
+        text = output.read().decode(errors="replace")
     outcome = {None: TIMEOUT, 0: SURVIVED, 1: KILLED}.get(code, KILLED if code is not None and code < 0 else BROKEN)
-    # an import error is no verdict
-    outcome = BROKEN if "ERROR collecting" in said else outcome
-    return Result(outcome, time.monotonic() - begin, said[-2000:])
+    # an import error does not count as killed
+    outcome = BROKEN if "ERROR collecting" in text else outcome
+    return Result(outcome, time.monotonic() - begin, text[-2000:])
 
 
 def run_mutant(worker: Worker, mutant: Mutant, seconds: float) -> Result:
@@ -235,22 +235,22 @@ def timed(workers: Workers, mutants: Iterable[Mutant]) -> dict[str, float]:
     results = workers.each("without faults", selections, lambda at, tests: run_tests(at, str(tests), LONGEST))
     for tests, result in zip(selections, results, strict=True):
         if result.outcome != SURVIVED:
-            raise SystemExit(f"pytest {tests}: {result.outcome} without any fault\n{result.said}")
+            raise SystemExit(f"pytest {tests}: {result.outcome} without any fault\n{result.output}")
     return {tests: result.seconds for tests, result in zip(selections, results, strict=True)}
 
 
 # ---- reporting ----
 
 
-def untrue(mutant: Mutant, result: Result) -> str:
+def contradiction(mutant: Mutant, result: Result) -> str:
     """How a result contradicts the table, or ""."""
     if result.outcome == BROKEN:
-        return f"{mutant}: the tests cannot be run with it\n{result.said}"
+        return f"{mutant}: the tests cannot be run with it\n{result.output}"
     if result.is_killed and mutant.why:
-        last = re.findall(r"^(?:FAILED|E  ).*", result.said, re.MULTILINE)[-1:]
-        return f"{mutant}: is listed as one that no test can see, and was killed: {' '.join(last)}"
+        last = re.findall(r"^(?:FAILED|E  ).*", result.output, re.MULTILINE)[-1:]
+        return f"{mutant}: no test was expected to detect it, and was killed: {' '.join(last)}"
     if result.outcome == SURVIVED and not mutant.why:
-        return f"{mutant}: survived {mutant.tests}: add a test that sees it, or say why none can"
+        return f"{mutant}: survived {mutant.tests}: add a test that detects it, or give a reason why none can"
     return ""
 
 
@@ -298,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
                 worker.server.end()
     rows = {area: [(mutant, next(results)) for mutant in listed] for area, listed in picked.items()}
     pairs = [pair for of_area in rows.values() for pair in of_area]
-    problems = [problem for problem in (untrue(*pair) for pair in pairs) if problem]
+    problems = [problem for problem in (contradiction(*pair) for pair in pairs) if problem]
     for mutant, result in pairs:
         if mutant.why and result.outcome == SURVIVED:
             print(f"survives: {mutant}: {mutant.why}")

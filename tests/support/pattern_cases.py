@@ -29,6 +29,6 @@ def mask_of(pattern: patterns.Pattern) -> torch.Tensor:
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention by its definition, axes in front of (length, head_dim) or none; mask (queries, keys), True attends."""
+    """Attention by its definition, for tensors (..., length, head_dim); mask (queries, keys), True attends."""
     wide = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
     return reference.attention(*wide, mask)[0].reshape(*q.shape[:-1], v.shape[-1])

@@ -1,13 +1,13 @@
 """Dense PyTorch attention in the type of the inputs: the error that closeness.assert_as_accurate compares with.
 
-Computed by autograd through the reference and by flash attention's backward, which every backend uses to save memory:
+Gradients are computed by autograd through the reference and by the backward of FlashAttention, which all backends use:
 
     forward    s = scale q k^T   lse = log sum exp s   out = softmax(s) v
     backward   p = exp(s - lse)   delta = rowsum(dout out) - dlse   ds = p (dout v^T - delta)
 
-The two round differently. A large lse costs p digits; where one key has nearly all of the weight, dout v^T - delta
-cancels and magnifies the rounding of out. Autograd through a softmax has neither problem. Exponentials are powers of
-two, as on a GPU.
+The two round differently. With a large lse, p loses digits; where one key has nearly all of the weight,
+dout v^T - delta cancels and magnifies the rounding of out. Autograd through a softmax has neither problem. Exponentials
+are computed by exp2, as on a GPU.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def block_of_pairs(layout: BlockLayout) -> Tensor:
     return found
 
 
-def of_pairs(block_bias: Tensor, blocks: Tensor) -> Tensor:
-    """Block bias expanded to pairs, broadcastable to (batch, heads, q_len, kv_len); `blocks` from block_of_pairs."""
+def bias_of_pairs(block_bias: Tensor, blocks: Tensor) -> Tensor:
+    """Block bias as a bias of pairs, broadcastable to (batch, heads, q_len, kv_len); `blocks` from block_of_pairs."""
     padded = torch.nn.functional.pad(block_bias, (0, 1))
     return padded[blocks.to(padded.device)] if padded.dim() == 1 else padded[..., blocks[0, 0].to(padded.device)]
 
@@ -52,49 +52,53 @@ def results(
     dlse: Tensor,
     mask: Tensor | None = None,
     *,
-    added: Mapping[str, Tensor] | None = None,
+    score_mods: Mapping[str, Tensor] | None = None,
     blocks: Tensor | None = None,
     roundings: Sequence[int] | None = None,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """Valid values of out, lse, dq, dk and dv: a list for each, the reference's first.
+    """Valid values of out, lse, dq, dk and dv: one list each, which begins with that of the reference.
 
     dout, dlse  gradients of out and lse; lse is computed from q and k in float32 or float64
-    added       sinks, alibi_slopes, block_bias, where given; their gradients follow in this order
+    score_mods  sinks, alibi_slopes and block_bias, if any; their gradients follow in this order
     blocks      block of each pair, from block_of_pairs; needed with block_bias
-    roundings   seeds. In half types each draws one way in which kernels may round; by default ROUNDINGS of them with
-                `added`, else none. In other types each moves lse by its last bit: odd up, even down
+    roundings   seeds. In half types each draws one way in which kernels may round; by default ROUNDINGS seeds with
+                `score_mods`, else none. In other types each changes the last bit of lse: odd ones up, even ones down
     options     those of reference.attention
 
-    All values are in the type of q, by autograd through the reference and by flash attention's backward. In half
-    types the latter runs twice, with the reference's out and with one from float32 weights. In other types both run
-    twice, summing q k^T from the first and from the last component, and with `added` in ORDERS more orders. lse has
-    ORDERS more orders of that sum in every type: it rounds nowhere else, and with few keys a single order may be
-    exact by chance.
+    All values have the type of q, and are computed by autograd through the reference and by the backward of
+    FlashAttention. In half types the latter runs twice, with the reference's out and with one from float32 weights. In
+    other types both run twice, summing q k^T from the first and from the last component, and with score_mods in ORDERS
+    more orders. lse is computed in ORDERS more orders of that sum in every type: it has no other rounding, and with few
+    keys a single order may be exact by chance.
     """
-    added = added or {}
-    given = options | _as_reference_has(added, blocks)
+    score_mods = score_mods or {}
+    all_options = options | _reference_options(score_mods, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
         wide = (tensor.detach().float() for tensor in (q, k, v))
-        others: list[Tensor | int] = [reference.attention(*wide, mask, **given)[0].to(q.dtype)]
-        # a gradient summed over all pairs of a block or head may be dominated by rounding, and one rounding may be
-        # lucky
-        others += roundings if roundings is not None else range(ROUNDINGS if added else 0)
-        found = _both(q, k, v, dout, dlse, mask, others, added, blocks, **options)
+        others: list[Tensor | int] = [reference.attention(*wide, mask, **all_options)[0].to(q.dtype)]
+        # rounding may dominate a gradient that is summed over all pairs of a block or head, and a single rounding may
+        # be exact by chance
+        others += roundings if roundings is not None else range(ROUNDINGS if score_mods else 0)
+        found = _by_both_methods(q, k, v, dout, dlse, mask, others, score_mods, blocks, **options)
     else:
         # rows with equally many keys round lse alike, so one lse may be exact by chance
-        found = _both(q, k, v, dout, dlse, mask, list(roundings or []), added, blocks, **options)
+        found = _by_both_methods(q, k, v, dout, dlse, mask, list(roundings or []), score_mods, blocks, **options)
         orders = [torch.arange(q.shape[-1] - 1, -1, -1, device=q.device)]
-        # a gradient summed over all pairs of a block or head has few numbers, which one order may hit by chance
-        orders += _orders(q.shape[-1], q.device) if added else []
+        # a gradient summed over all pairs of a block or head has few elements, which one order may hit by chance
+        orders += _orders(q.shape[-1], q.device) if score_mods else []
         for order in orders:
             back = order.argsort()
-            for result in _both(q[..., order], k[..., order], v, dout, dlse, mask, [], added, blocks, **options):
+            for result in _by_both_methods(
+                q[..., order], k[..., order], v, dout, dlse, mask, [], score_mods, blocks, **options
+            ):
                 result[2], result[3] = result[2][..., back], result[3][..., back]
                 found.append(result)
     outs, lses, *grads = map(list, zip(*found, strict=True))
     for order in _orders(q.shape[-1], q.device):
-        lses.append(reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **given)[1])
+        lses.append(
+            reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **all_options)[1]
+        )
     return [outs, lses, *grads]
 
 
@@ -104,7 +108,7 @@ def _orders(head_dim: int, device: torch.device) -> list[Tensor]:
     return [torch.randperm(head_dim, generator=generator).to(device) for _ in range(ORDERS)]
 
 
-def _both(
+def _by_both_methods(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -112,15 +116,15 @@ def _both(
     dlse: Tensor,
     mask: Tensor | None,
     other_outs: list[Tensor | int],
-    added: Mapping[str, Tensor],
+    score_mods: Mapping[str, Tensor],
     blocks: Tensor | None,
     **options: Any,
 ) -> list[list[Tensor]]:
-    """Results by autograd, by flash attention's backward, and by the latter with other values of out."""
+    """Results by autograd, by the backward of FlashAttention, and by the latter with other values of out."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    added = {name: tensor.detach().requires_grad_() for name, tensor in added.items()}
-    out, lse = reference.attention(*leaves, mask, **options, **_as_reference_has(added, blocks))
-    leaves += added.values()
+    score_mods = {name: tensor.detach().requires_grad_() for name, tensor in score_mods.items()}
+    out, lse = reference.attention(*leaves, mask, **options, **_reference_options(score_mods, blocks))
+    leaves += score_mods.values()
     dlse = dlse.to(lse.dtype)
     by_autograd = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     out, lse = out.detach(), lse.detach()
@@ -128,31 +132,31 @@ def _both(
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     for rounded in (out, *other_outs):
         if is_half or not isinstance(rounded, int):
-            found.append(_textbook(leaves, rounded, lse, dout, dlse, mask, added, blocks, **options))
+            found.append(_by_flash_attention(leaves, rounded, lse, dout, dlse, mask, score_mods, blocks, **options))
         else:
             stepped = torch.nextafter(lse, lse.new_tensor(torch.inf if rounded % 2 else -torch.inf))
             stepped = stepped.where(lse.isfinite(), lse)
-            grads = _textbook(leaves, out, stepped, dout, dlse, mask, added, blocks, **options)[2:]
+            grads = _by_flash_attention(leaves, out, stepped, dout, dlse, mask, score_mods, blocks, **options)[2:]
             found.append([out, lse, *grads])
     return found
 
 
-def _as_reference_has(added: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
-    """Converts block_bias to the reference's bias of pairs."""
-    given = dict(added)
-    if blocks is not None and "block_bias" in given:
-        given["bias"] = of_pairs(given.pop("block_bias"), blocks)
-    return given
+def _reference_options(score_mods: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
+    """Score mods as options of reference.attention, which takes a bias of pairs instead of block_bias."""
+    options = dict(score_mods)
+    if blocks is not None and "block_bias" in options:
+        options["bias"] = bias_of_pairs(options.pop("block_bias"), blocks)
+    return options
 
 
-def _textbook(
+def _by_flash_attention(
     leaves: list[Tensor],
     out: Tensor | int,
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor,
     mask: Tensor | None,
-    added: Mapping[str, Tensor],
+    score_mods: Mapping[str, Tensor],
     blocks: Tensor | None,
     *,
     softcap: float | None = None,
@@ -162,11 +166,11 @@ def _textbook(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> list[Tensor]:
-    """out, lse and the gradients of the leaves by flash attention's backward: autograd with constant lse and delta.
+    """out, lse and the gradients of the leaves by the backward of FlashAttention: lse and delta are constants.
 
-    If `out` is a number, it seeds the roundings of kernels in half types. out comes from weights rounded before they
-    are normalised by a running maximum, and tensor cores read rounded operands: the weights for dv, ds for dq and dk.
-    Below 6e-5 float16 has fixed steps, and these roundings may be all that remains of a gradient.
+    If `out` is a number, it seeds the roundings of kernels in half types. out comes from weights that are rounded
+    before normalisation by a running maximum, and tensor cores read rounded operands: the weights for dv, ds for dq and
+    dk. Below 6e-5 float16 has fixed steps, and a gradient may consist of these roundings alone.
     """
     q, k, v = leaves[:3]
     dtype, kv_len, group = lse.dtype, k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -177,15 +181,15 @@ def _textbook(
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     attends = reference._attending_pairs(q, kv_len, mask, causal, kv_lengths)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = _as_reference_has(added, blocks)
-    sinks = given.pop("sinks", None)
+    mods = _reference_options(score_mods, blocks)
+    sinks = mods.pop("sinks", None)
     rounds_operands = isinstance(out, int)
-    if given or softcap is not None or rounds_operands:
-        changed = [given.get(name) for name in ("alibi_slopes", "bias")]
+    if mods or softcap is not None or rounds_operands:
+        modifiers = [mods.get(name) for name in ("alibi_slopes", "bias")]
         products = (q.to(dtype) * scale) @ keys.to(dtype).mT
         if rounds_operands:
             products.register_hook(lambda ds: ds.to(q.dtype).to(dtype))
-        scores = reference._modified(products, softcap, *changed) * math.log2(math.e)
+        scores = reference._modified(products, softcap, *modifiers) * math.log2(math.e)
     else:
         scores = (q.to(dtype) * (scale * math.log2(math.e))) @ keys.to(dtype).mT
     total = lse.masked_fill(lse == -torch.inf, 0)[..., None] * math.log2(math.e)

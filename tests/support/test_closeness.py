@@ -1,4 +1,4 @@
-"""The one tolerance of the tests fails when it should and passes when it should."""
+"""The tolerance of the test suite accepts valid results and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_one_nan_fails():
         assert_as_accurate(actual, plain, truth, name="out")
 
 
-def test_a_nan_in_the_truth_proves_nothing():
+def test_a_nan_in_the_truth_is_an_error():
     actual, plain, truth = results(torch.float32)
     truth[0, 0, 0, 0] = torch.nan
     with pytest.raises(AssertionError, match="proves nothing"):
         assert_as_accurate(actual, plain, truth, name="out")
 
 
-def test_a_nan_in_the_plain_result_is_no_licence():
+def test_a_nan_in_the_plain_result_is_an_error():
     actual, plain, truth = results(torch.float32)
     plain[0, 0, :BLOCK_ROWS] = torch.nan
     with pytest.raises(AssertionError, match="same-dtype reference has NaN"):
@@ -134,16 +134,16 @@ def test_noise_where_the_truth_is_zero_fails():
 
 
 @pytest.mark.parametrize(("steps", "is_right"), [(998, True), (1002, True), (997, False), (1003, False)])
-def test_below_the_smallest_normal_number_a_rounding_is_a_step(steps, is_right):
-    """There float16 has steps of 2**-24."""
+def test_below_the_smallest_normal_number_the_tolerance_is_in_fixed_steps(steps, is_right):
+    """float16 has steps of 2**-24 there."""
     truth = torch.full((1, 1, 64, 8), 1000 * 2.0**-24, dtype=torch.float64)
     actual = torch.full_like(truth, steps * 2.0**-24).half()
     with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="too far"):
         assert_as_accurate(actual, truth.half(), truth, name="out")
 
 
-def test_three_axes_are_rows():
-    """The last axis of lse is rows: a bad block of rows fails, although other rows have larger values."""
+def test_the_last_axis_of_lse_is_rows():
+    """A bad block of rows fails, although other rows have larger values."""
     truth = torch.full((1, 2, 4 * BLOCK_ROWS), 100.0, dtype=torch.float64)
     truth[0, 1, :BLOCK_ROWS] = 1e-3
     actual = truth.float()
@@ -158,7 +158,7 @@ def test_nothing_to_compare_passes(shape):
     assert_as_accurate(empty, empty, empty.double(), name="out")
 
 
-def test_of_several_plain_results_the_farthest_counts():
+def test_the_farthest_of_several_plain_results_counts():
     actual, plain, truth = results(torch.bfloat16)
     actual = (truth * (1 + 8 * torch.finfo(torch.bfloat16).eps)).bfloat16()
     with pytest.raises(AssertionError, match="too far"):
@@ -166,7 +166,7 @@ def test_of_several_plain_results_the_farthest_counts():
     assert_as_accurate(actual, [plain, actual, truth.bfloat16()], truth, name="out")
 
 
-def test_in_float32_an_exact_block_of_the_plain_result_does_not_tighten_the_tolerance():
+def test_an_exact_block_of_a_float32_plain_result_does_not_tighten_the_tolerance():
     actual, plain, truth = results(torch.float32)
     plain[0, 0, :BLOCK_ROWS] = truth[0, 0, :BLOCK_ROWS].float()
     actual[0, 0, :BLOCK_ROWS] = (truth[0, 0, :BLOCK_ROWS] + 3e-7).float()

@@ -35,7 +35,7 @@ def launch(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_helpers_compute() -> None:
+def test_jitted_helpers_give_correct_results() -> None:
     x = torch.arange(40.0).reshape(5, 8)
     assert torch.equal(launch(x), (x.sum(dim=1) + x.amax(dim=1)) / 8)
 

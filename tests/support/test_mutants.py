@@ -1,4 +1,4 @@
-"""Every fault of the mutation table can be made, and the tests it names exist."""
+"""Every fault of the mutation table can be made, and the files of its tests exist."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_fault_is_listed_once(tmp_path: Path) -> None:
     [
         (mutants.KILLED, "", ""),
         (mutants.TIMEOUT, "", ""),
-        (mutants.SURVIVED, "", "add a test that sees it"),
+        (mutants.SURVIVED, "", "add a test that detects it"),
         (mutants.SURVIVED, "the same by another way", ""),
         (mutants.KILLED, "the same by another way", "and was killed"),
         (mutants.BROKEN, "", "the tests cannot be run"),
         (mutants.BROKEN, "the same by another way", "the tests cannot be run"),
     ],
 )
-def test_the_list_of_survivors_must_be_true(outcome: str, why: str, message: str) -> None:
-    said = mutants.untrue(GOOD._replace(why=why), mutants.Result(outcome, 1.0, ""))
-    assert message in said and bool(said) == bool(message)
+def test_results_that_contradict_the_table_are_reported(outcome: str, why: str, message: str) -> None:
+    found = mutants.contradiction(GOOD._replace(why=why), mutants.Result(outcome, 1.0, ""))
+    assert message in found and bool(found) == bool(message)

@@ -18,8 +18,7 @@ queries each, of every query head of the group. A producer warp loads K and V, t
 
 TMA (head_dim 128) or atomics from registers (64) add to the sum of dQ, in no fixed order, so the last bits of dQ vary
 from run to run. The preprocess launch zeroes it and computes LSE and delta; the postprocess launch scales and converts
-it. With a layout, part of both overlaps with the tile columns: overlap_schedule.py says how much, overlapped_passes.py
-how.
+it (backward_postprocess.py).
 
 Long tile columns are split (schedule.py): each program computes an equal share of the steps of every query head and
 writes float32 dK and dV to a workspace, which another launch sums in order (triton/combine_splits.py).
@@ -40,7 +39,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -52,17 +50,16 @@ from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..arguments import TILE as TILE_SIDE
 from ..inputs import BackwardInputs
-from ..overlap_schedule import OverlapSchedule, n_counters, overlap_schedule_of, overlaps_lse_delta
 from ..schedule import Split, padded_dim, split_of
 from ..separate_dq import is_dq_separate
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_cols
 from ..triton.tile import TILE
+from .backward_postprocess import postprocess_launch
 from .backward_producer import (
     STAGES,
     WORK_TILE_INTS,
-    WORK_TILE_STAGES,
     Descriptors,
     DOutBuffers,
     KVBuffers,
@@ -70,25 +67,14 @@ from .backward_producer import (
     Pointers,
     QBuffers,
     Sizes,
-    Strides,
-    count_finished,
     is_skipped,
     load,
     q_start_of,
     read_work_tile,
     steps_of_head,
 )
-from .barriers import Pipeline, allocate_mbarriers, consumer_release, consumer_wait, named_barrier
+from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline, consumer_release, consumer_wait, named_barrier
 from .bitmask import SUBTILES_BIT, mask_subtiles, transposed_mask
-from .overlapped_passes import (
-    CHUNK,
-    FETCH_BYTES,
-    STEP,
-    LseDelta,
-    Overlap,
-    postprocess_kernel,
-    run_overlapped_passes,
-)
 from .registers import (
     BEFORE_TRITON_3_9,
     WARPGROUP_ROWS,
@@ -100,7 +86,8 @@ from .registers import (
     store_split,
     zero_tail,
 )
-from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store, tma_store_wait_writes
+from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store
+from .work_tiles import WORK_TILE_STAGES
 
 MAX_HEAD_DIM = 128
 # values of a row of the descriptor with which TMA adds to the sum of dQ
@@ -322,7 +309,7 @@ def backward_step(
 
 @gluon.jit
 def mma(
-    descs, pipelines, staging, ptrs, strides, sizes,
+    descs, pipelines, staging, ptrs, record_strides, sizes,
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     """Entry point of a consumer warpgroup, which computes keys 64 * WARPGROUP to 64 * WARPGROUP + 63 of each tile."""
@@ -331,7 +318,6 @@ def mma(
     DIM: gl.constexpr = k_buffers.shape[4]
     DIM_V: gl.constexpr = v_buffers.shape[4]
     KV_STAGES: gl.constexpr = k_buffers.shape[0]
-    OVERLAPPED: gl.constexpr = pipelines.finished is not None
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
@@ -342,13 +328,7 @@ def mma(
         b_dv = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, accumulator(DIM_V))
         # TMA has read dk and dv of the previous work tile from the buffers that the steps write
         tma.store_wait(0)
-        if OVERLAPPED and descs.dq_sum is not None:
-            # its sums of dQ are in global memory: all but the last store of this warpgroup, dk or dv
-            tma_store_wait_writes(1)
         named_barrier("sync", 9)
-        if OVERLAPPED and WARPGROUP == 0:
-            # before waiting for data, since the preprocess of their head group may wait for the previous work tile
-            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
         kv_stage = i_tile % KV_STAGES
         consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
         if ptrs.kv_lengths_ptr is not None:
@@ -356,7 +336,7 @@ def mma(
             zero_tail(v_buffers.index(kv_stage).reshape([TILE, DIM_V]), kv_start, kv_limit, WARPGROUP)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
-                ptrs, strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
+                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
             for i_step in range(steps.n_bitmask):
@@ -398,13 +378,6 @@ def mma(
         i_tile += 1
         work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
     tma.store_wait(0)
-    if OVERLAPPED:
-        if descs.dq_sum is not None:
-            tma_store_wait_writes(1)
-        # the last work tile is finished: a split of it has no epilogue, in which the warpgroups would have met
-        named_barrier("sync", 9)
-        if WARPGROUP == 0:
-            mbarrier.arrive(pipelines.finished.index(i_tile % 2), count=1)
 
 
 @gluon.jit
@@ -470,30 +443,16 @@ def staging_buffer(buffers, desc, N_TAKEN: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads",
-        "n_batch_heads",
-        "n_tile_cols",
-        "q_len",
-        "kv_len",
-        "n_padded",
-        "n_split_cols",
-        "num_splits",
-        "n_preprocessed",
-        "n_ahead",
-        "n_postprocessed",
-        "n_eighths",
-        "n_v_eighths",
+        "n_heads", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_cols", "num_splits",
     ]
-)
+)  # fmt: skip
 def hopper_backward_kernel(
     # TMA descriptors; dq_sum_desc is None if the consumers add dQ from registers, or another launch computes it
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
-    # backward_producer.Pointers and Strides
-    ptrs, strides,
+    # backward_producer.Pointers; (batch, head) strides of the records, in elements
+    ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialise the integers of a tuple
     n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, scale_log2, scale,
-    # overlap_schedule.OverlapSchedule; eighths of a row of dq and of out
-    n_preprocessed, n_ahead, n_postprocessed, n_eighths, n_v_eighths,
     # GROUP: query heads per key head; HAS_SUBTILES: the plan lists tiles made of whole 64 x 64 subtiles
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
@@ -527,14 +486,7 @@ def hopper_backward_kernel(
     work_tile_ints = gl.allocate_shared_memory(
         gl.int32, [WORK_TILE_STAGES * WORK_TILE_INTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    OVERLAPPED: gl.constexpr = ptrs.dq_ptr is not None
-    # consumers of work tiles: two warpgroups, and the warp that counts finished ones
-    WORK_TILE_CONSUMERS: gl.constexpr = 3 if OVERLAPPED else 2
-    work_tiles = Pipeline(
-        buffers=work_tile_ints,
-        full=allocate_mbarriers(WORK_TILE_STAGES, 1),
-        empty=allocate_mbarriers(WORK_TILE_STAGES, WORK_TILE_CONSUMERS),
-    )
+    # not by allocate_pipeline, which would return buffers without their names
     kv = Pipeline(
         buffers=KVBuffers(k=k_buffers, v=v_buffers),
         full=allocate_mbarriers(KV_STAGES, 1),
@@ -550,9 +502,9 @@ def hopper_backward_kernel(
         full=allocate_mbarriers(STAGES, 1),
         empty=allocate_mbarriers(STAGES, 2),
     )
-    finished = allocate_mbarriers(2, 1) if OVERLAPPED else None
+    work_tiles = allocate_pipeline(work_tile_ints, WORK_TILE_STAGES, CONSUMERS=2)
+    pipelines = Pipelines(work_tiles=work_tiles, kv=kv, q=q, dout=dout)
     fence_async_shared()
-    pipelines = Pipelines(work_tiles=work_tiles, kv=kv, q=q, dout=dout, finished=finished)
     staging = Staging(ds=ds_buffers, dq=dq_buffers, dk=dk_buffer, dv=dv_buffer)
     descs = Descriptors(
         q=q_desc, k=k_desc, v=v_desc, dout=dout_desc, lse=lse_desc, delta=delta_desc,
@@ -562,45 +514,15 @@ def hopper_backward_kernel(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len, kv_len=kv_len,
         n_padded=n_padded, scale_log2=scale_log2, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
     )  # fmt: skip
-    if OVERLAPPED:
-        n_chunks = GROUP * n_padded * DIM // CHUNK
-        n_group_tiles = n_tile_cols if ptrs.splits_ptr is None else n_tile_cols + n_split_cols * (num_splits - 1)
-        fetch_buffers = gl.allocate_shared_memory(
-            gl.float32, [2, FETCH_BYTES // 4], gl.SwizzledSharedLayout(4, 1, 1, [0])
-        )
-        lse_delta = LseDelta(
-            out_ptr=ptrs.out_ptr, dout_ptr=ptrs.dout_ptr, lse_ptr=ptrs.lse_ptr, dlse_ptr=ptrs.dlse_ptr,
-            lse_delta_ptr=ptrs.lse_delta_ptr, dout_eighths=strides.dout_eighths, n_heads=n_heads * GROUP,
-            n_rows=n_batch_heads * GROUP * n_padded, n_v_eighths=n_v_eighths,
-        )  # fmt: skip
-        overlap = Overlap(
-            counters_ptr=ptrs.tile_counter_ptr, dq_sum_ptr=ptrs.dq_sum_ptr, dq_ptr=ptrs.dq_ptr,
-            n_batch_heads=n_batch_heads, n_group_tiles=n_group_tiles, n_preprocessed=n_preprocessed, n_ahead=n_ahead,
-            n_postprocessed=n_postprocessed, n_chunks=n_chunks, n_padded=n_padded, q_len=q_len, n_eighths=n_eighths,
-            scale=scale,
-        )  # fmt: skip
-        gl.warp_specialize(
-            [
-                (mma, (descs, pipelines, staging, ptrs, strides, sizes, 0, CAUSAL, GROUP, HAS_SUBTILES)),
-                (mma, (descs, pipelines, staging, ptrs, strides, sizes, 1, CAUSAL, GROUP, HAS_SUBTILES)),
-                (load, (descs, pipelines, ptrs, strides, sizes, overlap, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES)),
-                (count_finished, (pipelines, overlap)),
-                (run_overlapped_passes, (overlap, lse_delta, fetch_buffers, 0, DIM, DIM_V)),
-                (run_overlapped_passes, (overlap, lse_delta, fetch_buffers, 1, DIM, DIM_V)),
-            ],
-            [4, 1, 1, 1, 1],
-            [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (mma, (descs, pipelines, staging, ptrs, strides, sizes, 0, CAUSAL, GROUP, HAS_SUBTILES)),
-                (mma, (descs, pipelines, staging, ptrs, strides, sizes, 1, CAUSAL, GROUP, HAS_SUBTILES)),
-                (load, (descs, pipelines, ptrs, strides, sizes, None, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES)),
-            ],
-            [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 0, CAUSAL, GROUP, HAS_SUBTILES)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 1, CAUSAL, GROUP, HAS_SUBTILES)),
+            (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 # ---- launches ----
@@ -612,8 +534,7 @@ class BackwardLaunches(NamedTuple):
     cols         the main kernel
     sum_splits   sums dK and dV of split tile columns
     outputs      dq, dk and dv, with rows padded where TMA writes them; LSE and delta, (2, batch * heads * n_padded)
-    workspaces   float32 sum of dQ; LSE and delta as pairs, for the Triton kernel that computes dQ; counters; splits
-    lse_delta_overlaps  whether the main kernel computes LSE and delta of later head groups
+    workspaces   float32 sum of dQ; LSE and delta as pairs, for the Triton kernel that computes dQ; tile counter; splits
     adds_by_tma  whether TMA adds to the sum of dQ
     """
 
@@ -623,7 +544,6 @@ class BackwardLaunches(NamedTuple):
     postprocess: Launch | None
     outputs: tuple[Memory, ...]
     workspaces: tuple[Memory | None, ...]
-    lse_delta_overlaps: bool
     adds_by_tma: bool
 
 
@@ -632,7 +552,6 @@ def backward_launches(
     specs: TensorSpecs,
     lists: PlanSpecs,
     split: Split,
-    schedule: OverlapSchedule | None,
     is_separate: bool,
     has_subtiles: bool,
     options: Options,
@@ -644,11 +563,8 @@ def backward_launches(
     split         of the tile columns
     is_separate   whether the Triton kernel computes dq
     has_subtiles  whether the plan lists tiles made of whole 64 x 64 subtiles
-    options       the first of `others` is out
     """
     q, k, v, dout = specs.tensors
-    out_key = options.others[0]
-    assert out_key is not None
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     chosen = config(max(dim, dim_v))
@@ -672,37 +588,19 @@ def backward_launches(
     }
     n_sms, n_programs = num_sms(options.device), split.n_programs(n_tile_cols, n_batch_heads)
     postprocess = dq_sum = pairs = None
-    n_eighths = 0
     if is_separate:
         dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
     else:
         # whole tiles, so that additions need no mask
         dq_sum = contiguous(torch.float32, batch * heads, n_padded, dim)
-        n_eighths = dq.shape[3] // 8
         if not chosen.dq_from_registers:
             n_values, n_step_values = batch * heads * n_padded * dim, 64 * (64 if block_q == 128 else dim // 2)
             sum_spec = contiguous(torch.float32, n_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value).spec
             block = (n_step_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value)
             descriptor_factories["dq_sum_desc"] = DescriptorFactory(sum_spec, block)
-        n_group_steps = group * n_padded * dim // STEP.value
-        first = 0 if schedule is None else schedule.n_postprocessed * n_group_steps
-        postprocess = Launch(
-            postprocess_kernel,
-            ((n_batch_heads * n_group_steps - first) // 4,),
-            {
-                "scale": scale,
-                "first": first,
-                "n_padded": n_padded,
-                "q_len": q_len,
-                "n_eighths": n_eighths,
-                "DIM": dim,
-                "num_warps": 4,
-            },
-        )
+        postprocess = postprocess_launch(dq_sum.spec, dq.spec, scale)
     arguments = {
-        "strides": Strides(
-            records=strides_of_records(lists[0]), dout_eighths=tuple(stride // 8 for stride in dout.strides[:3])
-        ),
+        "record_strides": strides_of_records(lists[0]),
         "n_heads": kv_heads,
         "n_batch_heads": n_batch_heads,
         "n_tile_cols": n_tile_cols,
@@ -714,43 +612,22 @@ def backward_launches(
         # no maximum is taken, so the scale may be negative or 0
         "scale_log2": scale * LOG2_E,
         "scale": scale,
-        "n_eighths": n_eighths,
-        "n_v_eighths": v_dim // 8,
-        **(OverlapSchedule(0, 0, 0) if schedule is None else schedule)._asdict(),
         "CAUSAL": options.causal,
         "GROUP": group,
         "KV_STAGES": chosen.kv_stages,
         "HAS_SUBTILES": has_subtiles and BEFORE_TRITON_3_9,
         "num_warps": 4,
     }
-    n_counts = int(n_programs > n_sms) if schedule is None else n_counters(n_batch_heads)
-    n_preprocessed = batch * heads if schedule is None else schedule.n_preprocessed * group
-    lse_delta_overlaps = (
-        overlaps_lse_delta(schedule, n_batch_heads, n_tile_cols, v_dim)
-        # out is aligned
-        and out_key[1]
-        # the preprocess launch, which computes the other heads, zeroes at most one counter per query
-        and n_counts <= n_preprocessed * n_padded
-    )
-    counters = contiguous(torch.int32, n_counts) if n_counts else None
     splits = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.parts > 1 else None
-    preprocess = preprocess_launch(
-        dout,
-        n_padded,
-        cleared=(0 if is_separate else dim, n_preprocessed),
-        n_counts=n_counts,
-        n_written=n_preprocessed if lse_delta_overlaps else batch * heads,
-    )
     return BackwardLaunches(
-        preprocess=preprocess,
+        preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else dim),
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
         sum_splits=sum_cols(
             split, lists[0], dk_spec, dv_spec, {**arguments, "n_split_lines": split.n_lines}, (dim, dim_v)
         ),
         postprocess=postprocess,
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
-        workspaces=(dq_sum, pairs, counters, splits),
-        lse_delta_overlaps=lse_delta_overlaps,
+        workspaces=(dq_sum, pairs, contiguous(torch.int32, 1) if n_programs > n_sms else None, splits),
         adds_by_tma="dq_sum_desc" in descriptor_factories,
     )
 
@@ -781,31 +658,23 @@ def backward(
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
-    schedule = None if is_separate else overlap_schedule_of(plan, q_shape, k_shape, split, n_sms)
     has_subtiles = bool(plan) and has_subtiles_of(plan[4].shape[0], plan[5].shape[0])
-    ready = backward_launches(specs, plan_specs_of(by_cols), split, schedule, is_separate, has_subtiles, options)
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, has_subtiles, options)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
-    dq_sum, pairs, counters, splits = [memory and empty(*memory) for memory in ready.workspaces]
+    dq_sum, pairs, tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
-    # also zeroes the sum of dq and the counters
-    ready.preprocess(out, dout, lse, dlse, pairs, lse_delta, dq_sum, counters)
+    # also zeroes the sum of dq and the tile counter
+    ready.preprocess(out, dout, lse, dlse, pairs, lse_delta, dq_sum, tile_counter)
     records, indices, bitmask_ids, bitmasks = by_cols
-    overlaps = ready.lse_delta_overlaps
     pointers = Pointers(
         records_ptr=records,
         indices_ptr=indices,
         bitmask_ids_ptr=bitmask_ids,
         bitmasks_ptr=bitmasks,
         kv_lengths_ptr=kv_lengths,
-        tile_counter_ptr=counters,
+        tile_counter_ptr=tile_counter,
         splits_ptr=splits,
         dq_sum_ptr=dq_sum,
-        dq_ptr=None if schedule is None else dq,
-        out_ptr=out if overlaps else None,
-        dout_ptr=dout if overlaps else None,
-        lse_ptr=lse if overlaps else None,
-        dlse_ptr=dlse if overlaps else None,
-        lse_delta_ptr=lse_delta if overlaps else None,
     )
     sum_by_tma = dq_sum if ready.adds_by_tma else None
     ready.cols(q, k, v, dout, lse_line, delta_line, sum_by_tma, dk, dv, pointers)

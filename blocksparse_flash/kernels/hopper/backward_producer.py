@@ -10,9 +10,6 @@ A work tile is one tile column: 128 keys of one key head, or one split of them, 
     dout:       acquire, TMA load of dO, delta -> wait, wgmma, release               (once per step)
 
 The producer runs ahead: while the consumers finish one work tile, it already loads the next.
-
-If pre- and postprocess overlap with the tile columns (overlapped_passes.py), another warp counts finished work tiles,
-and the producer waits for the preprocess of a head group before it loads anything of that group.
 """
 
 from __future__ import annotations
@@ -24,6 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..triton.tile import (
+    BEGIN,
+    N_PARTIAL,
+    N_SUBTILED,
+    N_TILES,
+    NUMBER,
     TILE,
     dense_q_steps,
     find_line_record,
@@ -33,22 +35,16 @@ from ..triton.tile import (
     split_index,
     split_steps,
 )
-from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire, producer_commit
+from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS, SUBTILES_BIT
-from .overlapped_passes import count_work_tile, wait_for_preprocess
-from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int, store_int
+from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
 from .tma import tma_load
+from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
 
-# int32 fields of a tile column's record
-COL, BEGIN, N_TILES, N_PARTIAL, N_SUBTILED = (gl.constexpr(i) for i in (0, 1, 2, 3, 5))
 # buffers of queries and dO
 STAGES = gl.constexpr(2)
-# the consumers read one work tile while the producer writes the next
-WORK_TILE_STAGES = gl.constexpr(2)
 # int32 values of a work tile in shared memory; the last one is only used if the plan has subtiled tiles
 WORK_TILE_INTS = gl.constexpr(8)
-# WorkTile.batch_head that ends the loops over work tiles
-END = gl.constexpr(-1)
 
 
 # ---- state ----
@@ -59,14 +55,10 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  tile columns of the plan; None without a layout
     kv_lengths_ptr    (batch,) keys of each batch element; None: kv_len
-    tile_counter_ptr  counter of the dynamic scheduler, and the other counters of overlapped_passes.py; None: one
-                      program per work tile
+    tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
     dq_sum_ptr        (batch * heads, n_padded, DIM) float32 sum of dQ, in the order of `in_register_order`; None:
                       another launch computes dQ
-    dq_ptr            dQ, if the postprocess overlaps
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_ptr  inputs and result of the preprocess, if that of LSE and delta
-                      overlaps
     """
 
     records_ptr: Any
@@ -77,19 +69,6 @@ class Pointers(NamedTuple):
     tile_counter_ptr: Any
     splits_ptr: Any
     dq_sum_ptr: Any
-    dq_ptr: Any
-    out_ptr: Any
-    dout_ptr: Any
-    lse_ptr: Any
-    dlse_ptr: Any
-    lse_delta_ptr: Any
-
-
-class Strides(NamedTuple):
-    """records: (batch, head), in elements; dout_eighths: (batch, head, row), in units of 8 elements."""
-
-    records: Any
-    dout_eighths: Any
 
 
 class Descriptors(NamedTuple):
@@ -184,18 +163,12 @@ class KVBuffers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The pipelines between producer and consumers.
-
-    work_tiles  int32 [WORK_TILE_STAGES * WORK_TILE_INTS, 1]
-    finished    two mbarriers, by parity of the work tile: both consumers have begun work tile i (or found the end), and
-                the sums of dQ of work tile i - 1 are in global memory; None if nothing overlaps
-    """
+    """The pipelines between producer and consumers. work_tiles: int32 [WORK_TILE_STAGES * WORK_TILE_INTS, 1]."""
 
     work_tiles: Pipeline
     kv: Pipeline
     q: Pipeline
     dout: Pipeline
-    finished: Any
 
 
 # ---- steps of a work tile ----
@@ -203,7 +176,7 @@ class Pipelines(NamedTuple):
 
 @gluon.jit
 def steps_of_head(
-    ptrs, strides, sizes, work_tile, kv_limit, i_group_head,
+    ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     """Steps of query head i_group_head of the group. kv_limit: keys of this batch element."""
@@ -215,7 +188,7 @@ def steps_of_head(
             # the heads of a group may have layouts, and hence launch orders, of their own
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
             p_record = find_line_record(
-                ptrs.records_ptr, strides.records, batch_head // sizes.n_heads, i_head, kv_start // TILE
+                ptrs.records_ptr, record_strides, batch_head // sizes.n_heads, i_head, kv_start // TILE
             )
             begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
             n_partial = gl.load(p_record + N_PARTIAL)
@@ -269,11 +242,8 @@ def is_skipped(indices_ptr, step, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.conste
 
 
 @gluon.jit
-def find_work_tile(ptrs, strides, i_work, sizes, is_by_head, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr):
-    """WorkTile of work item i_work. Splits and long tile columns come first, then head after head.
-
-    is_by_head  head after head from the start, also for long tile columns (never with splits)
-    """
+def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr):
+    """WorkTile of work item i_work. Splits and long tile columns come first, then head after head."""
     begin, n_tiles, n_partial, n_bitmask = 0, 0, 0, 0
     i_split, i_block = -1, -1
     p_record = ptrs.records_ptr
@@ -283,19 +253,16 @@ def find_work_tile(ptrs, strides, i_work, sizes, is_by_head, GROUP: gl.constexpr
         )
         i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_cols)
         if ptrs.records_ptr is not None:
-            p_record = record_pointer(ptrs.records_ptr, strides.records, batch_head, sizes.n_heads, i_launch, GROUP)
+            p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
     else:
         batch_head, i_launch = i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols
         if ptrs.records_ptr is not None:
-            if is_by_head:
-                p_record = record_pointer(ptrs.records_ptr, strides.records, batch_head, sizes.n_heads, i_launch, GROUP)
-            else:
-                batch_head, p_record, _whole = find_work_record(
-                    ptrs.records_ptr, strides.records, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads,
-                    1, GROUP,
-                )  # fmt: skip
+            batch_head, p_record, _whole = find_work_record(
+                ptrs.records_ptr, record_strides, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads, 1,
+                GROUP,
+            )  # fmt: skip
     if ptrs.records_ptr is not None:
-        kv_start = gl.load(p_record + COL) * TILE
+        kv_start = gl.load(p_record + NUMBER) * TILE
         begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
         n_partial = gl.load(p_record + N_PARTIAL)
         n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
@@ -311,25 +278,6 @@ def find_work_tile(ptrs, strides, i_work, sizes, is_by_head, GROUP: gl.constexpr
         i_block=i_block,
         n_bitmask=n_bitmask,
     )
-
-
-@gluon.jit
-def write_work_tile(work_tiles, i_tile, work_tile, HAS_SUBTILES: gl.constexpr):
-    """Producer side: passes a work tile to the consumers, its fields in declaration order."""
-    stage = i_tile % WORK_TILE_STAGES
-    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    for i in gl.static_range(WORK_TILE_INTS if HAS_SUBTILES else WORK_TILE_INTS - 1):
-        store_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + i), work_tile[i])
-    producer_commit(work_tiles, stage)
-
-
-@gluon.jit
-def write_end(work_tiles, i_tile):
-    """Producer side: says that there are no more work tiles."""
-    stage = i_tile % WORK_TILE_STAGES
-    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    store_int(work_tiles.buffers.index(stage * WORK_TILE_INTS), END)
-    producer_commit(work_tiles, stage)
 
 
 @gluon.jit
@@ -356,16 +304,6 @@ def read_work_tile(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
         i_block=i_block,
         n_bitmask=n_bitmask,
     )
-
-
-@gluon.jit
-def read_batch_head(work_tiles, i_tile):
-    """As read_work_tile, the batch_head alone."""
-    stage = i_tile % WORK_TILE_STAGES
-    consumer_wait(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    batch_head = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS))
-    consumer_release(work_tiles, stage)
-    return batch_head
 
 
 # ---- TMA loads ----
@@ -400,12 +338,11 @@ def load_step(descs, q, dout, i_batch, i_head, q_start, head_start, n_loaded):
 
 @gluon.jit
 def load(
-    descs, pipelines, ptrs, strides, sizes, overlap,
+    descs, pipelines, ptrs, record_strides, sizes,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr,
 ):  # fmt: skip
     """Entry point of the producer warp.
 
-    overlap       overlapped_passes.Overlap; None: pre- and postprocess are launches of their own
     GROUP         query heads per key head
     HAS_SUBTILES  whether the plan lists tiles made of whole 64 x 64 subtiles
     """
@@ -414,33 +351,20 @@ def load(
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
         n_work = n_work + sizes.n_split_cols * (sizes.num_splits - 1) * sizes.n_batch_heads
-    if overlap is None:
-        i_work = gl.program_id(0)
-        n_static = gl.num_programs(0)
-        is_by_head = False
-    else:
-        # the first work tile comes from the counter too: otherwise programs could wait for the first work tile of a
-        # program that has not started
-        i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")
-        n_static = 0
-        # with long tile columns in front, every head group is preprocessed before the first postprocess
-        is_by_head = overlap.n_ahead < sizes.n_batch_heads
+    i_work = gl.program_id(0)
     # work tiles and steps so far: they choose the stages
     i_tile = 0
     n_loaded = 0
     while i_work < n_work:
-        work_tile = find_work_tile(ptrs, strides, i_work, sizes, is_by_head, GROUP, HAS_SUBTILES)
+        work_tile = find_work_tile(ptrs, record_strides, i_work, sizes, GROUP, HAS_SUBTILES)
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
         if ptrs.tile_counter_ptr is None:
             i_work = n_work
         else:
-            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + n_static
-        write_work_tile(pipelines.work_tiles, i_tile, work_tile, HAS_SUBTILES)
-        if overlap is not None:
-            # only after the work tile was passed on: the preprocess may be waiting, through a postprocess, for the
-            # previous work tile, which the consumers finish when they have read this one
-            wait_for_preprocess(overlap, batch_head)
+            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        n_ints: gl.constexpr = WORK_TILE_INTS if HAS_SUBTILES else WORK_TILE_INTS - 1
+        write_work_tile(pipelines.work_tiles, i_tile, work_tile, n_ints, WORK_TILE_INTS)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
         if KV_STAGES > 1:
@@ -449,7 +373,7 @@ def load(
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
-                ptrs, strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
+                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
             )
             i_head = i_kv_head * GROUP + i_group_head
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
@@ -469,22 +393,4 @@ def load(
             if n_loaded == n_before:
                 load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
         i_tile += 1
-    write_end(pipelines.work_tiles, i_tile)
-
-
-@gluon.jit
-def count_finished(pipelines, overlap):
-    """Entry point of the warp that counts work tiles whose sums of dQ are in global memory.
-
-    It is the third consumer of `work_tiles`. Counting here rather than in the consumers spares them the proxy fence.
-    """
-    i_tile = 0
-    batch_head = read_batch_head(pipelines.work_tiles, i_tile)
-    # the consumers arrive when they begin the first work tile too
-    mbarrier.wait(pipelines.finished.index(0), 0)
-    while batch_head >= 0:
-        # both warpgroups have begun the next work tile, or found the end
-        i_tile += 1
-        mbarrier.wait(pipelines.finished.index(i_tile % 2), (i_tile // 2) & 1)
-        count_work_tile(overlap, batch_head)
-        batch_head = read_batch_head(pipelines.work_tiles, i_tile)
+    write_end(pipelines.work_tiles, i_tile, WORK_TILE_INTS)

@@ -1,4 +1,4 @@
-"""Barriers of the Hopper kernels: pipelines of mbarriers, named barriers, ping-pong order, counters, proxy fence."""
+"""Barriers of the Hopper kernels: pipelines of mbarriers, named barriers, ping-pong order."""
 
 from __future__ import annotations
 
@@ -119,51 +119,3 @@ def ping_pong_finish(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
         named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
         for other in gl.static_range(WARPGROUP + 1, WARPGROUPS - 1):
             named_barrier("arrive", 9 + other, WARPGROUPS)
-
-
-# ---- global memory ----
-
-
-@gluon.jit
-def fence_proxy_async():
-    """Proxy fence: makes generic-proxy writes that this warp has seen visible to TMA."""
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_counter(p_count, n, NAP: gl.constexpr):
-    """Makes a warp wait until a counter in global memory is at least n; acquires the writes before its increments.
-
-    NAP  nanoseconds to sleep between polls, approximately; 0 if the first poll should succeed
-    """
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    text: gl.constexpr = _count_assembly(NAP)
-    operands = [lane, p_count + lane * 0, n + lane * 0]
-    gl.inline_asm_elementwise(text, "=r,r,l,r", operands, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _count_assembly(nap):
-    # an acquire load empties L1, which holds the indices of the steps: with naps, only the last poll acquires. A fence
-    # would also wait for writes
-    poll = "ld.{}.gpu.global.s32 a, [$2];"
-    first, sleep, last = ("relaxed", f"nanosleep.u32 {nap};", poll.format("acquire")) if nap else ("acquire", "", "")
-    return (
-        f"{{ .reg .pred p; .reg .b32 a; again: {poll.format(first)} setp.ge.s32 p, a, $3; @p bra done;"
-        f" {sleep} bra again; done: {last} bar.warp.sync 0xffffffff; mov.b32 $0, $1; }}"
-    )
-
-
-@gluon.jit
-def increment_counter(p_count):
-    """Release-increments a counter in global memory after this warp's writes, and after those it has waited for."""
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    # TMA reads what was written, hence the proxy fence; a release does not empty L1
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
-        " @p red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, $1; }",
-        "=r,r,l", [lane, p_count + lane * 0], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -58,8 +58,6 @@ from .barriers import (
 )
 from .bitmask import mask_subtiles
 from .forward_producer import (
-    END,
-    WORK_TILE_STAGES,
     Pipelines,
     Pointers,
     Sizes,
@@ -81,6 +79,7 @@ from .softmax import (
     row_sum_layout,
 )
 from .tma import DescriptorFactory, tma_loadable, tma_store
+from .work_tiles import END, WORK_TILE_STAGES
 
 # ---- configuration ----
 

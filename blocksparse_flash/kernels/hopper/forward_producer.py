@@ -26,27 +26,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ... import plan_format
-from ..triton.tile import TILE, dense_kv_steps, find_split, find_work_record, record_pointer, split_index, split_steps
-from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire, producer_commit
+from ..triton.tile import (
+    BEGIN,
+    N_HALF,
+    N_PARTIAL,
+    N_SUBTILED,
+    N_TILES,
+    NUMBER,
+    TILE,
+    dense_kv_steps,
+    find_split,
+    find_work_record,
+    record_pointer,
+    split_index,
+    split_steps,
+)
+from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS, SUBTILES_BIT
-from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int, store_int
+from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
 from .tma import tma_load
+from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
 
-# fields of a tile row's record
-ROW = gl.constexpr(plan_format.NUMBER)
-BEGIN = gl.constexpr(plan_format.BEGIN)
-N_TILES = gl.constexpr(plan_format.N_TILES)
-N_PARTIAL = gl.constexpr(plan_format.N_PARTIAL)
-N_SUBTILED = gl.constexpr(plan_format.N_SUBTILED)
-N_HALF = gl.constexpr(plan_format.N_HALF)
 # of the four subtile bits of a list entry, those of the first 64 keys
 FIRST_KEYS = gl.constexpr(0b0101)
-# the consumers read one work tile while the producer writes the next
-WORK_TILE_STAGES = gl.constexpr(2)
-# value of WorkTile.target that ends the consumers' loop
-END = gl.constexpr(-1)
-
 
 # ---- state ----
 
@@ -169,7 +171,7 @@ def find_work_tile(
     else:
         batch_head, i_launch = i_work // sizes.n_tile_rows, i_work % sizes.n_tile_rows
     if ptrs.records_ptr is not None:
-        q_start, begin = gl.load(p_record + ROW) * TILE, gl.load(p_record + BEGIN)
+        q_start, begin = gl.load(p_record + NUMBER) * TILE, gl.load(p_record + BEGIN)
         n_tiles, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
         n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
         if ptrs.splits_ptr is not None:
@@ -210,25 +212,6 @@ def find_work_tile(
         n_bitmask=n_bitmask,
         n_half=n_half,
     )
-
-
-@gluon.jit
-def write_work_tile(work_tiles, i_tile, work_tile, HAS_SUBTILES: gl.constexpr):
-    """Writes the i_tile-th work tile of this program, its fields in the order of their declaration."""
-    stage = i_tile % WORK_TILE_STAGES
-    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    for i in gl.static_range(work_tile_ints(HAS_SUBTILES)):
-        store_int(work_tiles.buffers.index(stage * work_tile_stride(HAS_SUBTILES) + i), work_tile[i])
-    producer_commit(work_tiles, stage)
-
-
-@gluon.jit
-def write_end(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
-    """Writes END as the target of the i_tile-th work tile: there are no more."""
-    stage = i_tile % WORK_TILE_STAGES
-    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    store_int(work_tiles.buffers.index(stage * work_tile_stride(HAS_SUBTILES)), END)
-    producer_commit(work_tiles, stage)
 
 
 @gluon.jit
@@ -368,7 +351,9 @@ def load(
             i_work = n_work
         else:
             i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1) + gl.num_programs(0)
-        write_work_tile(pipelines.work_tiles, i_tile, work_tile, HAS_SUBTILES)
+        write_work_tile(
+            pipelines.work_tiles, i_tile, work_tile, work_tile_ints(HAS_SUBTILES), work_tile_stride(HAS_SUBTILES)
+        )
         i_batch = batch_head // sizes.n_heads
         i_head = batch_head % sizes.n_heads
         load_q(q_desc, pipelines.q, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
@@ -382,4 +367,4 @@ def load(
             n_loaded += 1
             kv_starts = next_kv_starts
         i_tile += 1
-    write_end(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+    write_end(pipelines.work_tiles, i_tile, work_tile_stride(HAS_SUBTILES))

@@ -1,4 +1,4 @@
-"""TMA of the Hopper kernels: operations under one name for all Triton versions, waits, descriptors of tensors."""
+"""TMA of the Hopper kernels: operations under one name for all Triton versions, descriptors of tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from triton._C.libtriton import ir
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -31,22 +30,6 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     return _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
     )
-
-
-@gluon.jit
-def tma_store_wait_writes(PENDING: gl.constexpr):
-    """Waits until all but the last PENDING TMA stores and additions of this warpgroup are in global memory.
-
-    tma.store_wait only waits until they have been read from shared memory.
-    """
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    text: gl.constexpr = _writes_assembly(PENDING)
-    gl.inline_asm_elementwise(text, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _writes_assembly(pending):
-    return f"cp.async.bulk.wait_group {pending}; mov.b32 $0, $1;"
 
 
 def tma_storable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:

@@ -11,7 +11,10 @@ from ..arguments import Strides
 from .backward_preprocess import load_lse_delta
 from .score_mods import changed_scores, distances, store_sums
 from .tile import (
+    BEGIN,
     LOG2_E,
+    N_TILES,
+    NUMBER,
     TILE,
     WITHOUT_SIGN,
     add_product,
@@ -86,7 +89,7 @@ def keys_program(
             tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads,
             TILE // BLOCK_KV, C.GROUP,
         )
-        kv_start = tl.load(p_record) * TILE + i_split * BLOCK_KV
+        kv_start = tl.load(p_record + NUMBER) * TILE + i_split * BLOCK_KV
     else:
         batch_head = pid // sizes.n_lines
         kv_start = pid % sizes.n_lines * BLOCK_KV
@@ -122,8 +125,8 @@ def keys_program(
             if C.GROUP > 1:
                 # heads of a group may have different layouts, hence launch orders
                 p_member = find_line_record(tiles.records, strides.records, i_batch, i_head, kv_start // TILE)
-            first = tl.load(p_member + 1) * STEPS
-            end = first + tl.load(p_member + 2) * STEPS
+            first = tl.load(p_member + BEGIN) * STEPS
+            end = first + tl.load(p_member + N_TILES) * STEPS
             q_next = tile_start(tiles.indices, first, BLOCK_Q, STEPS)
         else:
             first, full, end = dense_q_steps(kv_start, q_len, kv_len, C.CAUSAL, BLOCK_Q, BLOCK_KV)
@@ -218,7 +221,7 @@ def queries_program(
         batch_head, p_record, i_split = find_work_record(
             tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads, TILE // BLOCK_Q, 1
         )
-        q_start = tl.load(p_record) * TILE + i_split * BLOCK_Q
+        q_start = tl.load(p_record + NUMBER) * TILE + i_split * BLOCK_Q
     else:
         batch_head = pid // sizes.n_lines
         q_start = (sizes.n_lines - 1 - pid % sizes.n_lines) * BLOCK_Q
@@ -249,8 +252,8 @@ def queries_program(
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones, as in the forward
     if HAS_LAYOUT:
-        first = tl.load(p_record + 1) * STEPS
-        end = first + tl.load(p_record + 2) * STEPS
+        first = tl.load(p_record + BEGIN) * STEPS
+        end = first + tl.load(p_record + N_TILES) * STEPS
         kv_next = tile_start(tiles.indices, first, BLOCK_KV, STEPS)
     else:
         n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)

@@ -15,10 +15,10 @@ PREPROCESS_ROWS = 32
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "q_len", "n_padded", "n_cleared", "n_counts"])
+@triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def preprocess_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
-    dout_strides, n_heads, n_batch_heads, q_len, n_padded, n_cleared, n_counts,
+    dout_strides, n_heads, q_len, n_padded,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """lse and delta of each query, padded to n_padded queries per head so that no backward step needs bounds checks.
@@ -26,23 +26,20 @@ def preprocess_kernel(
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
     delta  rowsum(dout * out) - dlse, ignoring dlse for a row without keys; 0 past q_len
 
-    pairs_ptr    (n_batch_heads, n_padded, 2): lse and delta interleaved, or None
-    lines_ptr    (2, n_batch_heads, n_padded): all lse, then all delta, or None
-    cleared_ptr  CLEARED values of each query of the first n_cleared heads, set to 0, or None
-    tile_counter_ptr    n_counts counters, at most ROWS per program, set to 0, or None
-
-    The grid may have fewer heads than n_batch_heads.
+    pairs_ptr    (batch * heads, n_padded, 2): lse and delta interleaved, or None
+    lines_ptr    (2, batch * heads, n_padded): all lse, then all delta, or None
+    cleared_ptr  (batch * heads, n_padded, CLEARED) float32, set to 0, or None
+    tile_counter_ptr  one int32, set to 0, or None
     """
     batch_head = tl.program_id(1)
     if tile_counter_ptr is not None:
-        i_count = (batch_head * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-        tl.store(tile_counter_ptr + i_count, tl.zeros([ROWS], tl.int32), mask=i_count < n_counts)
+        tl.store(tile_counter_ptr, 0, mask=batch_head + tl.program_id(0) == 0)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
         o_cleared = tl.arange(0, CLEARED)
         p_cleared = cleared_ptr + (batch_head.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED
         p_cleared += o_cleared[None, :]
-        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32), mask=batch_head < n_cleared)
+        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32))
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
@@ -68,7 +65,7 @@ def preprocess_kernel(
         tl.store(pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
     if lines_ptr is not None:
         tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
-        o_line += n_batch_heads.to(tl.int64) * n_padded
+        o_line += tl.num_programs(1).to(tl.int64) * n_padded
         tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
 
 
@@ -84,34 +81,24 @@ def load_lse_delta(pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.constexpr)
 # fmt: on
 
 
-def preprocess_launch(
-    dout: TensorSpec, n_padded: int, cleared: tuple[int, int] = (0, 0), n_counts: int = 0, n_written: int | None = None
-) -> Launch:
+def preprocess_launch(dout: TensorSpec, n_padded: int, cleared: int = 0) -> Launch:
     """The launch of preprocess_kernel.
 
-    dout      spec of the gradient of out
-    cleared   (values per query, heads of all batch entries) to set to 0
-    n_counts  counters to set to 0
-    n_written    heads of all batch entries to compute lse and delta for; None: all
+    dout     spec of the gradient of out
+    cleared  values per query to set to 0
     """
     batch, heads, q_len, v_dim = dout.shape
-    n_written = batch * heads if n_written is None else n_written
-    # further counters would not be cleared
-    assert n_counts <= n_padded * n_written, (n_counts, dout.shape)
     return Launch(
         preprocess_kernel,
-        (n_padded // PREPROCESS_ROWS, n_written),
+        (n_padded // PREPROCESS_ROWS, batch * heads),
         {
             "dout_strides": dout.strides[:3],
             "n_heads": heads,
-            "n_batch_heads": batch * heads,
             "q_len": q_len,
             "n_padded": n_padded,
-            "n_cleared": cleared[1],
-            "n_counts": n_counts,
             "V_DIM": v_dim,
             "DIM_V": padded_dim("triton", v_dim),
-            "CLEARED": cleared[0],
+            "CLEARED": cleared,
             "ROWS": PREPROCESS_ROWS,
             "num_warps": 4,
         },

@@ -17,7 +17,7 @@ from ...runtime.tensor_spec import TensorSpec
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Shape, strides_of_records
 from ..schedule import MAX_PARTS, Split
-from .tile import TILE, head_base, log_sum, record_pointer
+from .tile import NUMBER, TILE, head_base, log_sum, record_pointer
 
 # rows per program of sum_cols_kernel
 SUM_ROWS = 16
@@ -61,7 +61,8 @@ def merge_rows_kernel(
     i_line = tl.program_id(0) // TILE
     batch_head = i_line % n_batch_heads
     if records_ptr is not None:
-        i_tile = tl.load(record_pointer(records_ptr, record_strides, batch_head, n_heads, i_line // n_batch_heads, 1))
+        p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_line // n_batch_heads, 1)
+        i_tile = tl.load(p_record + NUMBER)
     else:
         i_tile = n_lines - 1 - i_line // n_batch_heads
     q = i_tile * TILE + i_row
@@ -103,8 +104,8 @@ def sum_cols_kernel(
     i_line = tl.program_id(0) // BLOCKS
     batch_head = i_line % n_batch_heads
     if records_ptr is not None:
-        i_launch = i_line // n_batch_heads
-        i_tile = tl.load(record_pointer(records_ptr, record_strides, batch_head, n_heads, i_launch, GROUP))
+        p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_line // n_batch_heads, GROUP)
+        i_tile = tl.load(p_record + NUMBER)
     else:
         i_tile = i_line // n_batch_heads
     o_k, o_v = tl.arange(0, DIM), tl.arange(0, DIM_V)

@@ -43,8 +43,11 @@ from ..arguments import (
 from . import split_kv
 from .score_mods import changed_scores
 from .tile import (
+    BEGIN,
     LN_2,
     LOG2_E,
+    N_TILES,
+    NUMBER,
     TILE,
     WITHOUT_SIGN,
     add_product,
@@ -137,7 +140,7 @@ def forward_kernel(
         batch_head, p_record, i_split = find_work_record(
             records_ptr, strides.records, tl.program_id(0), n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
         )
-        q_start = tl.load(p_record) * TILE + i_split * BLOCK_Q
+        q_start = tl.load(p_record + NUMBER) * TILE + i_split * BLOCK_Q
     else:
         # last rows first: with CAUSAL they are the longest
         batch_head = tl.program_id(0) // n_lines
@@ -173,8 +176,8 @@ def forward_kernel(
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     if HAS_LAYOUT:
-        first = tl.load(p_record + 1) * STEPS
-        end = first + tl.load(p_record + 2) * STEPS
+        first = tl.load(p_record + BEGIN) * STEPS
+        end = first + tl.load(p_record + N_TILES) * STEPS
         kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
     else:
         n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)

@@ -20,7 +20,7 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
-from .tile import RECORD, TILE
+from .tile import BEGIN, N_HALF, N_LONG, N_PARTIAL, N_SUBTILED, N_TILES, NUMBER, POSITION, RECORD, TILE
 
 # tile rows (or columns) of a program, tiles of a step
 LINES, MINORS = 8, 128
@@ -93,7 +93,7 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 
 # fmt: off
 @triton.jit
-def quarters(
+def subtile_bits(
     b_pattern, b_query, b_key, q_len, kv_len, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """Bits of the attending 64 x 64 subtiles, from the first query, first key and block pattern of each tile."""
@@ -114,11 +114,11 @@ def quarters(
 
 
 @triton.jit
-def is_single(b_quarters, OF_ROWS: tl.constexpr):
+def is_half(b_subtiles, OF_ROWS: tl.constexpr):
     """1 where only one half of the keys of a tile attends (of its queries, for tile columns)."""
     SHIFT: tl.constexpr = 2 if OF_ROWS else 1
     HALVES: tl.constexpr = 3 if OF_ROWS else 5
-    return (((b_quarters | (b_quarters >> SHIFT)) & HALVES) != HALVES).to(tl.int32)
+    return (((b_subtiles | (b_subtiles >> SHIFT)) & HALVES) != HALVES).to(tl.int32)
 
 
 @triton.jit
@@ -156,10 +156,10 @@ def tile_kinds(
         b_left = b_pattern
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     b_id = b_pattern + b_kind * N_PATTERNS
-    b_quarters = b_pattern * 0 + ALL_SUBTILES
+    b_subtiles = b_pattern * 0 + ALL_SUBTILES
     if HAS_SUBTILES:
-        b_quarters = quarters(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
-    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_quarters
+        b_subtiles = subtile_bits(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL)
+    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_subtiles
 
 
 @triton.jit
@@ -187,14 +187,14 @@ def count_lines(
     CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
-    """Counts of some lines: (4, axes, n_major) tiles, partial ones, those of whole subtiles, single ones."""
+    """Counts of some lines: (4, axes, n_major) tiles, partial, subtiled and half tiles."""
     n_groups = tl.cdiv(n_major, LINES)
     batch_head = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
     b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
-    b_quartered, b_single = b_tiles, b_tiles
+    b_subtiled, b_half = b_tiles, b_tiles
     for first in range(0, n_minor, MINORS):
-        b_there, b_full, _, b_quarters = tile_kinds_along(
+        b_there, b_full, _, b_subtiles = tile_kinds_along(
             bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
@@ -202,13 +202,13 @@ def count_lines(
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
         if HAS_SUBTILES:
-            b_quartered += tl.sum(b_there & (b_quarters < ALL_SUBTILES).to(tl.int32), 1)
-            b_single += tl.sum(b_there & is_single(b_quarters, OF_ROWS), 1)
+            b_subtiled += tl.sum(b_there & (b_subtiles < ALL_SUBTILES).to(tl.int32), 1)
+            b_half += tl.sum(b_there & is_half(b_subtiles, OF_ROWS), 1)
     p_count = counts_ptr + batch_head * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
     tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
-    tl.store(p_count + 2 * axes * n_major, b_quartered, mask=o_line < n_major)
-    tl.store(p_count + 3 * axes * n_major, b_single, mask=o_line < n_major)
+    tl.store(p_count + 2 * axes * n_major, b_subtiled, mask=o_line < n_major)
+    tl.store(p_count + 3 * axes * n_major, b_half, mask=o_line < n_major)
 
 
 @triton.jit
@@ -309,8 +309,8 @@ def list_lines(
     p_tiles = counts_ptr + batch_head * n_major
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
-    b_quartered = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
-    b_single = tl.load(p_tiles + 3 * axes * n_major + o_line, mask=m_line, other=0)
+    b_subtiled = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
+    b_half = tl.load(p_tiles + 3 * axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
     # position in the launch order: longest first, then by index
     b_position = tl.zeros([LINES], tl.int32)
@@ -319,48 +319,48 @@ def list_lines(
         b_other = tl.load(p_tiles + o_other, mask=o_other < n_major, other=-1)[None, :]
         b_sooner = (b_other > b_tiles[:, None]) | ((b_other == b_tiles[:, None]) & (o_other[None, :] < o_line[:, None]))
         b_position += tl.sum(b_sooner.to(tl.int32), 1)
-    p_items = records_ptr + batch_head.to(tl.int64) * n_major * RECORD
-    p_record = p_items + b_position * RECORD
-    tl.store(p_record, o_line, mask=m_line)
-    tl.store(p_record + 1, b_begin, mask=m_line)
-    tl.store(p_record + 2, b_tiles, mask=m_line)
-    tl.store(p_record + 3, b_partial, mask=m_line)
-    tl.store(p_items + o_line * RECORD + 4, b_position, mask=m_line)
-    tl.store(p_record + 5, b_quartered, mask=m_line)
-    tl.store(p_record + 6, b_single, mask=m_line)
+    p_head = records_ptr + batch_head.to(tl.int64) * n_major * RECORD
+    p_record = p_head + b_position * RECORD
+    tl.store(p_record + NUMBER, o_line, mask=m_line)
+    tl.store(p_record + BEGIN, b_begin, mask=m_line)
+    tl.store(p_record + N_TILES, b_tiles, mask=m_line)
+    tl.store(p_record + N_PARTIAL, b_partial, mask=m_line)
+    tl.store(p_head + o_line * RECORD + POSITION, b_position, mask=m_line)
+    tl.store(p_record + N_SUBTILED, b_subtiled, mask=m_line)
+    tl.store(p_record + N_HALF, b_half, mask=m_line)
     # never all lines: see find_work_record
-    tl.store(p_record + 7, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
+    tl.store(p_record + N_LONG, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
 
-    b_next_mixed, b_next_full = b_begin, b_begin + b_partial
-    b_next_single = b_next_full - b_single
-    b_next_both = b_next_full - b_quartered
+    b_next_bitmask, b_next_full = b_begin, b_begin + b_partial
+    b_next_half = b_next_full - b_half
+    b_next_both = b_next_full - b_subtiled
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
-        b_there, b_full, b_id, b_quarters = tile_kinds_along(
+        b_there, b_full, b_id, b_subtiles = tile_kinds_along(
             bits_ptr, batch_head, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
-        b_is_quartered = b_is_partial & (b_quarters < ALL_SUBTILES).to(tl.int32)
-        b_is_mixed = b_is_partial - b_is_quartered
+        b_is_subtiled = b_is_partial & (b_subtiles < ALL_SUBTILES).to(tl.int32)
+        b_is_bitmask = b_is_partial - b_is_subtiled
         b_place = tl.where(
             b_full == 1,
             b_next_full[:, None] + tl.cumsum(b_is_full, 1),
-            b_next_mixed[:, None] + tl.cumsum(b_is_mixed, 1),
+            b_next_bitmask[:, None] + tl.cumsum(b_is_bitmask, 1),
         )
         if HAS_SUBTILES:
-            b_is_single = b_is_quartered & is_single(b_quarters, OF_ROWS)
-            b_is_both = b_is_quartered - b_is_single
+            b_is_half = b_is_subtiled & is_half(b_subtiles, OF_ROWS)
+            b_is_both = b_is_subtiled - b_is_half
             b_place = tl.where(b_is_both == 1, b_next_both[:, None] + tl.cumsum(b_is_both, 1), b_place)
-            b_place = tl.where(b_is_single == 1, b_next_single[:, None] + tl.cumsum(b_is_single, 1), b_place)
+            b_place = tl.where(b_is_half == 1, b_next_half[:, None] + tl.cumsum(b_is_half, 1), b_place)
             b_next_both += tl.sum(b_is_both, 1)
-            b_next_single += tl.sum(b_is_single, 1)
-        b_mark = PARTIAL * b_is_partial + ((ALL_SUBTILES - b_quarters) << SUBTILES_BIT) * b_is_quartered
+            b_next_half += tl.sum(b_is_half, 1)
+        b_mark = PARTIAL * b_is_partial + ((ALL_SUBTILES - b_subtiles) << SUBTILES_BIT) * b_is_subtiled
         tl.store(indices_ptr + b_place - 1, o_minor[None, :] - b_mark, mask=b_there == 1)
         tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
         b_next_full += tl.sum(b_is_full, 1)
-        b_next_mixed += tl.sum(b_is_mixed, 1)
+        b_next_bitmask += tl.sum(b_is_bitmask, 1)
     fill_behind(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
     fill_behind(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
 
@@ -370,7 +370,7 @@ def list_kernel(
     # inputs: int32 (axes, n_rows, n_words), and the counts of count_kernel
     bits_ptr, counts_ptr,
     # outputs: the tensors of a Plan
-    row_items_ptr, row_indices_ptr, row_ids_ptr, col_items_ptr, col_indices_ptr, col_ids_ptr,
+    row_records_ptr, row_indices_ptr, row_ids_ptr, col_records_ptr, col_indices_ptr, col_ids_ptr,
     # their lengths
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
@@ -382,14 +382,14 @@ def list_kernel(
     n_of_rows, n_of_cols = axes * tl.cdiv(q_tiles, LINES), axes * tl.cdiv(kv_tiles, LINES)
     if i_program < n_of_rows:
         list_lines(
-            bits_ptr, counts_ptr, row_items_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
+            bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program, n_of_rows,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
-            bits_ptr, counts_ptr + 4 * axes * q_tiles, col_items_ptr, col_indices_ptr, col_ids_ptr,
+            bits_ptr, counts_ptr + 4 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, n_of_cols, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
             False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, LINES, MINORS, AXES, CHUNK,

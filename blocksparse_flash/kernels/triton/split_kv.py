@@ -45,8 +45,10 @@ from ..arguments import (
 from .combine_splits import combine_end, combine_step
 from .score_mods import changed_row_scores
 from .tile import (
+    BEGIN,
     LN_2,
     LOG2_E,
+    N_TILES,
     TILE,
     WITHOUT_SIGN,
     add_product,
@@ -189,8 +191,8 @@ def split_kv_kernel(
     n_full = 0
     if HAS_LAYOUT:
         p_record = head_base(records_ptr, strides.records, i_batch, i_head)
-        first = tl.load(p_record + 1) * STEPS
-        end = first + tl.load(p_record + 2) * STEPS
+        first = tl.load(p_record + BEGIN) * STEPS
+        end = first + tl.load(p_record + N_TILES) * STEPS
     else:
         n_full, end = dense_kv_steps(0, q_len, kv_len, limit, C.CAUSAL, MAX_Q, BLOCK_KV)
         first = 0

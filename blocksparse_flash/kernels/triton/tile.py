@@ -6,14 +6,21 @@ Scores and the running maximum are in base 2 inside kernels; `lse` in memory use
 import triton
 import triton.language as tl
 
+from ... import plan_format
 from .. import arguments
 
 # tokens per side of a tile
 TILE = tl.constexpr(arguments.TILE)
 # clears the sign bit of a partial tile, see tile_start
 WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
-# int32 values per record of a plan
-RECORD = tl.constexpr(8)
+# int32 values per record of a plan, and where in it each field is
+RECORD = tl.constexpr(plan_format.RECORD)
+NUMBER, BEGIN, N_TILES, N_PARTIAL = (
+    tl.constexpr(i) for i in (plan_format.NUMBER, plan_format.BEGIN, plan_format.N_TILES, plan_format.N_PARTIAL)
+)
+POSITION, N_SUBTILED, N_HALF, N_LONG = (
+    tl.constexpr(i) for i in (plan_format.POSITION, plan_format.N_SUBTILED, plan_format.N_HALF, plan_format.N_LONG)
+)
 LOG2_E = tl.constexpr(arguments.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter lacks inline assembly and bfloat16 products
@@ -124,7 +131,7 @@ def find_work_record(
     SPLIT programs share a tile row or column. The `n_long` longest of every head come first, head by head within a
     length, so that none starts last; then head after head, so that the inputs of a head stay in L2.
     """
-    n_long = tl.load(records_ptr + 7) * SPLIT
+    n_long = tl.load(records_ptr + N_LONG) * SPLIT
     n_rest = n_lines * SPLIT - n_long
     n_first = n_long * n_batch_heads
     is_long = pid < n_first
@@ -144,7 +151,7 @@ def find_split(records_ptr, pid, n_lines, n_batch_heads, n_split_lines, num_spli
     n_more = n_split_lines * (num_splits - 1)
     if records_ptr is not None:
         # split tile rows are long
-        n_long = tl.maximum(tl.load(records_ptr + 7), n_split_lines) + n_more
+        n_long = tl.maximum(tl.load(records_ptr + N_LONG), n_split_lines) + n_more
         n_rest = tl.maximum(n_lines + n_more - n_long, 1)
         is_long = pid < n_long * n_batch_heads
         batch_head = tl.where(is_long, pid % n_batch_heads, (pid - n_long * n_batch_heads) // n_rest)
@@ -185,8 +192,8 @@ def split_index(batch_head, i_launch, i_split, n_batch_heads, n_split_lines):
 @triton.jit
 def find_line_record(records_ptr, record_strides, i_batch, i_head, i_line):
     """Pointer to the record of a tile row (or column) of a head."""
-    p_items = records_ptr + i_batch.to(tl.int64) * record_strides[0] + i_head.to(tl.int64) * record_strides[1]
-    return p_items + tl.load(p_items + i_line * RECORD + 4) * RECORD
+    p_head = records_ptr + i_batch.to(tl.int64) * record_strides[0] + i_head.to(tl.int64) * record_strides[1]
+    return p_head + tl.load(p_head + i_line * RECORD + POSITION) * RECORD
 
 
 @triton.jit

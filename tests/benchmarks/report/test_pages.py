@@ -124,7 +124,10 @@ def test_the_readme_has_a_chart_and_three_sentences() -> None:
             "- With a BigBird mask that stores 12.5% of the blocks, forward and backward take 0.5 ms together at head "
             "dimension 64; dense attention with cuDNN takes 6.0 ms."
         ),
-        "- With a fixed number of keys per query, 65,536 tokens take 5 to 5 times as long as 16,384 (4 times as many).",
+        (
+            "- With a fixed number of keys per query, 4 times as many tokens (65,536 instead of 16,384) take 5 to 5 "
+            "times as long."
+        ),
     ]
     # without a measurement there is no sentence
     few = attention.front_page(frame([of(TRITON)]))
@@ -155,7 +158,8 @@ def test_decoding_has_a_row_for_each_case() -> None:
         )
     ]
     section = decode.section(frame(found))
-    assert "4 query heads on 2 key heads of 64" in section and "stores 10.0% to 10.0% of the blocks" in section
+    assert "4 query heads and 2 key heads of dimension 64" in section
+    assert "stores 10.0% to 10.0% of the blocks" in section
     columns = ["keys", "batch", "queries", "blocksparse_flash, triton, sparse", "blocksparse_flash, triton, dense"]
     assert section.splitlines()[2] == f"| {' | '.join([*columns, 'cuDNN, dense'])} |"
     assert rows_of(section) == ["| 1,024 | 1 | 1 | 10 | 500 | - |", "| 1,024 | 1 | 16 | - | - | 2,000 |"]
@@ -262,7 +266,7 @@ def test_growth_is_between_the_shortest_and_the_longest_of_each_direction() -> N
     # a backward of one length, FlexAttention's lines and launch-bound lengths say nothing about growth
     (value,) = summaries.growth(frame(found))
     assert value[1:] == ("blocksparse_flash, triton", "16,384 tokens", "forward", "64", 4.5)
-    assert value.measurement.startswith("time of 4x the tokens, 65,536")
+    assert value.measurement.startswith("time at 65,536 tokens, 4 times as many")
 
 
 def test_small_blocks_are_compared_with_those_of_a_tile() -> None:
@@ -338,7 +342,10 @@ def test_the_summary_has_a_row_for_each_benchmark() -> None:
     name = "blocksparse_flash, triton"
     lines = {"attention": frame([*SWEPT, *longer, *equal]), "small": frame([])}
     assert rows_of(pages.highlights(lines)) == [
-        f"| time of 2x the tokens, 32,768, fixed keys per query | {name} | 16,384 tokens | 2 | 1.67 | 1.83 | 2.00 |",
+        (
+            f"| time at 32,768 tokens, 2 times as many, fixed keys per query | {name} | 16,384 tokens | 2 | 1.67 "
+            "| 1.83 | 2.00 |"
+        ),
         f"| density up to which sparse is faster | {name} | dense {name} | 2 | 0.74 | 0.74 | 0.74 |",
         f"| time in blocks of 64, random | {name} | blocks of 128 | 2 | 2.00 | 2.00 | 2.00 |",
         f"| backward time, deterministic=True | {name} | deterministic=False | 1 | 1.20 | 1.20 | 1.20 |",
@@ -366,13 +373,13 @@ def test_a_changed_mask_has_a_cost_for_each_length_and_clock() -> None:
     longer = [{**one, "n": 4096, "ms": 10 * one["ms"]} for one in SWEPT if one["bench"] == "change"]
     rows = [{**one, "direction": "steps", "ms": 1 + (one["ms"] - 1) / 4} for one in longer]
     section = attention.change_section(frame([*longer, *rows]))
-    assert section.index("A synchronised step:") < section.index("One of many steps in a row:")
+    assert section.index("A synchronized step:") < section.index("One of many steps in a row:")
     assert "One of many steps in a row:" not in attention.change_section(frame(longer))
     assert attention.sweeps_section(frame([*SWEPT, *longer])).count("--sweep change`") == 2
     shown = [one for one in SWEPT if one["bench"] == "change"]
     table = summaries.changes(frame([*shown, *longer, *rows]))
     assert table.splitlines()[0] == (
-        "| by | ms added by | 1,024 tokens, a synchronised step | 4,096 tokens, a synchronised step "
+        "| library | change | 1,024 tokens, a synchronized step | 4,096 tokens, a synchronized step "
         "| 4,096 tokens, one of many steps in a row |"
     )
     assert rows_of(table)[0].startswith("| blocksparse_flash, triton | new mask | 1.00 |")

@@ -21,7 +21,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Everything but the layout that decides a call."""
+    """Arguments of a call besides its layout."""
 
     dtype: torch.dtype = torch.float64
     heads: int = 4
@@ -83,7 +83,7 @@ def _actual(call: Call, layout: BlockLayout | None) -> list[Tensor]:
 
 
 def _check(call: Call, layout: BlockLayout | None) -> None:
-    """The float64 result, rounded to float32, is closer to the truth than the float32 reference."""
+    """Compares with the reference; a float64 result is rounded to float32 and judged by the float32 reference."""
     actual = _actual(call, layout)
     truth = _expected(call, layout, torch.float64)
     same_dtype = _expected(call, layout, torch.float32 if call.dtype == torch.float64 else call.dtype)
@@ -93,7 +93,7 @@ def _check(call: Call, layout: BlockLayout | None) -> None:
 
 
 @pytest.mark.parametrize("case", cases.LAYOUTS, ids=str)
-def test_layouts_mean_what_the_reference_says(case: cases.Case) -> None:
+def test_every_layout_equals_the_reference(case: cases.Case) -> None:
     layout = case.build()
     _check(Call(q_len=layout.q_len, kv_len=layout.kv_len), layout)
 
@@ -103,7 +103,7 @@ CALLS = [
     Call(kv_heads=1, head_dim=1, v_head_dim=3),
     Call(head_dim=40, v_head_dim=24, scale=-0.3),
     Call(scale=0.0),
-    # weights far below the smallest number
+    # weights that underflow
     Call(scale=1e3),
     Call(causal=True),
     Call(has_kv_lengths=True),
@@ -113,16 +113,16 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-# every kind of tile and ragged ends; rows without keys; other layouts in each batch and head
+# every kind of tile and ragged ends; empty rows; a layout per batch and head
 @pytest.mark.parametrize("name", ["wide", "empty-rows", "per-batch-and-head"])
-def test_options_mean_what_the_reference_says(call: Call, name: str) -> None:
+def test_every_option_equals_the_reference(call: Call, name: str) -> None:
     layout = _layout(name)
     _check(dataclasses.replace(call, q_len=layout.q_len, kv_len=layout.kv_len), layout)
 
 
 @pytest.mark.parametrize("call", [Call(), CALLS[0], Call(causal=True), CALLS[-1]], ids=str)
-# no tail, both tails ragged, fewer keys than a tile, fewer queries than keys; the diagonal leaves one pair of a tile
-# out, and one in
+# no tail; both tails ragged; fewer keys than a tile; fewer queries than keys; a diagonal that masks one pair of a tile;
+# one that keeps one pair
 @pytest.mark.parametrize(
     ("q_len", "kv_len"), [(256, 256), (300, 203), (130, 64), (64, 300), (20, 146), (20, 147), (128, 129)]
 )
@@ -130,10 +130,10 @@ def test_dense_and_causal_need_no_plan(call: Call, q_len: int, kv_len: int) -> N
     _check(dataclasses.replace(call, q_len=q_len, kv_len=kv_len), None)
 
 
-# 64 features and rows of many keys: there the rounding of a single product says little
+# head_dim 64 and many keys per row, so that the rounding of a single product does not dominate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["full", "window", None])
-def test_smaller_types_are_as_accurate_as_the_reference(dtype: torch.dtype, name: str | None) -> None:
+def test_lower_precision_is_as_accurate_as_the_reference(dtype: torch.dtype, name: str | None) -> None:
     layout = None if name is None else _layout(name)
     q_len, kv_len = (256, 256) if layout is None else (layout.q_len, layout.kv_len)
     _check(Call(dtype, head_dim=64, v_head_dim=64, scale=0.125, q_len=q_len, kv_len=kv_len), layout)
@@ -142,7 +142,7 @@ def test_smaller_types_are_as_accurate_as_the_reference(dtype: torch.dtype, name
 @pytest.mark.parametrize("tiles_at_once", [1, 2, 3])
 @pytest.mark.parametrize("name", ["window-and-global", "empty-rows", "per-head", "blocks-of-48x80"])
 def test_results_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, tiles_at_once: int, name: str) -> None:
-    """Long rows are walked in spans, in which a row may meet its first key late, or never."""
+    """Long tile rows are processed in spans of tiles; the first key of a row may come in a later span, or never."""
     layout = _layout(name)
     call = Call(q_len=layout.q_len, kv_len=layout.kv_len, kv_heads=2, has_kv_lengths=True, dropout_p=0.2)
     monkeypatch.setattr(attention, "TILES_PER_THREAD", tiles_at_once)
@@ -165,28 +165,28 @@ def test_nan_beyond_a_length_does_not_leak() -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_rows_without_keys_give_zeros_whatever_gradient_lse_gets() -> None:
+def test_empty_rows_give_zeros_even_if_the_gradient_of_lse_is_nan() -> None:
     layout = _layout("empty-rows")
     call = Call(q_len=layout.q_len, kv_len=layout.kv_len)
     (q, k, v), dout, dlse, _, _ = _inputs(call)
     rest = (list(layout.plan("cpu")), None, None, call.scale, False, 0.0)
     out, lse = attention.forward(q, k, v, *rest)
-    is_keyless = ~layout.to_dense().any(-1).expand(2, 4, -1)
-    assert torch.equal(lse == -torch.inf, is_keyless) and not out[is_keyless].any()
-    dlse = dlse.masked_fill(is_keyless, torch.nan)
+    is_empty = ~layout.to_dense().any(-1).expand(2, 4, -1)
+    assert torch.equal(lse == -torch.inf, is_empty) and not out[is_empty].any()
+    dlse = dlse.masked_fill(is_empty, torch.nan)
     grads = attention.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *rest)
-    assert not grads[0][is_keyless].any()
+    assert not grads[0][is_empty].any()
     assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_two_runs_give_equal_bits() -> None:
+def test_two_runs_are_bitwise_equal() -> None:
     layout = _layout("random-fine-blocks")
     call = Call(q_len=layout.q_len, kv_len=layout.kv_len, kv_heads=2, dropout_p=0.1)
     assert all(torch.equal(a, b) for a, b in zip(_actual(call, layout), _actual(call, layout), strict=True))
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+    """Records the size of the largest tensor that any operation returns."""
 
     numel = 0
 
@@ -199,8 +199,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_grows_with_the_tokens_and_not_with_the_pairs(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    """Global tokens give the first row as many tiles as there are columns, and causal attention has long rows too."""
+def test_memory_grows_with_tokens_not_with_pairs(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Both cases have long tile rows: the first one with global tokens, the last ones with causal attention."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     length = 8192
     row, col = torch.arange(64)[:, None], torch.arange(64)
@@ -215,7 +215,7 @@ def test_memory_grows_with_the_tokens_and_not_with_the_pairs(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 128, 128), (1, 0, 128, 128), (1, 4, 0, 128), (1, 4, 128, 0)])
-def test_nothing_to_compute_gives_zeros(shape: tuple[int, int, int, int]) -> None:
+def test_empty_inputs_give_zeros(shape: tuple[int, int, int, int]) -> None:
     batch, heads, q_len, kv_len = shape
     q, k, v = (
         torch.randn(batch, heads, q_len, 8),
@@ -229,8 +229,8 @@ def test_nothing_to_compute_gives_zeros(shape: tuple[int, int, int, int]) -> Non
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape] and not any(grad.any() for grad in grads)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    """gradcheck: forward and backward agree with each other, not only with the reference."""
+def test_gradients_pass_gradcheck() -> None:
+    """Forward and backward agree with each other, not only with the reference."""
     window = BlockLayout.from_predicate(lambda q, k: (q - k).abs() < 3, 20, 20, block_size=16)
 
     class Attention(torch.autograd.Function):
@@ -252,10 +252,10 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n_keys", "tiles_at_once"), [(1, 32), (2, 32), (2, 1)])
-def test_rows_of_one_key_or_two_are_as_accurate(
+def test_rows_of_one_or_two_keys_are_accurate(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n_keys: int, tiles_at_once: int
 ) -> None:
-    """Of one key dq and dk are 0: delta of an out that was rounded leaves in them what rounding did."""
+    """With one key, dq and dk are exactly 0; delta from a rounded out would leave the rounding error in them."""
     monkeypatch.setattr(attention, "TILES_PER_THREAD", tiles_at_once)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     # the second key is in another tile
@@ -263,13 +263,13 @@ def test_rows_of_one_key_or_two_are_as_accurate(
     draw = torch.Generator().manual_seed(0)
     shapes = [(12, 2, length, 64) for length in (4, layout.kv_len, layout.kv_len, 4)]
     q, k, v, dout = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
-    given = (q, k, v, dout, torch.zeros(12, 2, 4))
+    inputs = (q, k, v, dout, torch.zeros(12, 2, 4))
     rest = (list(layout.plan("cpu")), None, None, 0.125, False, 0.0)
     out, lse = attention.forward(q, k, v, *rest)
     actual = [out, lse, *attention.backward(BackwardInputs(dout, None, q, k, v, out, lse), *rest)]
     if n_keys == 1:
         assert not actual[2].any() and not actual[3].any()
-    same_dtype = plain.results(*given, layout.to_dense(), scale=0.125)
-    truth = plain.results(*(tensor.double() for tensor in given), layout.to_dense(), scale=0.125)
+    same_dtype = plain.results(*inputs, layout.to_dense(), scale=0.125)
+    truth = plain.results(*(tensor.double() for tensor in inputs), layout.to_dense(), scale=0.125)
     for name, result, plains, true in zip(NAMES, actual, same_dtype, truth, strict=True):
         assert_as_accurate(result, plains, true[0], name=name)

@@ -16,8 +16,7 @@ from blocksparse_flash.plan_format import Plan
 
 pytest.importorskip("triton", reason="needs Triton")
 
-# batch, heads, q_len, kv_len, block_size: ragged or not, blocks of several tiles, tiles of several blocks, more keys
-# than queries
+# with and without ragged ends, blocks of several tiles, tiles of several blocks, more keys than queries and fewer
 FRAMES = [
     Frame(1, 1, 512, 512, (128, 128)),
     Frame(2, 3, 300, 700, (128, 128)),
@@ -27,11 +26,11 @@ FRAMES = [
     Frame(2, 1, 600, 448, (128, 64)),
     Frame(1, 2, 640, 300, (32, 256)),
     Frame(1, 1, 100, 5000, (128, 32)),
-    # a last query sees one key of a tile, all but one, all
+    # the last query attends to one key of a tile, all but one, all
     Frame(1, 1, 383, 384, (128, 128)),
     Frame(1, 1, 130, 256, (128, 128)),
     Frame(1, 1, 129, 256, (128, 128)),
-    # the same of a quarter
+    # the same for a 64 x 64 subtile
     Frame(1, 2, 768, 897, (64, 64)),
     Frame(1, 2, 512, 703, (64, 64)),
 ]
@@ -39,10 +38,10 @@ FRAMES = [
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels even on the CPU, where Triton interprets them; operations are refused."""
+    """Uses kernels even on the CPU, in Triton's interpreter; PyTorch operations raise."""
 
     def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("operations are used")
+        raise AssertionError("PyTorch operations were used")
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
@@ -52,7 +51,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Programs that need many turns for what they do in one."""
+    """Shrinks the blocks of the kernels, so that programs need many iterations instead of one."""
     from blocksparse_flash.kernels.triton import block_selection, plan_builder
 
     caches = (
@@ -76,41 +75,41 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def random_indices(frame: Frame, k: int, device: torch.device, *, dtype: torch.dtype = torch.int64) -> Tensor:
-    """With duplicates and -1."""
+    """Random cols with duplicates and -1."""
     shape = (frame.batch, frame.heads, frame.n_rows, k)
     return torch.randint(-1, frame.n_cols, shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 def random_scores(frame: Frame, device: torch.device) -> Tensor:
-    """No two alike; some are NaN or infinite."""
+    """Distinct random scores, some of them NaN or infinite."""
     generator = torch.Generator().manual_seed(1)
     shape = (frame.batch, frame.heads, frame.n_rows, frame.n_cols)
     scores = torch.randn(shape, generator=generator)
-    what = torch.rand(shape, generator=generator)
-    scores[what < 0.1], scores[what > 0.8] = torch.nan, -torch.inf
+    kind = torch.rand(shape, generator=generator)
+    scores[kind < 0.1], scores[kind > 0.8] = torch.nan, -torch.inf
     scores[:, :, ::3, 0] = torch.inf
     return scores.to(device)
 
 
 def assert_same_plan(actual: Plan, expected: Plan) -> None:
-    """Every number, but for what stands behind the tiles, which nothing tells: there the kernels write zeros."""
+    """All values are equal, except that the kernels write zeros behind the last tile."""
     n_tiles = int(expected.row_records[..., 2].sum())
-    for name, mine, wanted in zip(Plan._fields, actual, expected, strict=True):
-        assert mine.shape == wanted.shape and mine.dtype == wanted.dtype == torch.int32 and mine.is_contiguous()
+    for name, values, wanted in zip(Plan._fields, actual, expected, strict=True):
+        assert values.shape == wanted.shape and values.dtype == wanted.dtype == torch.int32 and values.is_contiguous()
         if name.endswith(("indices", "ids")):
-            assert torch.equal(mine[:n_tiles], wanted[:n_tiles]) and not mine[n_tiles:].any(), name
+            assert torch.equal(values[:n_tiles], wanted[:n_tiles]) and not values[n_tiles:].any(), name
         else:
-            assert torch.equal(mine, wanted), name
+            assert torch.equal(values, wanted), name
 
 
 def assert_same(
     made: BlockLayout, expected: block_selection.Selection, frame: Frame, causals: tuple[bool, ...]
 ) -> None:
-    """A layout that kernels made against a selection that operations made, and their plans."""
+    """Compares a layout made by kernels and its plans with a selection made by PyTorch operations and its plans."""
     for name in ("indptr", "indices", "bitmask_ids"):
         assert torch.equal(getattr(made, name), getattr(expected, name)), name
     for causal in causals:
-        # not through selection, where operations are refused
+        # directly, since operations raise in block_selection
         plan = PLAN_BY_OPERATIONS(expected.indptr, expected.indices, **frame.sizes, causal=causal)
         assert_same_plan(made.plan(made.device, causal=causal), plan)
 
@@ -120,7 +119,7 @@ SORTED_ROWS, PLAN_BY_OPERATIONS = block_selection.sorted_rows, block_selection._
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("frame", FRAMES, ids=str)
-def test_selected_by_index(frame: Frame, device: torch.device) -> None:
+def test_selection_by_index_equals_pytorch(frame: Frame, device: torch.device) -> None:
     indices = random_indices(frame, 5, device)
     expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
     assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True))
@@ -129,7 +128,7 @@ def test_selected_by_index(frame: Frame, device: torch.device) -> None:
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("frame", FRAMES, ids=str)
-def test_selected_by_score(frame: Frame, causal: bool, device: torch.device) -> None:
+def test_selection_by_score_equals_pytorch(frame: Frame, causal: bool, device: torch.device) -> None:
     scores, k = random_scores(frame, device), min(3, frame.n_cols)
     scores[:, :, ::3, 0] = 50
     highest = block_selection.highest(scores, frame, k, causal=causal)
@@ -138,21 +137,23 @@ def test_selected_by_score(frame: Frame, causal: bool, device: torch.device) -> 
 
 
 @pytest.mark.usefixtures("by_kernels", "in_small_pieces")
-@pytest.mark.parametrize(("block_size", "is_lonely"), [((128, 128), True), ((64, 64), False)], ids=str)
-def test_programs_that_take_many_turns(block_size: tuple[int, int], is_lonely: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(("block_size", "has_one_batch"), [((128, 128), True), ((64, 64), False)], ids=str)
+def test_programs_with_many_iterations_equal_pytorch(
+    block_size: tuple[int, int], has_one_batch: bool, device: torch.device
+) -> None:
     frame = Frame(3, 1, 300, 400, block_size)
     indices = random_indices(frame, 20, device)
     indices[:, :, 1] = -1
-    if is_lonely:
-        # long lines are in the axes of the first turn
+    if has_one_batch:
+        # all long lines belong to the heads of the first iteration
         indices[0, :, 1:] = indices[1:] = -1
     expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
-    assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (not is_lonely,))
+    assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (not has_one_batch,))
 
 
 @pytest.mark.usefixtures("by_kernels")
-def test_where_every_line_of_a_head_is_long(device: torch.device) -> None:
-    """One is left that is not counted so: kernels divide by how many are."""
+def test_one_line_of_a_head_is_never_counted_as_long(device: torch.device) -> None:
+    """Even if all lines of a head are long: kernels divide by the number of other lines."""
     frame = Frame(3, 1, 250, 100, (128, 128))
     indices = torch.full((3, 1, 2, 1), -1, device=device)
     indices[0] = 0
@@ -165,8 +166,8 @@ def test_where_every_line_of_a_head_is_long(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_types_of_indices_and_what_is_not_a_col(dtype: torch.dtype, device: torch.device) -> None:
-    """What a GPU does not look at: numbers that are no cols are ignored; strides too."""
+def test_out_of_range_indices_of_any_dtype_are_ignored(dtype: torch.dtype, device: torch.device) -> None:
+    """Indices on a GPU are not checked; those that are not a col are ignored."""
     frame = FRAMES[0]
     indices = random_indices(frame, 4, device, dtype=dtype)
     layout = BlockLayout.from_topk(indices.mT.contiguous().mT.clamp(max=3), **frame.sizes)
@@ -182,7 +183,7 @@ def test_types_of_indices_and_what_is_not_a_col(dtype: torch.dtype, device: torc
 
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_types_of_scores(dtype: torch.dtype, device: torch.device) -> None:
+def test_scores_may_have_any_float_dtype(dtype: torch.dtype, device: torch.device) -> None:
     scores = torch.tensor([[5, -1, 3, 0.5], [0, -0.5, -2, -7], [-torch.inf, 1, torch.nan, torch.inf], [1, 2, 3, 4]])
     layout = BlockLayout.from_scores(scores.to(device, dtype)[None, None], 512, 512, k=2, block_size=128)
     rows, cols = [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 0, 1, 1, 3, 2, 3]
@@ -190,8 +191,8 @@ def test_types_of_scores(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("by_kernels")
-def test_of_equal_scores_the_first_are_selected(device: torch.device) -> None:
-    """More cols than one word of bits has, and fewer finite scores than k in the last row."""
+def test_the_first_of_equal_scores_are_selected(device: torch.device) -> None:
+    """More cols than bits in a word; fewer finite scores than k in the last row."""
     scores = torch.zeros(1, 1, 3, 70)
     scores[0, 0, 1, 40:] = 1
     scores[0, 0, 2] = -torch.inf
@@ -202,19 +203,19 @@ def test_of_equal_scores_the_first_are_selected(device: torch.device) -> None:
     assert not layout.indices[71:].any() and layout.capacity == 105
 
 
-def test_operations_take_what_is_too_large_for_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grids_too_large_for_a_bitmap_use_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
     tensor, frame = torch.zeros(1, dtype=torch.int64), Frame(1, 1, 1 << 20, 1 << 20, (128, 128))
     assert block_selection._has_kernels(tensor, frame, 100)
-    # more words of bits than entries repay, more lines, none
+    # a bitmap that is large for the number of entries; too many rows or columns; none
     assert not block_selection._has_kernels(tensor, frame, 8)
     assert block_selection._has_kernels(tensor, Frame(1, 1, 1 << 18, 1 << 18, (128, 128)), 1)
     for q_len, kv_len in (((1 << 20) + 1, 128), (128, (1 << 20) + 1), (0, 128), (128, 0)):
         assert not block_selection._has_kernels(tensor, Frame(1, 1, q_len, kv_len, (128, 128)), 10_000)
 
 
-def test_kernels_are_not_launched_where_something_watches(device: torch.device) -> None:
-    """Of a compiled function operations are part, which compilers see."""
+def test_compilers_and_modes_see_pytorch_operations(device: torch.device) -> None:
+    """Compiled functions and calls under a mode contain operations instead of kernel launches."""
     scores = random_scores(FRAMES[0], device)
 
     def indices(scores: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ def test_kernels_are_not_launched_where_something_watches(device: torch.device) 
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(128, 1024), (1024, 128), (1024, 1024)])
-def test_kernels_take_no_more_rows_of_all_heads_than_they_can_number(
+def test_kernels_are_not_used_where_their_offsets_would_overflow(
     q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 2^21 programs, offsets in fill_behind passed 2^31 and wrapped around to a loop step of 0."""

@@ -25,7 +25,7 @@ needs_hopper = pytest.mark.skipif(not zoo.HAS_HOPPER, reason="needs compute capa
 
 
 def forced(num_splits: int, n_lines: int) -> Any:
-    """A choice of so many parts: of so many lines of each head with a layout, of all lines without."""
+    """A stand-in for split_of: num_splits splits of n_lines lines per head with a layout, of all lines without."""
 
     def choose(plan: list[Tensor], first: int, q_shape: torch.Size, k_shape: torch.Size, *_: Any) -> Split:
         lines = -(-(k_shape if first else q_shape)[2] // TILE)
@@ -34,11 +34,11 @@ def forced(num_splits: int, n_lines: int) -> Any:
     return choose
 
 
-# ---- the kernels that merge ----
+# ---- the kernels ----
 
 
 def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
-    """Records of a plan that name the lines of each head in an order of its own."""
+    """Records of a plan, with the lines of each head in a random order."""
     generator = torch.Generator().manual_seed(seed)
     items = torch.zeros(batch, heads, n_lines, 8, dtype=torch.int32)
     for b, h in itertools.product(range(batch), range(heads)):
@@ -47,8 +47,8 @@ def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["layout", "shared", "dense"])
-def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> None:
-    """Splits without keys, rows without any, lse so far apart that only the largest counts, a ragged last tile."""
+def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
+    """Empty splits, empty rows, lse so far apart that only the largest counts, and a ragged last tile."""
     batch, heads, q_len, v_dim, dim_v, split = 2, 2, 300, 24, 64, Split(2, 5)
     n_lines, n_batch_heads = 3, batch * heads
     items = {"layout": records(batch, heads, n_lines, 0), "shared": records(1, 1, n_lines, 1), "dense": None}[kind]
@@ -71,9 +71,9 @@ def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> Non
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), out, lse)
     out, lse = out.cpu(), lse.cpu()
 
-    met = 0
-    for axis, i in itertools.product(range(n_batch_heads), range(n_lines)):
-        b, h = divmod(axis, heads)
+    n_empty = 0
+    for batch_head, i in itertools.product(range(n_batch_heads), range(n_lines)):
+        b, h = divmod(batch_head, heads)
         # without a layout the last lines come first
         line = n_lines - 1 - i if items is None else int(items[b % items.shape[0], h % items.shape[1], i, 0])
         rows = slice(line * TILE, min((line + 1) * TILE, q_len))
@@ -81,18 +81,18 @@ def test_rows_are_merged_by_their_weight(kind: str, device: torch.device) -> Non
         if i >= split.n_lines:
             assert (out[b, h, rows] == 7.0).all() and (lse[b, h, rows] == 7.0).all()
             continue
-        logs = lses[:, i, axis, :n].double() * math.log(2)
+        logs = lses[:, i, batch_head, :n].double() * math.log(2)
         weights = logs.softmax(0).nan_to_num(0.0)
-        expected = (weights[..., None] * outs[:, i, axis, :n, :v_dim]).sum(0)
+        expected = (weights[..., None] * outs[:, i, batch_head, :n, :v_dim]).sum(0)
         torch.testing.assert_close(out[b, h, rows].double(), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse[b, h, rows].double(), logs.logsumexp(0), rtol=1e-6, atol=1e-6)
-        met += int((lse[b, h, rows].isneginf() & (out[b, h, rows] == 0).all(-1)).sum())
-    assert met
+        n_empty += int((lse[b, h, rows].isneginf() & (out[b, h, rows] == 0).all(-1)).sum())
+    assert n_empty
 
 
 @pytest.mark.parametrize("kind", ["layout", "dense"])
-def test_columns_are_added_up(kind: str, device: torch.device) -> None:
-    """Of 4 query heads on 2 key heads: the first head of a group names the lines, in its own order."""
+def test_columns_are_added_over_splits(kind: str, device: torch.device) -> None:
+    """4 query heads on 2 key heads; the records of the first head of a group give the order of lines."""
     batch, heads, group, kv_len, split = 2, 4, 2, 300, Split(2, 3)
     n_lines, kv_heads, dims, padded, scale = 3, heads // group, (40, 24), (64, 128), 0.3
     n_batch_heads = batch * kv_heads
@@ -108,30 +108,30 @@ def test_columns_are_added_up(kind: str, device: torch.device) -> None:
     assert launch is not None
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), dk, dv)
 
-    for axis, i in itertools.product(range(n_batch_heads), range(n_lines)):
-        b, h = divmod(axis, kv_heads)
+    for batch_head, i in itertools.product(range(n_batch_heads), range(n_lines)):
+        b, h = divmod(batch_head, kv_heads)
         line = i if items is None else int(items[b, h * group, i, 0])
         rows = slice(line * TILE, min((line + 1) * TILE, kv_len))
         if i >= split.n_lines:
             assert (dk[b, h, rows] == 7.0).all() and (dv[b, h, rows] == 7.0).all()
             continue
-        both = blocks[:, i, axis].double().sum(0).split([TILE * padded[0], TILE * padded[1]])
+        both = blocks[:, i, batch_head].double().sum(0).split([TILE * padded[0], TILE * padded[1]])
         for found, summed, factor, dim in zip((dk, dv), both, (scale, 1.0), padded, strict=True):
             expected = factor * summed.view(TILE, dim)[: rows.stop - rows.start, : found.shape[3]]
             torch.testing.assert_close(found[b, h, rows].cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_whole_lines_need_no_launch() -> None:
+def test_unsplit_lines_need_no_launch() -> None:
     assert combine_splits.merge_rows(WHOLE, None, None, {}, 64) is None  # type: ignore[arg-type]
     assert combine_splits.sum_cols(WHOLE, None, None, None, {}, (64, 64)) is None  # type: ignore[arg-type]
 
 
-# ---- whole calls, where there is a GPU ----
+# ---- attention on a GPU ----
 
 
 @pytest.fixture
 def split_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Makes `hopper` split lines as a function of that name says."""
+    """Replaces split_of in the kernels of `hopper`."""
     from blocksparse_flash.kernels.hopper import backward, forward
 
     def split_lines(choose: Any) -> None:
@@ -154,10 +154,10 @@ def test_split_lines_are_as_accurate_as_the_reference(
 @needs_hopper
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("num_splits", "n_lines"), [(5, 2), (16, 99)])
-def test_split_lines_give_equal_bits(
+def test_runs_with_splits_are_bitwise_equal(
     num_splits: int, n_lines: int, deterministic: bool, split_lines: Any, device: torch.device
 ) -> None:
-    """Three times; dq only where equal bits are asked for."""
+    """Three runs; dq only with deterministic=True."""
     length = 2000
     layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
     torch.manual_seed(0)
@@ -178,8 +178,8 @@ def test_split_lines_give_equal_bits(
 
 @needs_hopper
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_a_call_whose_lines_are_split_by_choice(kv_heads: int, device: torch.device) -> None:
-    """Nobody forces it: global rows and columns of 8,192 tokens, and few heads; held to the same call without."""
+def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, device: torch.device) -> None:
+    """Splits are not forced: BigBird has global rows and columns of 8,192 tokens, and there are few heads."""
     from blocksparse_flash.kernels.hopper import backward, forward
     from blocksparse_flash.kernels.schedule import split_of
 
@@ -196,12 +196,12 @@ def test_a_call_whose_lines_are_split_by_choice(kv_heads: int, device: torch.dev
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (forward, backward):
-            patched.setattr(module, "split_of", lambda *given: chosen.append(split_of(*given)) or chosen[-1])
+            patched.setattr(module, "split_of", lambda *args: chosen.append(split_of(*args)) or chosen[-1])
         split = run()
         assert all(one.parts > 1 for one in chosen) and len(chosen) == 2
         for module in (forward, backward):
             patched.setattr(module, "split_of", lambda *_: WHOLE)
         whole = run()
     for name, one, other in zip(zoo.NAMES, split, whole, strict=True):
-        # a rounding or two of float16, of the largest number
+        # one or two roundings of float16 at the largest magnitude
         assert (one - other).abs().max() <= 2**-9 * other.abs().max(), name

@@ -16,7 +16,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values as a message holds them: tokens first, other features beside."""
+    """The same values as a view of a message: tokens first, between other features."""
     batch, heads, n, features = x.shape
     message = torch.full((n, batch, heads, features + 3), torch.nan, dtype=x.dtype, device=x.device)
     part = message[..., 1 : features + 1].permute(1, 2, 0, 3)
@@ -24,11 +24,11 @@ def strided(x: Tensor) -> Tensor:
 
 
 def message_of(tensors: list[Tensor]) -> Tensor:
-    """Tokens first, the features of all side by side."""
+    """The tensors as one message: tokens first, features concatenated."""
     return torch.cat([x.permute(2, 0, 1, 3) for x in tensors], dim=3).contiguous()
 
 
-# 8: less than a vector; 12: no power of two; 300 rows: more than one program, the last one ragged
+# 8: less than a vector; 12: not a power of two; 300 rows: several programs, the last one ragged
 @pytest.mark.parametrize("features", [1, 8, 12, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("taken", "put"), [(True, False), (False, True), (True, True), (False, False)])
@@ -47,7 +47,7 @@ def test_rows_are_moved(features: int, dtype: torch.dtype, taken: bool, put: boo
         )
 
 
-def test_some_rows_are_picked_and_the_others_stay(device: torch.device) -> None:
+def test_a_subset_of_rows_is_moved_and_the_others_are_unchanged(device: torch.device) -> None:
     source, some = drawn((1, 2, 40, 8), torch.bfloat16, device, 3), torch.tensor([39, 0, 7], device=device)
     for backend in ("eager", "triton"):
         assert torch.equal(rows.picked([source], some, backend)[0], source[:, :, some])
@@ -58,10 +58,10 @@ def test_some_rows_are_picked_and_the_others_stay(device: torch.device) -> None:
         assert (target == 1).all()
 
 
-# 5: more than a launch takes
+# 5 tensors: more than one launch takes
 @pytest.mark.parametrize("widths", [(8, 8), (128, 12), (12, 128), (16, 8, 1), (8, 16, 12, 2), (8, 8, 8, 1, 1)])
 def test_several_tensors_are_moved_at_once(widths: tuple[int, ...], device: torch.device) -> None:
-    """Of other widths and types, as outputs and their lse are: some rows."""
+    """A subset of rows of tensors with different widths and types, like outputs and their lse."""
     order = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50].to(device)
     types = [torch.float32 if n == 1 else torch.bfloat16 for n in widths]
     sources = [strided(drawn((2, 3, 70, n), dtype, device, n)) for n, dtype in zip(widths, types, strict=True)]
@@ -99,9 +99,9 @@ def test_nothing_is_moved_without_rows(device: torch.device) -> None:
 
 
 def drawn_table(limits: list[int], n_tokens: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """A place below its limit for each token of each rank, or none, -1."""
-    places = torch.rand(len(limits), n_tokens, generator=generator) * (torch.tensor(limits)[:, None] + 20)
-    return (places.long() - 20).clamp(min=-1).int().to(device)
+    """For each rank and token, a random row below the rank's limit, or -1 for none."""
+    values = torch.rand(len(limits), n_tokens, generator=generator) * (torch.tensor(limits)[:, None] + 20)
+    return (values.long() - 20).clamp(min=-1).int().to(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -111,7 +111,7 @@ def drawn_table(limits: list[int], n_tokens: int, generator: torch.Generator, de
 def test_sums_are_in_the_order_of_ranks(
     dtype: torch.dtype, n_bases: int, n_ranks: int, widths: tuple[int, ...], device: torch.device
 ) -> None:
-    """Of some tokens, in place on the first bases; bit by bit those of a loop over tokens and ranks in float32."""
+    """A subset of tokens, in row on the first base; bitwise equal to a loop over tokens and ranks in float32."""
     n, n_mine, n_others, rank = 70, 30, 50, 1
     generator = torch.Generator().manual_seed(n_bases + n_ranks)
     mine = [drawn((2, 2, n_mine, width), dtype, device, 4 + width) for width in widths]
@@ -131,22 +131,22 @@ def test_sums_are_in_the_order_of_ranks(
                 if i_rank == rank:
                     for base in bases:
                         total += base[i_sum][:, :, token].float()
-                place = int(table[i_rank, i])
-                if place >= 0:
-                    total += (mine if i_rank == rank else others)[i_sum][:, :, place].float()
+                row = int(table[i_rank, i])
+                if row >= 0:
+                    total += (mine if i_rank == rank else others)[i_sum][:, :, row].float()
             expected[i_sum][:, :, token] = total.to(dtype)
 
     for backend in ("eager", "triton"):
         copies = [[base.clone() for base in each] for each in bases]
         totals = copies[0] if copies else fresh()
         rows.add(totals, mine, message_of(others), copies, table, tokens, rank, backend)
-        # Triton's interpreter cuts bits off where a GPU rounds
-        cuts = backend == "triton" and dtype == torch.bfloat16 and device.type == "cpu"
+        # Triton's interpreter truncates where a GPU rounds
+        truncates = backend == "triton" and dtype == torch.bfloat16 and device.type == "cpu"
         for total, wanted in zip(totals, expected, strict=True):
-            assert torch.allclose(total, wanted, rtol=2**-7 if cuts else 0, atol=0), backend
+            assert torch.allclose(total, wanted, rtol=2**-7 if truncates else 0, atol=0), backend
 
 
-def test_a_sum_of_all_tokens_without_messages(device: torch.device) -> None:
+def test_sums_of_all_tokens_need_no_messages(device: torch.device) -> None:
     mine, table = (
         drawn((1, 2, 9, 8), torch.float32, device, 1),
         torch.full((2, 9), -1, dtype=torch.int32, device=device),
@@ -160,14 +160,14 @@ def test_a_sum_of_all_tokens_without_messages(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("n_ranks", "width"), [(2, 8), (3, 12), (4, 5)])
-def test_parts_of_ranks_are_merged(dtype: torch.dtype, n_ranks: int, width: int, device: torch.device) -> None:
-    """Against a loop over tokens in float64; a token of which no rank has keys is 0 and -inf, the others stay."""
+def test_results_of_ranks_are_merged(dtype: torch.dtype, n_ranks: int, width: int, device: torch.device) -> None:
+    """Compared with a loop over tokens in float64. A token without keys on any rank gets 0 and -inf; others stay."""
     n, n_mine, n_others, rank = 70, 30, 50, 1
     generator = torch.Generator().manual_seed(n_ranks)
     sizes = [n_mine if i == rank else n_others for i in range(n_ranks)]
     parts = [drawn((2, 2, size, width), dtype, device, 4 + i) for i, size in enumerate((n_mine, n_others))]
     lses = [8 * drawn((2, 2, size), torch.float32, device, 6 + i) for i, size in enumerate((n_mine, n_others))]
-    # rows that met no key there
+    # rows without keys on that rank
     for lse in lses:
         lse[:, :, ::5] = -torch.inf
     tokens = torch.randperm(n, generator=generator)[:40].sort().values.to(device)
@@ -179,12 +179,12 @@ def test_parts_of_ranks_are_merged(dtype: torch.dtype, n_ranks: int, width: int,
     for i, token in enumerate(tokens.tolist()):
         total, weight = torch.zeros(2, 2, width, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
         for i_rank in range(n_ranks):
-            place = int(table[i_rank, i])
-            if place >= 0:
+            row = int(table[i_rank, i])
+            if row >= 0:
                 which = int(i_rank != rank)
-                share = lses[which][:, :, place].double().cpu().exp()
+                share = lses[which][:, :, row].double().cpu().exp()
                 weight += share
-                total += share[..., None] * parts[which][:, :, place].double().cpu()
+                total += share[..., None] * parts[which][:, :, row].double().cpu()
         expected[:, :, token] = torch.where(weight == 0, 0.0, 1 / weight)[..., None] * total
         expected_lse[:, :, token] = weight.log()
 

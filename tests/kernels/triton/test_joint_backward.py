@@ -1,7 +1,7 @@
 """The joint launch of dk, dv and dq, and forward blocks of 64 queries, are as accurate as the other configurations.
 
-Both are chosen on Hopper for some sizes. Here each is forced on or off for any size, with TMA and with pointers.
-Without a GPU the interpreter runs the configurations of Hopper.
+Both are chosen on Hopper for some sizes. Here each is forced on or off for all sizes, with TMA and with pointers.
+Without a GPU, the interpreter runs the configurations for Hopper.
 """
 
 from __future__ import annotations
@@ -18,80 +18,82 @@ from blocksparse_flash.runtime import launch
 from tests import test_zoo as zoo
 from tests.support import cases
 
-# 16-bit types, no dropout and nothing that changes scores, which sinks do not, and not wider than the tables
-# (float16, as Triton's interpreter cuts bfloat16 off: the sum over all queries adds that up)
+# The joint launch runs 16-bit types up to head_dim 128, without dropout and without score mods other than sinks.
+# Float16: Triton's interpreter truncates bfloat16, which adds up in the gradient of sinks, a sum over all queries
 SINKS = [
     zoo.Call(head_dim=64, has_sinks=True, dtype=torch.float16),
     zoo.Call(head_dim=128, has_sinks=True, causal=True, dtype=torch.float16),
 ]
 CALLS = [*SINKS, *(call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128)]
-# half as many as CALLS at least, so that every call comes; "global" has a long row and a long column
-FEW = (
+# at least half as many as CALLS, so that every call runs; "global" has a long row and a long column
+INTERPRETED = (
     "full-ragged", "one-block", "causal", "global", "window-wide", "random-fine-blocks", "bitmask-heavy", "empty-cols",
     "tall", "per-batch-and-head", "dense-113x203",
 )  # fmt: skip
-# few queries have kernels of their own
+# few queries use split-KV
 DENSE = [lengths for lengths in zoo.DENSE if lengths[0] > 16]
-LAYOUTS = [layout for layout in (*cases.LAYOUTS, *DENSE) if torch.cuda.is_available() or zoo.name_of(layout) in FEW]
+LAYOUTS = [
+    layout for layout in (*cases.LAYOUTS, *DENSE) if torch.cuda.is_available() or zoo.name_of(layout) in INTERPRETED
+]
 HOPPER = (9, 232448)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches since, as (kernel, block of queries); and a function that forces the tested choices on or off."""
+    """A function that forces the tested choices on or off and returns a list of later launches (kernel, BLOCK_Q)."""
     names: list[tuple[str, int | None]] = []
-    made = launch.Launch.__call__
+    original = launch.Launch.__call__
 
-    def noted(self, *tensors):
+    def record(self, *tensors):
         constants = self._rest.get("C")
         names.append((self._kernel.fn.__name__, None if constants is None else constants.BLOCK_Q))
-        made(self, *tensors)
+        original(self, *tensors)
 
-    def ask(*, small: bool, described: bool) -> list[tuple[str, int | None]]:
+    def force(*, small: bool, has_tma: bool) -> list[tuple[str, int | None]]:
         monkeypatch.setattr(arguments, "device_limits", lambda _: HOPPER)
-        monkeypatch.setattr(arguments, "MIN_TMA_ELEMENTS", 0 if described else 1 << 60)
+        monkeypatch.setattr(arguments, "MIN_TMA_ELEMENTS", 0 if has_tma else 1 << 60)
         monkeypatch.setattr(forward, "narrow_pays", lambda *_, **__: small)
         monkeypatch.setattr(backward, "joint_pays", lambda *_, **__: small)
         for module, name in ((forward, "forward_launch"), (backward, "backward_launches")):
-            # nothing that was cached before, nor for tests to come
+            # bypasses the caches, also for later tests
             monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
-        monkeypatch.setattr(launch.Launch, "__call__", noted)
+        monkeypatch.setattr(launch.Launch, "__call__", record)
         return names
 
-    return ask
+    return force
 
 
-@pytest.mark.parametrize("described", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("has_tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: zoo.name_of(LAYOUTS[index]))
-def test_is_as_accurate_as_the_reference(index, small, described, device, launched):
-    call = CALLS[(2 * index + described) % len(CALLS)]
-    found = launched(small=small, described=described)
+def test_is_as_accurate_as_the_reference(index, small, has_tma, device, launched):
+    call = CALLS[(2 * index + has_tma) % len(CALLS)]
+    found = launched(small=small, has_tma=has_tma)
     zoo.assert_backend_is_accurate("triton", LAYOUTS[index], call, device)
     assert found[0] == ("forward_kernel", 64 if small else 128)
-    walking = [name for name, _ in found if name in ("joint_kernel", "keys_kernel", "queries_kernel")]
-    # grouped heads and lengths were not run so
+    backward_kernels = [name for name, _ in found if name in ("joint_kernel", "keys_kernel", "queries_kernel")]
+    # the joint launch does not run grouped heads and kv_lengths
     is_joint = small and call.kv_heads > 1 and not call.has_kv_lengths
-    assert walking == (["joint_kernel"] if is_joint else ["keys_kernel", "queries_kernel"])
+    assert backward_kernels == (["joint_kernel"] if is_joint else ["keys_kernel", "queries_kernel"])
 
 
 @pytest.mark.parametrize("layout", ["causal", "dense-113x203"])
-def test_sinks_have_their_gradient(layout, device, launched):
+def test_the_joint_launch_gives_the_gradient_of_sinks(layout, device, launched):
     (chosen,) = [each for each in [*cases.LAYOUTS, *zoo.DENSE] if zoo.name_of(each) == layout]
-    found = launched(small=True, described=False)
+    found = launched(small=True, has_tma=False)
     zoo.assert_backend_is_accurate("triton", chosen, SINKS[0], device)
     assert "joint_kernel" in [name for name, _ in found]
 
 
-def test_blocks_of_queries_are_halved():
+def test_narrow_forward_blocks_have_64_queries():
     limits = {"major": 9, "tma": True, "dropout": False, "shared_memory": HOPPER[1]}
     for dim in (64, 128):
         assert forward.config(dim, 2, **limits).block_q == 128
         assert forward.config(dim, 2, **limits, narrow=True).block_q == 64
-        # where it was not run
+        # not measured
         for other in ({"major": 8}, {"major": 10}, {"dropout": True}, {"changed": True}):
-            asked = {**limits, **other}
-            assert forward.config(dim, 2, **asked, narrow=True) == forward.config(dim, 2, **asked)
+            options = {**limits, **other}
+            assert forward.config(dim, 2, **options, narrow=True) == forward.config(dim, 2, **options)
     assert forward.config(128, 4, **limits, narrow=True) == forward.config(128, 4, **limits)
 
 
@@ -108,18 +110,18 @@ def test_blocks_of_queries_are_halved():
     ],
     ids=str,
 )
-def test_one_launch_is_for_what_was_run(element_size, dim, other):
+def test_the_joint_launch_runs_only_what_was_measured(element_size, dim, other):
     limits = {"major": 9, "tma": True, "dropout": False}
     assert backward.config_joint(64, 2, **limits) is not None
     assert backward.config_joint(dim, element_size, **{**limits, **other}) is None
 
 
-def test_programs_that_share_a_launch_share_its_options():
+def test_both_kinds_of_programs_of_a_joint_launch_have_the_same_options():
     for dim, tma in itertools.product((16, 64, 128), (False, True)):
-        of_keys, of_queries = backward.config_joint(dim, 2, major=9, tma=tma, dropout=False)
-        assert (of_keys.num_warps, of_keys.num_stages) == (of_queries.num_warps, of_queries.num_stages)
-        # and their descriptors
-        assert not tma or of_keys == of_queries
+        keys, queries = backward.config_joint(dim, 2, major=9, tma=tma, dropout=False)
+        assert (keys.num_warps, keys.num_stages) == (queries.num_warps, queries.num_stages)
+        # and the same TMA descriptors
+        assert not tma or keys == queries
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_programs_that_share_a_launch_share_its_options():
         (8449, True, False, False),
     ],
 )
-def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, monkeypatch):
+def test_narrow_forward_blocks_are_used_where_they_pay(q_len, causal, has_layout, expected, monkeypatch):
     monkeypatch.setattr(forward, "num_sms", lambda _: 132)
     options = SimpleNamespace(causal=causal, device=0)
     assert forward.narrow_pays(q_len, 16, options, has_layout=has_layout) == expected
@@ -152,7 +154,7 @@ def test_blocks_are_halved_where_it_pays(q_len, causal, has_layout, expected, mo
         (1057, 128, False, True, False, False),
     ],
 )
-def test_a_launch_is_shared_where_it_pays(n_programs, dim, tma, causal, has_layout, expected, monkeypatch):
+def test_the_joint_launch_is_used_where_it_pays(n_programs, dim, tma, causal, has_layout, expected, monkeypatch):
     monkeypatch.setattr(backward, "num_sms", lambda _: 132)
     options = SimpleNamespace(causal=causal, device=0)
     assert backward.joint_pays(n_programs, dim, tma, options, has_layout=has_layout) == expected

@@ -1,6 +1,6 @@
-"""Split-KV forward: splitting a row over any number of programs does not change the result.
+"""Split-KV forward: any number of splits gives the same result.
 
-Forward and backward against the one tolerance, as in test_zoo.py: inputs in NaN, new memory full of NaN.
+Forward and backward, with the tolerance of test_zoo.py: NaN around the inputs, new memory full of NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tests.test_zoo import (
     BFLOAT16,
     Call,
     Layout,
-    added,
     assert_backend_is_accurate,
     buried,
     expected,
@@ -29,13 +28,14 @@ from tests.test_zoo import (
     kv_lengths,
     name_of,
     run,
+    score_mods,
     sizes_of,
 )
 
 split_kv = pytest.importorskip("blocksparse_flash.kernels.triton.split_kv", reason="needs Triton")
 
-# one writes out itself; two; more than a row has steps, so that some are empty
-CHUNKS = (1, 2, 37)
+# 1 writes out without a combining launch; 37 is more than the steps of a row, so that some splits are empty
+NUM_SPLITS = (1, 2, 37)
 
 
 def sinks_and_window(q_len: int, kv_len: int, block_size: int = 64) -> BlockLayout:
@@ -52,7 +52,7 @@ def sinks_and_window(q_len: int, kv_len: int, block_size: int = 64) -> BlockLayo
 
 
 def random_pairs(q_len: int, kv_len: int, heads: int) -> BlockLayout:
-    """Each head its own keys; the first has none."""
+    """Different keys for each head; the first head has none."""
     mask = torch.rand(heads, q_len, kv_len, generator=torch.Generator().manual_seed(kv_len)) < 0.2
     mask[0] = False
     mask[1, :, 128:256] = True
@@ -70,12 +70,12 @@ def by_batch(q_len: int, kv_len: int) -> BlockLayout:
 
 
 def full_blocks(q_len: int, kv_len: int) -> BlockLayout:
-    """Without bitmasks, and fewer tiles than programs."""
+    """No bitmasks, and fewer tiles than programs."""
     return BlockLayout.from_blocks([0, 0, 0], [0, 2, 3], q_len, kv_len, block_size=128)
 
 
 def selected(q_len: int, kv_len: int) -> BlockLayout:
-    """As if made on a device: more room than entries."""
+    """A selection with unused entries."""
     return BlockLayout.from_topk(torch.tensor([[[[3, -1, 0, -1, 3, -1]]]]), q_len, kv_len, block_size=128)
 
 
@@ -84,7 +84,7 @@ LAYOUTS: list[Layout] = [
     Case("sinks-1", lambda: sinks_and_window(1, 500)),
     Case("sinks-7", lambda: sinks_and_window(7, 500)),
     Case("sinks-30", lambda: sinks_and_window(30, 512)),
-    # several blocks a tile, both ways
+    # several blocks per tile in both directions
     Case("fine-25", lambda: sinks_and_window(25, 500, 16)),
     Case("per-head-1", lambda: random_pairs(1, 300, 4)),
     Case("per-head-17", lambda: random_pairs(17, 300, 4)),
@@ -105,7 +105,7 @@ CALLS = [
     Call(head_dim=256, kv_heads=1, dtype=BFLOAT16, causal=True, has_kv_lengths=True),
     Call(head_dim=16, scale=0.0, has_kv_lengths=True),
 ]
-# rows of a program are of heads with sinks, slopes and biases of their own
+# a program has rows of several heads, each with its own sink, slope and bias
 SCORES = [
     Call(head_dim=40, bias="heads", has_slopes=True, kv_heads=1),
     Call(head_dim=16, bias="heads", has_sinks=True, scale=0.0, has_kv_lengths=True),
@@ -127,22 +127,22 @@ def n_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def spread() -> list[Any]:
-    """Every layout in every number of chunks, each time with another call; and with one that changes scores."""
+    """Every layout with every number of splits, in turn with all calls, and once with score mods."""
     chosen = [
         (layout, CALLS[(3 * index + turn) % len(CALLS)], n_splits)
         for index, layout in enumerate(LAYOUTS)
-        for turn, n_splits in enumerate(CHUNKS)
+        for turn, n_splits in enumerate(NUM_SPLITS)
     ]
     for index, layout in enumerate(LAYOUTS):
-        chosen.append((layout, SCORES[index % len(SCORES)], CHUNKS[index % len(CHUNKS)]))
-    # all options at once of all heads at once, in several chunks
+        chosen.append((layout, SCORES[index % len(SCORES)], NUM_SPLITS[index % len(NUM_SPLITS)]))
+    # all options together, all heads in one program, several splits
     chosen.append((LAYOUTS[3], SCORES[3], 2))
-    return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-in-{each[2]}") for each in chosen]
+    return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-splits{each[2]}") for each in chosen]
 
 
 @pytest.mark.parametrize(("layout", "call", "n_splits"), spread(), indirect=["n_splits"])
 def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_splits: int, device) -> None:
-    """The backward too, which does not know of chunks, where there are two."""
+    """With 2 splits also the backward, which is not split."""
     _, _, q_len, kv_len = sizes_of(layout, call)
     assert split_kv.takes((1, 1, q_len, 1), kv_len, 0.0)
     if n_splits == 2:
@@ -156,21 +156,21 @@ def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call,
             kv_lengths=kv_lengths(layout, call, device) if call.has_kv_lengths else None,
             backend="triton",
             softcap=call.softcap,
-            **added(layout, call, call.dtype, device),
+            **score_mods(layout, call, call.dtype, device),
         )
         for name, result, references in zip(("out", "lse"), found, expected(layout, call, device), strict=False):
             assert_as_accurate(result, *references, name=name)
     assert split_kv.split_kv_launches.cache_info().misses == 1
 
 
-# with 2 heads a program: around 16, 32, 64 and 128 rows, of which a program holds one, two or more blocks
+# with 2 heads per program: around 16, 32, 64 and 128 rows, which are one or more blocks of a program
 QUERIES = [1, 2, 3, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
 
 
 @pytest.mark.parametrize("index", range(len(QUERIES)), ids=[str(q_len) for q_len in QUERIES])
 @pytest.mark.parametrize("n_splits", [3], indirect=True)
-def test_any_number_of_queries(index: int, n_splits: int, device) -> None:
-    """With about the fewest keys that come here, by turns dense, causal, a layout for all heads and one for each."""
+def test_any_number_of_queries_is_accurate(index: int, n_splits: int, device) -> None:
+    """With about the fewest keys that are split; in turn dense, causal, one layout for all heads, one per head."""
     q_len, kind = QUERIES[index], index % 4
     kv_len = max(100, split_kv.KEYS_PER_QUERY * q_len + index % 3)
     layout = {2: sinks_and_window(q_len, kv_len), 3: random_pairs(q_len, kv_len, 4)}.get(kind)
@@ -190,60 +190,60 @@ def test_any_number_of_queries(index: int, n_splits: int, device) -> None:
 
 
 @pytest.mark.parametrize("n_splits", [1, 3], indirect=True)
-def test_a_row_has_its_sink_once_and_none_of_minus_infinity(n_splits: int, device) -> None:
-    """The third query has no keys."""
+def test_a_sink_counts_once_per_row(n_splits: int, device) -> None:
+    """The first sink is -inf and has no effect; the third query has no keys."""
     layout = sinks_and_window(7, 300)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, length, 16, generator=generator).to(device) for length in (7, 300, 300))
     sinks = torch.tensor([-torch.inf, 0.5], device=device)
     out, lse = attention_with_lse(q, k, v, layout, sinks=sinks, backend="triton")
     plain_out, plain_lse = attention_with_lse(q, k, v, layout, backend="triton")
-    # not bit by bit: with sinks and without are two kernels, each compiled as a GPU likes it
+    # not bitwise: calls with and without sinks run different kernels
     close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
     close(out[:, 0], plain_out[:, 0])
     close(lse[:, 0], plain_lse[:, 0])
     assert not out[:, :, 2].any() and lse[0, :, 2].tolist() == pytest.approx([-math.inf, 0.5])
-    # with a sink the weights are less by its share
+    # a sink lowers the weights by its share
     close(out[:, 1], plain_out[:, 1] * (plain_lse[:, 1] - lse[:, 1]).exp()[..., None])
     close(lse[:, 1], torch.logaddexp(plain_lse[:, 1], sinks[1]))
 
 
 @pytest.mark.parametrize("n_splits", [5], indirect=True)
-def test_every_run_gives_equal_bits(n_splits: int, device) -> None:
+def test_two_runs_are_bitwise_equal(n_splits: int, device) -> None:
     layout, call = LAYOUTS[1], CALLS[0]
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     first, again = (run("triton", layout, call, tensors, device) for _ in range(2))
     assert all(map(torch.equal, first, again))
 
 
-# in one load, in a last one that is partly empty, in several
+# one load; one load, partly empty; several loads, the last one partly empty; several loads
 @pytest.mark.parametrize(("n_splits", "at_once"), [(2, 2), (5, 8), (37, 16), (64, 16)])
-def test_parts_are_merged_by_their_weight(n_splits: int, at_once: int, device) -> None:
-    """Some splits without keys, one row without any, and lse so far apart that only the largest counts."""
+def test_splits_are_merged_by_weight(n_splits: int, at_once: int, device) -> None:
+    """Empty splits, an empty row, and lse so far apart that only the largest counts."""
     n_rows, v_dim = 5, 24
     generator = torch.Generator().manual_seed(n_splits)
-    parts = torch.randn(n_splits, n_rows, v_dim, generator=generator)
+    outs = torch.randn(n_splits, n_rows, v_dim, generator=generator)
     maxima = 3 * torch.randn(n_splits, n_rows, generator=generator)
     sums = 1 + 100 * torch.rand(n_splits, n_rows, generator=generator)
     maxima[-1, 3] = 10_000.0
     is_empty = torch.zeros(n_splits, n_rows, dtype=torch.bool)
     is_empty[:, 1] = True
     is_empty[::2, 2] = True
-    parts[is_empty], maxima[is_empty], sums[is_empty] = 0.0, -3.0e38, 0.0
+    outs[is_empty], maxima[is_empty], sums[is_empty] = 0.0, -3.0e38, 0.0
     out, lse = torch.empty(n_rows, v_dim, device=device), torch.empty(n_rows, device=device)
     sizes = {"n_heads": 1, "n_rows": n_rows, "n_splits": n_splits, "q_len": n_rows}
     sizes |= {"V_DIM": v_dim, "DIM_V": 32, "SPLITS": at_once}
-    statistics = torch.stack([maxima, sums], dim=-1).to(device)
-    split_kv.combine_kernel[(n_rows,)](parts.to(device), statistics, None, out, lse, **sizes)
+    maxima_and_sums = torch.stack([maxima, sums], dim=-1).to(device)
+    split_kv.combine_kernel[(n_rows,)](outs.to(device), maxima_and_sums, None, out, lse, **sizes)
     logs = sums.double().log() + maxima.double() * math.log(2)
     weights = logs.softmax(0).nan_to_num(0.0)
-    expected_out = (weights[..., None] * parts.double() / sums.where(sums > 0, 1.0)[..., None]).sum(0)
+    expected_out = (weights[..., None] * outs.double() / sums.where(sums > 0, 1.0)[..., None]).sum(0)
     torch.testing.assert_close(out.cpu().double(), expected_out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.cpu().double(), logs.logsumexp(0), rtol=1e-6, atol=1e-6)
 
 
-def test_dropout_is_that_of_the_forward(device) -> None:
-    """Fewer programs, and the same pairs are dropped."""
+def test_calls_with_dropout_are_not_split(device) -> None:
+    """They run the other forward, which drops the same pairs as the backward."""
     layout, call = LAYOUTS[0], Call(head_dim=32, dropout_p=0.4, kv_heads=1)
     split_kv.split_kv_launches.cache_clear()
     assert_backend_is_accurate("triton", layout, call, device)
@@ -262,7 +262,7 @@ def test_dropout_is_that_of_the_forward(device) -> None:
         (1, 1 << 20, 0.1, False),
     ],
 )
-def test_what_is_split(q_len: int, kv_len: int, dropout_p: float, expected: bool) -> None:
+def test_few_queries_with_many_keys_are_split(q_len: int, kv_len: int, dropout_p: float, expected: bool) -> None:
     assert split_kv.takes((8, 32, q_len, 128), kv_len, dropout_p) == expected
 
 
@@ -274,18 +274,18 @@ def test_what_is_split(q_len: int, kv_len: int, dropout_p: float, expected: bool
         (1024, 8, 132, 49),
         (1024, 132, 132, 3),
         (1024, 1000, 132, 1),
-        # never more than tiles, nor than the merge should add up
+        # at most one split per tile, and at most 256
         (5, 8, 132, 5),
         (8192, 1, 132, 256),
         (0, 8, 132, 1),
     ],
 )
-def test_num_splits(n_tiles: int, n_programs: int, n_sms: int, expected: int) -> None:
+def test_num_splits_fills_the_gpu(n_tiles: int, n_programs: int, n_sms: int, expected: int) -> None:
     assert split_kv.num_splits(n_tiles, n_programs, n_sms) == expected
 
 
-def test_rows_that_no_layout_of_the_zoo_has() -> None:
-    """The layouts here go where they should: the zoo's own are too square."""
+def test_no_layout_of_the_zoo_is_split() -> None:
+    """Hence the layouts of this file: those of the zoo have too many queries."""
     assert not any(
         split_kv.takes((1, 1, *case.build().shape[2:3], 1), case.build().shape[3], 0.0) for case in cases.LAYOUTS
     )

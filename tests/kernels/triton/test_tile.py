@@ -1,4 +1,4 @@
-"""The accuracy of tile.add_product over many steps."""
+"""tile.add_product sums many products with Kahan compensation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from blocksparse_flash.kernels.triton.tile import add_product  # noqa: E402
 def long_sum_kernel(x_ptr, out_ptr, n_steps, PRECISION: tl.constexpr, N: tl.constexpr):
     o_x = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
     b_x = tl.load(x_ptr + o_x)
-    b_sum, b_lost = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
+    b_sum, b_compensation = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
     for _ in tl.range(0, n_steps):
-        b_sum, b_lost = add_product(b_x, b_x, b_sum, b_lost, PRECISION)
+        b_sum, b_compensation = add_product(b_x, b_x, b_sum, b_compensation, PRECISION)
     tl.store(out_ptr + o_x, b_sum)
 
 
-def test_a_long_sum_of_ieee_products_is_rounded_about_once(device: torch.device) -> None:
-    """300 plain additions of one number lose ten times as much."""
+def test_a_compensated_sum_of_ieee_products_is_off_by_about_one_rounding(device: torch.device) -> None:
+    """300 plain additions lose ten times as much."""
     x = torch.rand(16, 16, generator=torch.Generator().manual_seed(0)).to(device)
     found = torch.empty_like(x)
     long_sum_kernel[(1,)](x, found, 300, "ieee", 16)

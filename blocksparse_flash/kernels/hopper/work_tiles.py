@@ -1,0 +1,36 @@
+"""Work tiles in shared memory: the producer writes them, every consumer warpgroup reads them.
+
+A work tile is a NamedTuple of int32 values; the `work_tiles` pipeline holds its first values, one after the other.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .barriers import producer_acquire, producer_commit
+from .registers import store_int
+
+# the consumers read one work tile while the producer writes the next
+WORK_TILE_STAGES = gl.constexpr(2)
+# first value of a work tile that ends the consumers' loop
+END = gl.constexpr(-1)
+
+
+@gluon.jit
+def write_work_tile(work_tiles, i_tile, work_tile, N_INTS: gl.constexpr, STRIDE: gl.constexpr):
+    """Writes the first N_INTS fields of the i_tile-th work tile of this program. STRIDE: values per work tile."""
+    stage = i_tile % WORK_TILE_STAGES
+    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    for i in gl.static_range(N_INTS):
+        store_int(work_tiles.buffers.index(stage * STRIDE + i), work_tile[i])
+    producer_commit(work_tiles, stage)
+
+
+@gluon.jit
+def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
+    """Writes END in place of the i_tile-th work tile: there are no more."""
+    stage = i_tile % WORK_TILE_STAGES
+    producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
+    store_int(work_tiles.buffers.index(stage * STRIDE), END)
+    producer_commit(work_tiles, stage)
