@@ -81,7 +81,7 @@ def accuracies(tests: Sequence[Line]) -> Figure:
     return figure
 
 
-def _against_length(axes: Axes, lines: pd.DataFrame, column: str, published: dict[str, tuple[float, ...]]) -> None:
+def _against_length(axes: Axes, lines: pd.DataFrame, column: str, published: dict[str, list[float]]) -> None:
     for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention") if is_paper_size(lines) else ():
         known = published[name]
         axes.plot(LENGTHS[: len(known)], known, ":", linewidth=1, label=f"{name}, {DEVICE} (paper)")
