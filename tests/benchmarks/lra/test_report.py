@@ -13,7 +13,7 @@ pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import plots, reporting, scoring, speed, tables
+from benchmarks.lra import reporting, scoring, speed, tables
 from benchmarks.lra.data import LraData, Rules
 from benchmarks.lra.published import STEPS
 from benchmarks.lra.scoring import Result
@@ -86,7 +86,7 @@ def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path)
     before, after = (tmp_path / "out" / "report.md").read_text().split("## NOT Long Range Arena")
     assert "| toy |" in after and "| toy |" not in before
     assert "**no**" in after
-    figure = plots.learning_curves(reporting.curves_of(runs), reporting.tests_of(runs))
+    figure = reporting.learning_curves(reporting.curves_of(runs), reporting.tests_of(runs))
     assert [axes.get_title() for axes in figure.axes] == [
         "pathx, fresh data",
         "pathx, stand-in data: NOT Long Range Arena",
@@ -124,7 +124,7 @@ def test_what_is_long_range_arena(task: str, source: Any, changes: dict[str, Any
 
 
 def test_a_run_that_was_taken_up_has_one_curve(runs: Path) -> None:
-    assert reporting.curves_of(runs)[0] == plots.Curve("ours/pathx", "pathx, fresh data", True, {9: 0.5, 19: 0.6})
+    assert reporting.curves_of(runs)[0] == reporting.Curve("ours/pathx", "pathx, fresh data", True, {9: 0.5, 19: 0.6})
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_curve_says_what_is_not_long_range_arena(data: dict[str, Any], tmp_pat
     log.mkdir()
     (log / "metrics.csv").write_text("step,validation_accuracy\n9,0.8\n")
     (log / "config.yaml").write_text(json.dumps({"data": data}))
-    curve = plots.curve_of(tmp_path, "run")
+    curve = reporting.curve_of(tmp_path, "run")
     assert curve is not None and not curve.is_lra
-    assert plots.learning_curves([curve], []).axes[0].get_title().endswith(": NOT Long Range Arena")
+    assert reporting.learning_curves([curve], []).axes[0].get_title().endswith(": NOT Long Range Arena")
 
 
 def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() -> None:
