@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 
 from blocksparse_flash import BlockLayout, attention, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
@@ -71,33 +72,13 @@ def whole_layout(pattern: Pattern) -> BlockLayout:
     )  # fmt: skip
 
 
-# renamed in PyTorch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather of (batch, heads, n, dim) along n; the gradient is a reduce-scatter in its own dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        n_ranks = dist.get_world_size(group)
-        found = x.new_empty(n_ranks * x.shape[0], *x.shape[1:])
-        _all_gather(found, x.contiguous(), group=group)
-        return torch.cat(found.chunk(n_ranks), dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = grads[0].chunk(dist.get_world_size(ctx.group), dim=2)
-        total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        _reduce_scatter(total, torch.cat(parts), group=ctx.group)
-        return total, None
+# renamed in PyTorch 2.13; its gradient is a reduce-scatter in the dtype of the keys
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 def gathered(k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """All keys and values, one differentiable collective each, as in PyTorch's context parallelism."""
-    return _Gather.apply(k, group), _Gather.apply(v, group)
+    return _all_gather(k, gather_dim=2, group=group), _all_gather(v, gather_dim=2, group=group)
 
 
 def provider(

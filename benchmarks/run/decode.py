@@ -12,7 +12,6 @@ rate at which a copy of 1 GiB reads and writes. setup_ms is the first call, whic
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +46,8 @@ class Case(NamedTuple):
     def layout(self) -> BlockLayout | None:
         if self.pattern == "dense":
             return None
-        lengths = self.q_len, self.kv_len
-        drawn = masks.random(lengths, density=0.1, seed=0, block_size=BLOCK)
-        return (masks.sink_window(lengths, sinks=128, window=1024, block_size=BLOCK) | drawn) & masks.causal(
-            lengths, block_size=BLOCK
-        )
+        mask = "(sink_window(sinks=128, window=1024) | random(density=0.1, seed=0)) & causal"
+        return masks.build(mask, (self.q_len, self.kv_len), block_size=BLOCK)
 
     @property
     def density(self) -> float:
@@ -85,7 +81,7 @@ class Provider(NamedTuple):
 
 def _ours(case: Case, device: str) -> Call:
     layout = case.layout()
-    layout = layout if layout is None else layout.to(device)
+    layout = None if layout is None else layout.to(device)
     return functools.partial(attention, layout=layout, deterministic=False, backend="triton")
 
 
@@ -137,15 +133,15 @@ def copy_rate(device: str, *, size: int = 1 << 30) -> float:
 
 
 def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -> None:
-    """Measures one case; reports why a peer cannot run it."""
-    label = f"{provider.name:18} {case.pattern:6} batch {case.batch} q_len {case.q_len:2} kv_len {case.kv_len:8}"
+    """Measures one case; reports why a peer cannot run it. copied: GB/s of a copy."""
+    label = f"{provider.name:18} {case}"
     work = functools.partial(time_one, case, provider, device, copied, out, label)
     measure.guarded(label, provider.name == "blocksparse_flash", work)
 
 
 @torch.no_grad()
 def time_one(case: Case, provider: Provider, device: str, copied: float, out: Path, label: str) -> None:
-    """Writes a line for each clock; reports a wrong output instead. copied: GB/s of a copy."""
+    """Writes a line for each clock; reports a wrong output instead."""
     call = provider.prepare(case, device)
     if call is None:
         return
@@ -167,16 +163,12 @@ def time_one(case: Case, provider: Provider, device: str, copied: float, out: Pa
         measure.append(out, line, KEYS)
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "decode.jsonl")
     names = [provider.name for provider in PROVIDERS]
     parser.add_argument("--providers", nargs="+", choices=names, default=names)
     parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parsed(arguments)
+    options = parser.parse_args(arguments)
     measure.require_gpu()
     copied = copy_rate("cuda")
     print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)

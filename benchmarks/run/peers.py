@@ -58,24 +58,16 @@ class Peer(NamedTuple):
         return self.provider == "blocksparse_flash"
 
 
-def _nothing(_pattern: Pattern, _shape: Shape) -> None:
-    return None
+def _unless(can: Callable[[Pattern, Shape], bool], reason: str) -> Callable[[Pattern, Shape], str | None]:
+    """A value of `refuses`: the reason, unless the peer can compute the pattern."""
+    return lambda pattern, shape: None if can(pattern, shape) else reason
 
 
-def _dense_only(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.is_dense else "has no block layouts"
-
-
-def _blocks_of_128(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.block_size == BLOCK else f"takes blocks of {BLOCK} only"
-
-
-def _one_sequence(_pattern: Pattern, shape: Shape) -> str | None:
-    return None if shape.batch == 1 else "takes one sequence, not a batch"
-
-
-def _neighborhoods(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.name == "neighborhood" else "has neighbourhoods only"
+NOTHING = _unless(lambda pattern, shape: True, "")
+BUT_DENSE = _unless(lambda pattern, shape: pattern.is_dense, "has no block layouts")
+OTHER_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == BLOCK, f"takes blocks of {BLOCK} only")
+BATCHES = _unless(lambda pattern, shape: shape.batch == 1, "takes one sequence, not a batch")
+BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighbourhoods only")
 
 
 def _tokens_first(function: Callable[..., Any], **options: Any) -> Call:
@@ -106,7 +98,7 @@ def ours(backend: str, *, deterministic: bool = False) -> Peer:
         return functools.partial(attention, layout=layout, backend=backend, deterministic=deterministic)
 
     named = f"{backend}, deterministic" if deterministic else backend
-    return Peer("blocksparse_flash", named, _nothing, prepare, select=select)
+    return Peer("blocksparse_flash", named, NOTHING, prepare, select=select)
 
 
 def sdpa_call(kernel: str, **options: Any) -> Call:
@@ -124,7 +116,7 @@ def sdpa(provider: str, backend: str, kernel: str) -> Peer:
     def prepare(pattern: Pattern, _shape: Shape) -> Call:
         return sdpa_call(kernel, is_causal=pattern.causal)
 
-    return Peer(provider, backend, _dense_only, prepare)
+    return Peer(provider, backend, BUT_DENSE, prepare)
 
 
 @functools.cache
@@ -206,7 +198,7 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
         "new mask, create_block_mask": functools.partial(rebuild, is_compiled=False),
         "new mask, create_block_mask, compiled": functools.partial(rebuild, is_compiled=True),
     }
-    return Peer("flex", "triton", _nothing, prepare, select=select, rebuilds=rebuilds)
+    return Peer("flex", "triton", NOTHING, prepare, select=select, rebuilds=rebuilds)
 
 
 def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
@@ -233,13 +225,9 @@ def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
     else:
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=shape.device)
         wrapper = flashinfer.BlockSparseAttentionWrapper(workspace)
-        wrapper.plan(
-            **interop.to_flashinfer(layout.to(shape.device))._asdict(),
-            num_qo_heads=shape.heads,
-            num_kv_heads=shape.heads,
-            head_dim=shape.head_dim,
-            q_data_type=torch.bfloat16,
-        )
+        blocks = interop.to_flashinfer(layout.to(shape.device))._asdict()
+        sizes = {"num_qo_heads": shape.heads, "num_kv_heads": shape.heads, "head_dim": shape.head_dim}
+        wrapper.plan(**blocks, **sizes, q_data_type=torch.bfloat16)
         run = wrapper.run
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -280,11 +268,11 @@ def _natten(pattern: Pattern, _shape: Shape) -> Call:
 
 
 PACKAGES = (
-    Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),
-    Peer("flashinfer", "auto", _one_sequence, _flashinfer, "flashinfer", tokens_first=True),
-    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", True),
-    Peer("xformers", "auto", _dense_only, _xformers, "xformers", tokens_first=True),
-    Peer("natten", "auto", _neighborhoods, _natten, "natten", tokens_first=True),
+    Peer("flash_attention_4", "cute", OTHER_BLOCKS, _flash_attention_4, "flash_attn.cute", tokens_first=True),
+    Peer("flashinfer", "auto", BATCHES, _flashinfer, "flashinfer", tokens_first=True),
+    Peer("block_sparse_attention", "cuda", OTHER_BLOCKS, _block_sparse_attention, "block_sparse_attn", True),
+    Peer("xformers", "auto", BUT_DENSE, _xformers, "xformers", tokens_first=True),
+    Peer("natten", "auto", BUT_NEIGHBORHOODS, _natten, "natten", tokens_first=True),
 )  # fmt: skip
 
 
@@ -297,11 +285,7 @@ def is_installed(package: str) -> bool:
 def peers(capability: tuple[int, int]) -> tuple[list[Peer], list[Peer]]:
     """(those that can run on a GPU of this compute capability, those whose package is not installed)."""
     mine = [ours(backend) for backend in (["hopper", "triton"] if capability == (9, 0) else ["triton"])]
-    torches = [
-        flex(),
-        sdpa("cudnn", "cudnn", "CUDNN_ATTENTION"),
-        sdpa("flash_attention_2", "sdpa", "FLASH_ATTENTION"),
-        sdpa("math", "sdpa", "MATH"),
-    ]
+    cudnn = sdpa("cudnn", "cudnn", "CUDNN_ATTENTION")
+    torches = [flex(), cudnn, sdpa("flash_attention_2", "sdpa", "FLASH_ATTENTION"), sdpa("math", "sdpa", "MATH")]
     there = [peer for peer in PACKAGES if peer.package is None or is_installed(peer.package)]
     return [*mine, *torches, *there], [peer for peer in PACKAGES if peer not in there]

@@ -65,7 +65,7 @@ class Block(nn.Module):
         return x + self.perceptron(self.norm(x))
 
 
-class Model(nn.Module):
+class Model(nn.Sequential):
     """Tokens to logits, token by token of this rank: (batch, local tokens) to (batch, local tokens, VOCABULARY).
 
     The plan's layers take turns.
@@ -74,18 +74,9 @@ class Model(nn.Module):
     def __init__(
         self, embed_dim: int, n_blocks: int, plan: distributed.ContextPlan, *, is_checkpointed: bool = False
     ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, embed_dim)
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, plan, layer=i % len(plan.layers), is_checkpointed=is_checkpointed) for i in range(n_blocks)
-        )
-        self.logits = nn.Linear(embed_dim, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(x)
+        layers = (i % len(plan.layers) for i in range(n_blocks))
+        blocks = (Block(embed_dim, plan, layer=layer, is_checkpointed=is_checkpointed) for layer in layers)
+        super().__init__(nn.Embedding(VOCABULARY, embed_dim), *blocks, nn.Linear(embed_dim, VOCABULARY))
 
 
 def batches(length: int, batch: int, period: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,7 +130,7 @@ def train(options: argparse.Namespace) -> list[float]:
     # weights and gradient reductions stay float32
     half = torch.bfloat16 if options.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in [*model][1:-1]:
         fully_shard(block, mesh=everyone, mp_policy=policy)
     fully_shard(model, mesh=everyone, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
