@@ -86,38 +86,6 @@ def padded(samples: Sequence[listops.Sample]) -> TensorDataset:
     return TensorDataset(tokens, lengths, torch.tensor([sample.label for sample in samples]))
 
 
-class Expressions(lightning.LightningDataModule):
-    """The splits of one seed. Each epoch is the next part of the training set, which is seen once, in order."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.settings = settings
-        self.splits = listops.splits(
-            listops.PRESETS["small"],
-            n_train=settings.steps * settings.batch_size,
-            n_validation=settings.n_validation,
-            n_test=settings.n_test,
-            seed=settings.seed,
-        )
-        self.train, self.validation, self.test = (padded(part) for part in self.splits)
-
-    def _loader(self, dataset: torch.utils.data.Dataset[Any], batch_size: int) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=batch_size, pin_memory=torch.cuda.is_available())
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        settings = self.settings
-        epoch = self.trainer.current_epoch if self.trainer is not None else 0
-        n_samples = settings.steps_per_epoch * settings.batch_size
-        part = range(len(self.train))[epoch * n_samples : (epoch + 1) * n_samples]
-        return self._loader(torch.utils.data.Subset(self.train, part), settings.batch_size)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.validation, 50)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.test, 50)
-
-
 class Encoder(nn.Module):
     """tokens (batch, 256) and lengths (batch,) to the logits of the ten answers (batch, 10)."""
 
@@ -145,19 +113,37 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 
 
 class Task(lightning.LightningModule):
-    """Loss, accuracy, optimiser, and the learning curve."""
+    """Samples, loss, accuracy, optimiser, and the learning curve.
+
+    Each epoch is the next part of the training set, which is seen once, in order.
+    """
 
     metrics: Any
 
     def __init__(self, settings: Settings, layout: BlockLayout) -> None:
         super().__init__()
         self.settings = settings
+        n_train = settings.steps * settings.batch_size
+        sizes = {"n_train": n_train, "n_validation": settings.n_validation, "n_test": settings.n_test}
+        self.splits = listops.splits(listops.PRESETS["small"], **sizes, seed=settings.seed)
         self.encoder = Encoder(settings, layout)
         names = ("train_accuracy", "validation_accuracy", "test_accuracy")
         accuracies = {name: MulticlassAccuracy(listops.N_CLASSES, average="micro") for name in names}
         self.metrics = nn.ModuleDict({"loss": MeanMetric(), **accuracies})
         # step, loss and accuracy of the training samples since the last point, validation accuracy
         self.curve: list[dict[str, float]] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        n_samples = self.settings.steps_per_epoch * self.settings.batch_size
+        begin = self.trainer.current_epoch * n_samples
+        part = padded(self.splits.train[begin : begin + n_samples])
+        return DataLoader(part, self.settings.batch_size, pin_memory=torch.cuda.is_available())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(padded(self.splits.validation), 50, pin_memory=torch.cuda.is_available())
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(padded(self.splits.test), 50, pin_memory=torch.cuda.is_available())
 
     def _logits(self, batch: list[Tensor], accuracy: str) -> Tensor:
         tokens, lengths, labels = batch
@@ -259,7 +245,7 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         f"layout: butterfly | local | global_tokens, {LENGTH} tokens, block {BLOCK_SIZE}, density {layout.density:.3f}"
     )
     path = out / "unfinished.ckpt"
-    task, data = Task(settings, layout), Expressions(settings)
+    task = Task(settings, layout)
     n_finished = finished_steps(path, settings)
     warn_if_slow(settings, layout, settings.steps - n_finished)
     trainer = lightning.Trainer(
@@ -281,13 +267,13 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         ],
     )
     try:
-        trainer.fit(task, data, ckpt_path=path if n_finished else None)
+        trainer.fit(task, ckpt_path=path if n_finished else None)
     except SystemExit:
         # Lightning's answer to Ctrl-C
         raise KeyboardInterrupt from None
     trained = time.perf_counter()
-    accuracy = float(trainer.test(task, data, verbose=False)[0]["test_accuracy"])
-    test = data.splits.test
+    accuracy = float(trainer.test(task, verbose=False)[0]["test_accuracy"])
+    test = task.splits.test
     results = {
         "test_accuracy": accuracy,
         "floor": listops.root_operator_floor(test),

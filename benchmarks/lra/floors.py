@@ -30,25 +30,19 @@ def best_guess(groups: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarra
     return float(counts.max(axis=1).sum() / len(labels)), 1 / counts[groups, labels]
 
 
-class MarkerReader(nn.Module):
-    """Probability of label 1, (n,), from two unordered positions, (n, 2, 2)."""
+class MarkerReader(nn.Sequential):
+    """Logit of label 1, (n,), from two positions, (n, 2, 2); it is trained with either position first."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
+        super().__init__(nn.Linear(7, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
         self.size = size
-        self.layers = nn.Sequential(
-            nn.Linear(7, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
-        )
-
-    def logits(self, markers: Tensor) -> Tensor:
-        """From positions, differences and distance relative to the image."""
-        places = markers.float() / self.size
-        between = places[:, 1] - places[:, 0]
-        features = torch.cat([places.flatten(1), between, between.norm(dim=1, keepdim=True)], dim=1)
-        return self.layers(features).squeeze(1)
 
     def forward(self, markers: Tensor) -> Tensor:
-        return torch.sigmoid((self.logits(markers) + self.logits(markers.flip(1))) / 2)
+        """From positions, differences and distance relative to the image."""
+        places = markers / self.size
+        between = places[:, 1] - places[:, 0]
+        features = torch.cat([places.flatten(1), between, between.norm(dim=1, keepdim=True)], dim=1)
+        return super().forward(features).squeeze(1)
 
 
 def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, seed: int = 0) -> MarkerReader:
@@ -66,7 +60,7 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
             for batch in torch.randperm(len(places)).tensor_split(n_batches):
                 is_swapped = torch.rand(len(batch), 1, 1) < 0.5
                 seen = torch.where(is_swapped, places[batch].flip(1), places[batch])
-                loss = F.binary_cross_entropy_with_logits(reader.logits(seen), truth[batch])
+                loss = F.binary_cross_entropy_with_logits(reader(seen), truth[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -76,8 +70,9 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
 
 @torch.no_grad()
 def marker_probabilities(reader: MarkerReader, markers: np.ndarray) -> np.ndarray:
-    """float64 (n,): the reader's probability of label 1."""
-    return reader(torch.as_tensor(markers.astype(np.float32))).double().numpy()
+    """float64 (n,): the reader's probability of label 1, the mean of both orders of the positions."""
+    places = torch.as_tensor(markers.astype(np.float32))
+    return torch.sigmoid((reader(places) + reader(places.flip(1))) / 2).double().numpy()
 
 
 def marker_weights(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:

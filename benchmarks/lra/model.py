@@ -146,14 +146,8 @@ class Classifier(nn.Module):
         rope = architecture.rope_base if architecture.positions == "rope" else None
         blocks = []
         for _ in range(architecture.n_layers):
-            attention = SelfAttention(
-                width,
-                architecture.num_heads,
-                layout,
-                rope=rope,
-                dropout_p=architecture.attention_dropout_p,
-                head_dim=architecture.head_dim,
-            )
+            options: dict[str, Any] = {"dropout_p": architecture.attention_dropout_p, "head_dim": architecture.head_dim}
+            attention = SelfAttention(width, architecture.num_heads, layout, rope=rope, **options)
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
         self.head_dim = blocks[0].attention.head_dim
         self.encoder = Encoder(blocks * architecture.repeats)

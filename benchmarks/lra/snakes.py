@@ -312,13 +312,9 @@ def quantise(image, out):
 def draw(tables, rules, keys, marker, levels, counterfactual, images, labels, markers, tips, attempts):
     """Draws images from keys, uint64 (n,). Word 0 of a key is reserved for the caller.
 
-    levels   float32 (2,): ink of the targets, of the distractors
-    images   uint8 (n, 1, size, size); or (n, 4, ...) if counterfactual, with markers at [origin 0, terminal 0], then
-             [0, 1], [1, 0], [1, 1]
-    labels   uint8 (n, 1 or 4): 1 if both markers are on one snake
-    markers  int16 (n, 1 or 4, 2, 2): of each image the marked origin and terminal, (y, x)
-    tips     int16 (n, 2, 2, 2): [origin or terminal, snake] -> (y, x)
-    attempts int64 (n,): pairs of snakes begun, 0 where none ever fitted
+    levels  float32 (2,): ink of the targets, of the distractors
+    images, labels, markers, tips, attempts  of pathfinder.Images; four versions if counterfactual, with markers at
+            [origin 0, terminal 0], then [0, 1], [1, 0], [1, 1]. 0 attempts where none ever fitted
     """
     most = 2 * rules.contour_length + rules.n_distractors * rules.distractor_length
     side = tables.lines.shape[1]

@@ -37,8 +37,10 @@ class Source(Protocol):
     def draw(self, split: str, places: np.ndarray) -> np.ndarray: ...
 
 
-def _digest(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+def _named(kind: str, rules: pathfinder.Preset | listops.Preset, seed: int) -> str:
+    """The kind with a digest of the settings."""
+    settings = {"rules": dataclasses.asdict(rules), "seed": seed, "version": VERSION}
+    return f"{kind}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def numbers(split: str, places: np.ndarray) -> np.ndarray:
@@ -61,8 +63,7 @@ class PathfinderSource:
 
     @property
     def name(self) -> str:
-        settings = {"rules": dataclasses.asdict(self.rules), "seed": self.seed, "version": VERSION}
-        return f"pathfinder{self.rules.size}-{self.rules.contour_length}-{_digest(settings)}"
+        return _named(f"pathfinder{self.rules.size}-{self.rules.contour_length}", self.rules, self.seed)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -99,8 +100,7 @@ class ListOpsSource:
 
     @property
     def name(self) -> str:
-        settings = {"rules": dataclasses.asdict(self.rules), "seed": self.seed, "version": VERSION}
-        return f"listops{self._width}-{_digest(settings)}"
+        return _named(f"listops{self._width}", self.rules, self.seed)
 
     @property
     def _width(self) -> int:

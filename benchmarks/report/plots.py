@@ -13,20 +13,12 @@ from .attention import SWEEPS, main_lines, most, swept
 from .lines import DIRECTIONS, SETTING, break_even, groups, panels, providers, select
 from .summaries import dense_times, sparse_curves
 
-# ours in blues; distinguishable with colour blindness
-COLOURS = {
-    "blocksparse_flash, hopper": "#08306b",
-    "blocksparse_flash, triton": "#4292c6",
-    "FlexAttention": "#e69f00",
-    "FlashAttention-4": "#d55e00",
-    "FlashInfer": "#cc79a7",
-    "Block-Sparse-Attention": "#009e73",
-    "NATTEN": "#66c2a5",
-    "xFormers": "#b3a100",
-    "cuDNN": "#555555",
-    "FlashAttention-2": "#999999",
-    "SDPA math": "#cccccc",
-}
+# in the order of LABELS, ours in blues; distinguishable with colour blindness
+HUES = (
+    "#08306b", "#4292c6", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#66c2a5", "#b3a100", "#555555", "#999999",
+    "#cccccc",
+)  # fmt: skip
+COLOURS = dict(zip(measurements.LABELS.values(), HUES, strict=True))
 # provider -> (name, colour)
 MASK_STYLES = {
     "blocksparse_flash": ("blocksparse_flash", "#08306b"),
