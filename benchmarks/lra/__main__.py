@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import itertools
 import os
-import pkgutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -188,16 +187,6 @@ def experiment(arguments: Sequence[str] | None) -> None:
     )
 
 
-# command -> the function that runs it, imported on use
-OWN = {
-    "generate": "benchmarks.lra.__main__:generate",
-    "floors": "benchmarks.lra.__main__:floors",
-    "recipe": "benchmarks.lra.recipe:run",
-    "speed": "benchmarks.lra.__main__:speed",
-    "report": "benchmarks.lra.reporting:report",
-}
-
-
 def main(given: Sequence[str] | None = None) -> None:
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
@@ -205,17 +194,20 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if given is None else given
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
-    elif arguments[0] in OWN:
-        import jsonargparse
+        return
+    import jsonargparse
 
-        command = pkgutil.resolve_name(OWN[arguments[0]])
-        try:
-            jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")
-        except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-            sys.exit(130)
-    else:
+    from . import recipe, reporting
+
+    own = {"generate": generate, "floors": floors, "recipe": recipe.run, "speed": speed, "report": reporting.report}
+    if arguments[0] not in own:
         experiment(given)
+        return
+    try:
+        jsonargparse.auto_cli(own, args=list(arguments), prog="python -m benchmarks.lra")
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
