@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # what the extra [lra] installs
 PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
@@ -199,7 +200,8 @@ def main(given: Sequence[str] | None = None) -> None:
 
     from . import recipe, reporting
 
-    own = {"generate": generate, "floors": floors, "recipe": recipe.run, "speed": speed, "report": reporting.report}
+    own: dict[str, Any] = {"generate": generate, "floors": floors, "speed": speed}
+    own |= {"recipe": recipe.run, "report": reporting.report}
     if arguments[0] not in own:
         experiment(given)
         return

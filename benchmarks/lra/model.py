@@ -56,9 +56,7 @@ class Architecture:
     first_tokens: Literal["independent", "smooth"] = "independent"
 
 
-@functools.cache
-def _layout(mask: str, length: int, block_size: int) -> BlockLayout:
-    return masks.build(mask, length, block_size=block_size)
+_layout = functools.cache(masks.build)
 
 
 def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | Callable[[int], BlockLayout] | None:

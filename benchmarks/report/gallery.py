@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import masks
 from blocksparse_flash import BlockLayout
@@ -99,30 +97,17 @@ def example(name: str) -> BlockLayout:
     return builder(*lengths, **arguments, block_size=BLOCK_SIZE)
 
 
-def _short(value: object) -> str:
-    """A short form of a value: the first of many numbers, or the shape of an array."""
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return f"[{' x '.join(map(str, value.shape))} numbers]"
-    if isinstance(value, list) and len(value) > 8:
-        return f"[{', '.join(map(str, value[:5]))}, ...]"
-    return repr(value)
-
-
 def call(name: str) -> str:
     """The name of a mask and, below it, its arguments."""
-    arguments = ", ".join(f"{argument}={_short(value)}" for argument, value in EXAMPLES[name].items())
-    return f"{name}\n{textwrap.fill(arguments, 40)}"
+    arguments = ", ".join(f"{argument}={value!r}" for argument, value in EXAMPLES[name].items())
+    return f"{name}\n{arguments}"
 
 
 def signature(name: str) -> str:
     """`local(length, *, window)`: without annotations, and without block_size, which every mask has."""
     found = inspect.signature(getattr(masks, name))
-    shown = [
-        each.replace(annotation=inspect.Parameter.empty)
-        for each in found.parameters.values()
-        if each.name != "block_size"
-    ]
-    return f"{name}{inspect.Signature(shown)}"
+    shown = (each for each in found.parameters.values() if each.name != "block_size")
+    return f"{name}{inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in shown])}"
 
 
 def paper(name: str) -> str:

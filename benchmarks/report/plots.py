@@ -27,13 +27,7 @@ MASK_STYLES = {
     "flex": ("create_block_mask, not compiled", "#d55e00"),
     "dense": ("a bool for every pair, then blocks", "#999999"),
 }
-CONTEXT_STYLES = {
-    "exchange": ("exchange of needed keys", "#08306b"),
-    "ulysses": ("Ulysses", "#4292c6"),
-    "gathered": ("all-gather (ours)", "#9ecae1"),
-    "all_gather": ("all-gather", "#999999"),
-    "flex": ("FlexAttention, all-gather", "#e69f00"),
-}
+CONTEXT_HUES = dict(zip(context_parallel.LABELS, ("#08306b", "#4292c6", "#9ecae1", "#999999", "#e69f00"), strict=True))
 # width of all bars of one pattern; patterns are 1 apart
 BARS = 0.84
 
@@ -66,15 +60,12 @@ def _figure(down: int, across: int, title: str) -> tuple[Any, Any]:
 
 def _legend(figure: Any) -> Any:
     """The figure with one legend for all panels, below them."""
-    entries: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(name, handle)
+    found = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes)
+    entries = {name: handle for axis in found for handle, name in axis}
     # four long names are wider than two panels
     across = 4 if max(map(len, entries)) <= 40 else 2
-    figure.legend(
-        [*entries.values()], [*entries], loc="outside lower center", ncols=min(across, len(entries)), frameon=False
-    )
+    place = {"loc": "outside lower center", "ncols": min(across, len(entries)), "frameon": False}
+    figure.legend([*entries.values()], [*entries], **place)
     return figure
 
 
@@ -279,11 +270,11 @@ def context(lines: pd.DataFrame) -> Any:
     figure, axes = _figure(-(-len(cases) // across), across, title)
     for axis, shown in zip(axes.flat, cases, strict=False):
         patterns = [*shown["pattern"].unique()]
-        for i, (provider, (name, hue)) in enumerate(CONTEXT_STYLES.items()):
+        for i, (provider, hue) in enumerate(CONTEXT_HUES.items()):
             mine = select(shown, provider=provider)
             places = [patterns.index(pattern) + 0.2 * (i - 1.5) for pattern in mine["pattern"]]
             if places:
-                axis.bar(places, mine["speedup"], 0.18, color=hue, label=name)
+                axis.bar(places, mine["speedup"], 0.18, color=hue, label=context_parallel.LABELS[provider])
                 ends = [[place + side for place in places] for side in (-0.09, 0.09)]
                 axis.hlines(mine["bound"], *ends, color="black")
         case = shown.iloc[0]

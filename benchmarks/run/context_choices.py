@@ -7,21 +7,18 @@ line.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from blocksparse_flash.distributed import cost_model
-from blocksparse_flash.distributed.cost_model import Costs
 from blocksparse_flash.distributed.ownership import Pairs
 
 from ..report import context_parallel
 from ..report import lines as measurements
-from ..report.markdown import table
+from ..report.markdown import listing
 from .patterns import Pattern, patterns
 
 RESULTS = Path(__file__).parents[1] / "results" / "context_parallel.jsonl"
@@ -29,81 +26,57 @@ ELEMENT_BYTES = 2
 SCHEMES = ("exchange", "ulysses", "all_gather")
 
 
-class Cell(NamedTuple):
-    """One measured cell.
-
-    ms       measured milliseconds of a step by scheme
-    costs    predictions of the cost model
-    chosen, best  the scheme that the cost model chooses, and the fastest one
-    loss     measured time of the chosen scheme over that of the best one
-    speedup  measured, of the chosen scheme
-    is_as_measured  whether the chosen scheme would receive as many bytes as in its measurement
-    """
-
-    ranks: int
-    length: int
-    kv_heads: int
-    pattern: str
-    ms: dict[str, float]
-    costs: Costs
-    chosen: str
-    best: str
-    loss: float
-    speedup: float
-    is_as_measured: bool
-
-
-def cell_of(pattern: Pattern, lines: pd.DataFrame) -> Cell:
-    """The cell of a pattern's measurements, compared with the choice for a contiguous order."""
-    ranks, length, heads, kv_heads, head_dim = (
-        int(lines[key].iloc[0]) for key in ("ranks", "n", "heads", "kv_heads", "head_dim")
-    )
+def cell_of(pattern: Pattern, lines: pd.DataFrame) -> dict[str, Any]:
+    """The cell of a pattern's measurements, compared with the choice for a contiguous order, see cells."""
+    names = ("ranks", "n", "kv_heads", "heads", "head_dim")
+    ranks, length, kv_heads, heads, head_dim = (int(lines[name].iloc[0]) for name in names)
     pairs, n_tiles = Pairs(*np.nonzero(pattern.blocks)), len(pattern.blocks)
     owner = np.arange(n_tiles) * ranks // n_tiles
     costs = cost_model.costs_of(pairs, owner, length, (heads, kv_heads), ranks, requested="auto", without_pass_q=False)
     by_scheme = lines.set_index("provider")
-    chosen, best = costs.scheme, str(by_scheme["ms"].idxmin())
+    chosen, best, ms = costs.scheme, str(by_scheme["ms"].idxmin()), by_scheme["ms"].to_dict()
     received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "all_gather": costs.all_gather}[chosen]
     n_bytes = None if received is None else int(received.max()) * head_dim * ELEMENT_BYTES
-    ms, line = by_scheme["ms"].to_dict(), by_scheme.loc[chosen]
-    is_as_measured = n_bytes == line["received_bytes"]
-    loss, speedup = ms[chosen] / ms[best], line["speedup"]
-    return Cell(ranks, length, kv_heads, pattern.name, ms, costs, chosen, best, loss, speedup, is_as_measured)
+    return {
+        "ranks": ranks, "length": length, "kv_heads": kv_heads, "pattern": pattern.name, **ms, "costs": costs,
+        "chosen": chosen, "best": best, "loss": ms[chosen] / ms[best], "speedup": by_scheme.loc[chosen, "speedup"],
+        "is_as_measured": n_bytes == by_scheme.loc[chosen, "received_bytes"],
+    }  # fmt: skip
 
 
-def cells(path: Path = RESULTS) -> list[Cell]:
-    """Every cell with measurements of all schemes."""
+def cells(path: Path = RESULTS) -> pd.DataFrame:
+    """A row for each cell with measurements of all schemes: ranks, length, kv_heads, pattern, and
+
+    SCHEMES       measured milliseconds of a step
+    costs         predictions of the cost model
+    chosen, best  the scheme that the cost model chooses, and the fastest one
+    loss          measured time of the chosen scheme over that of the best one
+    speedup       measured, of the chosen scheme
+    is_as_measured  whether the chosen scheme would receive as many bytes as in its measurement
+    """
     found = []
     for setting in context_parallel.settings(measurements.read(path), direction="step"):
         known = {pattern.name: pattern for pattern in patterns(int(setting["n"].iloc[0]))}
         for name, lines in setting[setting["provider"].isin(SCHEMES)].groupby("pattern"):
             if len(lines) == len(SCHEMES):
                 found.append(cell_of(known[name], lines))
-    return sorted(found, key=lambda cell: cell[:4])
+    return pd.DataFrame(found).sort_values(["ranks", "length", "kv_heads", "pattern"])
 
 
-def report(found: Sequence[Cell]) -> str:
+def report(found: pd.DataFrame) -> str:
     """A table with a row per cell, and the share of fastest choices."""
-    header = [
-        "GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up",
-        "predicted",
-    ]  # fmt: skip
-    rows = []
-    for cell in found:
-        seconds, speedup = cell.costs.seconds[cell.chosen], cell.costs.speedup
-        assert seconds is not None and speedup is not None
-        rows.append(
-            [
-                str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
-                *(f"{cell.ms[scheme]:.2f}" for scheme in SCHEMES), cell.chosen, f"{1e3 * seconds:.2f}",
-                cell.best, f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
-            ]
-        )  # fmt: skip
-    losses = [cell.loss for cell in found]
-    right = sum(cell.chosen == cell.best for cell in found)
+    columns = {
+        "GPUs": "{ranks}", "tokens": "{length:,}", "key heads": "{kv_heads}", "pattern": "{pattern}",
+        **{scheme: f"{{{scheme}:.2f}}" for scheme in SCHEMES}, "chosen": "{chosen}",
+        "predicted, ms": "{predicted_ms:.2f}", "best": "{best}", "loss": "{extra:.1%}", "speed-up": "{speedup:.2f}",
+        "predicted": "{costs.speedup:.2f}",
+    }  # fmt: skip
+    seconds = [costs.seconds[costs.scheme] for costs in found["costs"]]
+    shown = found.assign(predicted_ms=1e3 * np.array(seconds), extra=found["loss"] - 1)
+    right, losses = (found["chosen"] == found["best"]).sum(), shown["extra"]
     return (
-        f"{table(header, rows)}\n\nThe fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
-        f"{statistics.mean(losses) - 1:.1%} in the mean and {max(losses) - 1:.1%} at most."
+        f"{listing(shown, columns)}\n\nThe fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
+        f"{losses.mean():.1%} in the mean and {losses.max():.1%} at most."
     )
 
 

@@ -96,27 +96,20 @@ def provider(
         assert received is not None
         # equal work on every rank
         tiles = costs.tiles.sum() // n_ranks if name == "ulysses" else costs.tiles.max()
-        return Provider(name, partial(_shared, plan, chunks), plan, int(received.max()), int(tiles))
+        call: Call = partial(distributed.attention, plan=plan, chunks=chunks)
+        return Provider(name, call, plan, int(received.max()), int(tiles))
     if layout.q_len % (n_ranks * BLOCK):
         raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
     plan = distributed.plan(layout, group, heads=heads, scheme="exchange", deterministic=True)
     costs, local = plan.layers[0].costs, layout.q_len // n_ranks
     if name == "all_gather":
         rows = layout.select(rows=slice(rank * local // BLOCK, (rank + 1) * local // BLOCK)).to(device)
-        call: Call = partial(_from_all, rows, group)
+        call = lambda q, k, v: attention(q, *gathered(k, v, group), rows)  # noqa: E731
     elif device == "cuda":
         call = _flex(pattern, rank * local, local, layout.kv_len, group)
     else:
         raise NotTimed("cannot run: it needs a GPU")
     return Provider(name, call, plan, int(costs.all_gather.max()), int(costs.tiles.max()))
-
-
-def _shared(plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return distributed.attention(q, k, v, plan, chunks=chunks)
-
-
-def _from_all(rows: BlockLayout, group: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, *gathered(k, v, group), rows)
 
 
 def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group: Any) -> Call:

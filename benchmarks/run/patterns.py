@@ -63,15 +63,10 @@ def dense(length: int, *, block_size: int = BLOCK) -> Pattern:
     return Pattern("dense", np.ones((length // block_size,) * 2, dtype=bool), block_size=block_size)
 
 
-def _distances(n_blocks: int) -> np.ndarray:
-    """Distance of row and col, in blocks."""
-    position = np.arange(n_blocks, dtype=np.int32)
-    return abs(position[:, None] - position[None, :])
-
-
 def local(length: int, *, each_side: int = WINDOW_BLOCKS // 2, block_size: int = BLOCK) -> Pattern:
     """Blocks at most `each_side` blocks away."""
-    return Pattern("local", _distances(length // block_size) <= each_side, block_size=block_size)
+    block = np.arange(length // block_size, dtype=np.int32)
+    return Pattern("local", abs(block[:, None] - block) <= each_side, block_size=block_size)
 
 
 def neighborhood(length: int, *, kernel_blocks: int = WINDOW_BLOCKS) -> Pattern:
