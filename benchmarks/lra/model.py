@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -111,9 +111,8 @@ class _Lookup(torch.autograd.Function):
         return (is_row @ grad).sum(dim=0), None
 
 
-def lookup(table: Tensor, rows: Tensor) -> Tensor:
-    """(n_rows, width) and int (batch, length) to (batch, length, width), as F.embedding."""
-    return cast(Tensor, _Lookup.apply(table, rows))
+# (n_rows, width) and int (batch, length) to (batch, length, width), as F.embedding
+lookup: Callable[[Tensor, Tensor], Tensor] = _Lookup.apply
 
 
 class Classifier(nn.Module):

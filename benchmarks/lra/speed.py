@@ -20,12 +20,11 @@ import yaml
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, explain
-from blocksparse_flash.nn import SelfAttention
 
 from ..run import measure
 from ..run.correctness import relative_error
 from .model import Architecture, Classifier, layout_of
-from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropout, why_not
+from .peers import MATERIALISED, OURS, PROVIDERS, attend_with, has_dropout, why_not
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
@@ -81,15 +80,6 @@ def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int =
     return Case(task, batch or settings["data"]["batch_size"], architecture, optimiser)
 
 
-def swap_attention(layer: SelfAttention, attend: Attend, dropout_p: float) -> None:
-    """Gives a layer of ours another attention, for inputs without padding."""
-
-    def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        return attend(q, k, v, dropout_p=dropout_p if layer.training else 0.0)
-
-    layer.attend = swapped  # type: ignore[method-assign]
-
-
 def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     """The model, the same weights for every provider."""
     torch.manual_seed(0)
@@ -100,9 +90,13 @@ def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     if not is_ours:
         attend = attend_with(provider, case.layout, device)
         dropout_p = architecture.attention_dropout_p if has_dropout(provider) else 0.0
+
+        # for inputs without padding
+        def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+            return attend(q, k, v, dropout_p=dropout_p if model.training else 0.0)
+
         for block in model.encoder.blocks:
-            assert isinstance(block.attention, SelfAttention)
-            swap_attention(block.attention, attend, dropout_p)
+            block.attention.attend = swapped  # type: ignore[union-attr]
     return model.to(device)
 
 

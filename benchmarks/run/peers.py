@@ -130,13 +130,6 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-@functools.cache
-def compiled_create_block_mask() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
-
-
 def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(counts, cols) of the True blocks of each row, then the others, as in BlockMask."""
     counts = blocks.sum(1, dtype=torch.int32)[None, None]
@@ -174,7 +167,7 @@ def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
     def attends(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return table[q // side, kv // side]
 
-    create = compiled_create_block_mask() if is_compiled else create_block_mask
+    create = torch.compile(create_block_mask, dynamic=False, fullgraph=True) if is_compiled else create_block_mask
     return create(attends, None, None, pattern.length, pattern.length, device=device, BLOCK_SIZE=side)
 
 
