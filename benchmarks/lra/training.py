@@ -17,11 +17,10 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from blocksparse_flash.nn import EncoderBlock
+from blocksparse_flash.nn import EncoderBlock, RotaryTable
 
 from ..run import measure
 from .batches import Batch
-from .compiling import compile_around_attention
 from .floors import pair_accuracy
 from .model import Architecture, Classifier, load_fitting
 from .scoring import Result, belongs, score
@@ -65,6 +64,25 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
 def in_order(answers: Tensor) -> Tensor:
     """Logits (n, labels) by the number of their sample, which is the first column of (n, 1 + labels)."""
     return answers[answers[:, 0].argsort()][:, 1:]
+
+
+def compile_around_attention(block: EncoderBlock) -> None:
+    """Compiles a layer before and after its attention, once for all lengths; the layout of attention has one length."""
+    attention = block.attention
+
+    def before(x: Tensor, positions: Tensor | RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+        return attention.project(block.attention_norm(x), positions)
+
+    def after(x: Tensor, heads: Tensor) -> Tensor:
+        x = x + block.dropout(attention.unite(heads))
+        return x + block.dropout(block.dense(block.dense_norm(x)))
+
+    fused_before, fused_after = torch.compile(before, dynamic=True), torch.compile(after, dynamic=True)
+
+    def forward(x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None) -> Tensor:
+        return fused_after(x, attention.attend(*fused_before(x, positions), kv_lengths))
+
+    block.forward = forward  # type: ignore[method-assign]
 
 
 class Experiment(lightning.LightningModule):

@@ -15,7 +15,7 @@ import pandas as pd
 
 from blocksparse_flash.explanation import prediction
 
-from . import attention, context_parallel, decode, io, long_range, masks, plots, small, summaries
+from . import attention, context_parallel, io, plots, summaries, tables
 from . import lines as measurements
 from .attention import most
 from .lines import LABELS, select
@@ -46,7 +46,7 @@ def read(results: Path) -> Lines:
     for name, must_exist in FILES.items():
         path = results / f"{name}.jsonl"
         found[name] = measurements.read(path) if must_exist or path.exists() else measurements.frame([])
-    found["lra"] = long_range.read(results / "lra")
+    found["lra"] = tables.read_long_range(results / "lra")
     return found
 
 
@@ -58,7 +58,7 @@ def highlights(lines: Lines) -> str:
         *summaries.break_evens(attention.swept(shown, "density")),
         *summaries.small_blocks(select(shown, bench="block-size")),
         *summaries.deterministic(select(shown, bench="deterministic")),
-        *(value for value in small.values(lines["small"]) if value.baseline == LABELS["flex", "triton"]),
+        *(value for value in tables.small_values(lines["small"]) if value.baseline == LABELS["flex", "triton"]),
         *attention.other_gpus_values(lines["attention"]),
     ]
     changes = summaries.changes(select(shown, bench="change"))
@@ -75,16 +75,16 @@ PAGES: dict[str, dict[str, Callable[[Lines], str]]] = {
     "docs/performance.md": {
         "attention": lambda lines: attention.speed_section(most(lines["attention"])),
         "highlights": highlights,
-        "masks": lambda lines: masks.section(lines["masks"]),
+        "masks": lambda lines: tables.mask_building(lines["masks"]),
     },
     "docs/cost.md": {"prediction": lambda _: prediction_section()},
-    "docs/decoding.md": {"decode": lambda lines: decode.section(lines["decode"])},
-    "docs/lra.md": {"lra": lambda lines: long_range.section(lines["lra"])},
+    "docs/decoding.md": {"decode": lambda lines: tables.decoding(lines["decode"])},
+    "docs/lra.md": {"lra": lambda lines: tables.long_range(lines["lra"])},
     "docs/distributed.md": {"context": lambda lines: context_parallel.summary(lines["context_parallel"])},
     "benchmarks/README.md": {
         "sweeps": lambda lines: attention.sweeps_section(most(lines["attention"])),
         "elsewhere": lambda lines: attention.other_gpus_section(lines["attention"]),
-        "small": lambda lines: small.section(lines["small"]),
+        "small": lambda lines: tables.small_calls(lines["small"]),
         "context": lambda lines: context_parallel.section(lines["context_parallel"]),
         "io": lambda lines: io.section(lines["io"]),
     },
@@ -115,8 +115,11 @@ def written(root: Path, lines: Lines) -> dict[str, str]:
 
 def result_pages(lines: Lines) -> dict[str, str]:
     """The files of results/ with every measurement, by name; none for what was not measured."""
-    modules = {"attention": attention, "small": small, "io": io, "context_parallel": context_parallel}
-    return {f"{name}.md": module.everything(lines[name]) for name, module in modules.items() if len(lines[name])}
+    writers = {
+        "attention": attention.everything, "small": tables.all_small_calls, "io": io.everything,
+        "context_parallel": context_parallel.everything,
+    }  # fmt: skip
+    return {f"{name}.md": write(lines[name]) for name, write in writers.items() if len(lines[name])}
 
 
 def main() -> None:

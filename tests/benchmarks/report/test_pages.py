@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pandas", reason="needs the extra [bench]")
 
-from benchmarks.report import attention, decode, long_range, pages, plots, summaries
+from benchmarks.report import attention, pages, plots, summaries, tables
 from benchmarks.report import lines as measurements
 from benchmarks.report.lines import frame
 from benchmarks.report.markdown import replaced
@@ -140,15 +140,15 @@ def test_long_range_has_a_row_for_each_configuration(tmp_path: Path) -> None:
     for name, tests in (("pathx", [{**said, "accuracy": 0.1}, said]), ("dense", [{**said, "mask": None}])):
         (tmp_path / "ours" / name).mkdir(parents=True)
         (tmp_path / "ours" / name / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tests))
-    assert rows_of(long_range.section(long_range.read(tmp_path))) == [
+    assert rows_of(tables.long_range(tables.read_long_range(tmp_path))) == [
         "| `ours/dense` | pathx | dense | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
         "| `ours/pathx` | pathx | butterfly \\| local | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
     ]
-    assert long_range.section(long_range.read(tmp_path / "missing")) == ""
+    assert tables.long_range(tables.read_long_range(tmp_path / "missing")) == ""
 
 
 def test_decoding_has_a_row_for_each_case() -> None:
-    assert decode.section(frame([])) == "" == decode.section(frame([of(TRITON, direction="call", kv_heads=2)]))
+    assert tables.decoding(frame([])) == "" == tables.decoding(frame([of(TRITON, direction="call", kv_heads=2)]))
     found = [
         of(by, bench="decode", pattern=pattern, direction="graph", kv_heads=2, q_len=q_len, ms=ms)
         for by, pattern, q_len, ms in (
@@ -157,7 +157,7 @@ def test_decoding_has_a_row_for_each_case() -> None:
             (CUDNN, "dense", 16, 2.0),
         )
     ]
-    section = decode.section(frame(found))
+    section = tables.decoding(frame(found))
     assert "4 query heads and 2 key heads of dimension 64" in section
     assert "stores 10.0% to 10.0% of the blocks" in section
     columns = ["keys", "batch", "queries", "blocksparse_flash, triton, sparse", "blocksparse_flash, triton, dense"]

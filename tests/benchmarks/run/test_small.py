@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("pandas", reason="needs the extra [bench]")
 
 from benchmarks.report import lines as measurements
-from benchmarks.report import small as small_report
+from benchmarks.report import tables
 from benchmarks.report.lines import frame
 from benchmarks.run import measure, peers, small
 from benchmarks.run.attention import Run
@@ -115,17 +115,17 @@ LINES = [line(), line(**FLEX), line(direction="bwd", ms=0.16), line(**FLEX, dire
 
 def test_slower_cases_are_counted_by_clock() -> None:
     name = "speed-up of small calls, GPU time | blocksparse_flash, triton | FlexAttention"
-    assert f"| {name} | 2 | 0.25 | 0.71 | 2.00 | 1 |" in small_report.section(frame(LINES))
-    assert f"| {name} | 1 | 2.00 | 2.00 | 2.00 | 0 |" in small_report.section(frame(LINES[:2]))
+    assert f"| {name} | 2 | 0.25 | 0.71 | 2.00 | 1 |" in tables.small_calls(frame(LINES))
+    assert f"| {name} | 1 | 2.00 | 2.00 | 2.00 | 0 |" in tables.small_calls(frame(LINES[:2]))
     # no peer was measured by the wall clock
-    assert "wall clock" not in small_report.section(frame(LINES))
+    assert "wall clock" not in tables.small_calls(frame(LINES))
 
 
 def test_the_table_has_every_measurement_and_a_dash_for_what_is_missing() -> None:
-    text = small_report.everything(frame(LINES))
+    text = tables.all_small_calls(frame(LINES))
     assert "| 512 | 128 | dense | forward | 20.0 (10.0 to 30.0) | 40.0 (10.0 to 30.0) |" in text
-    assert small_report.everything(frame([line(), line(**FLEX, clock="wall")])).count("| - |") == 2
-    assert small_report.section(frame([])) == ""
+    assert tables.all_small_calls(frame([line(), line(**FLEX, clock="wall")])).count("| - |") == 2
+    assert tables.small_calls(frame([])) == ""
 
 
 def test_of_equal_measurements_the_latest_counts(tmp_path: Path) -> None:
