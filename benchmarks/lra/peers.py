@@ -19,7 +19,8 @@ from ..run.peers import compiled_flex
 Attend = Callable[..., Tensor]
 
 OURS, MATERIALISED, SDPA, FLEX = "blocksparse_flash", "materialised", "sdpa", "flex"
-PROVIDERS = (OURS, MATERIALISED, SDPA, FLEX)
+WITH_DROPOUT = (OURS, MATERIALISED, SDPA)
+PROVIDERS = (*WITH_DROPOUT, FLEX)
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Tensor | None) -> Tensor:
@@ -54,11 +55,6 @@ def why_not(provider: str, layout: BlockLayout | None, device: torch.device) -> 
     if layout is not None and any(side % 128 for side in layout.block_size):
         return f"FlexAttention takes blocks of 128 tokens, not of {layout.block_size}"
     return None
-
-
-def has_dropout(provider: str) -> bool:
-    """Whether a provider supports dropout."""
-    return provider != FLEX
 
 
 def attend_with(provider: str, layout: BlockLayout | None, device: torch.device, *, backend: str = "auto") -> Attend:

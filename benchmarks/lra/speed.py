@@ -24,7 +24,7 @@ from blocksparse_flash import BlockLayout, explain
 from ..run import measure
 from ..run.correctness import relative_error
 from .model import Architecture, Classifier, layout_of
-from .peers import MATERIALISED, OURS, PROVIDERS, attend_with, has_dropout, why_not
+from .peers import MATERIALISED, OURS, PROVIDERS, WITH_DROPOUT, attend_with, why_not
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
@@ -89,7 +89,7 @@ def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     model.guess.requires_grad_(False)
     if not is_ours:
         attend = attend_with(provider, case.layout, device)
-        dropout_p = architecture.attention_dropout_p if has_dropout(provider) else 0.0
+        dropout_p = architecture.attention_dropout_p if provider in WITH_DROPOUT else 0.0
 
         # for inputs without padding
         def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -187,6 +187,6 @@ def run(
             "density": 1.0 if layout is None else layout.density, "n": case.task.length,
             "documents": case.task.n_documents, "batch": case.batch, "heads": architecture.num_heads,
             "head_dim": architecture.embed_dim // architecture.num_heads, "dtype": "bf16",
-            "dropout_p": architecture.attention_dropout_p if has_dropout(provider) else 0.0, "direction": "step",
+            "dropout_p": architecture.attention_dropout_p if provider in WITH_DROPOUT else 0.0, "direction": "step",
             **found, "tflops": None, **where,
         }  # fmt: skip

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ..run.sweeps import SAME_MASK, TIMED
@@ -135,13 +135,10 @@ def change_costs(lines: pd.DataFrame) -> list[str]:
     """
     same = select(lines, pattern=SAME_MASK)
     both = lines.merge(same, on=["by", "head_dim"], how="left", suffixes=("", "_same"))
-    costs = []
-    for line in both.itertuples():
-        cost = line.ms - line.ms_same
-        noise = max(line.ms_p80 - line.ms_p20, line.ms_p80_same - line.ms_p20_same)
-        text = f"{cost:.2f}" if cost > noise else f"< {noise:.2f}"
-        costs.append("-" if line.pattern == SAME_MASK or math.isnan(cost) else text)
-    return costs
+    costs = (both["ms"] - both["ms_same"]).mask(both["pattern"] == SAME_MASK)
+    noises = np.maximum(both["ms_p80"] - both["ms_p20"], both["ms_p80_same"] - both["ms_p20_same"])
+    texts = (f"{cost:.2f}" if cost > noise else f"< {noise:.2f}" for cost, noise in zip(costs, noises, strict=True))
+    return ["-" if is_unknown else text for is_unknown, text in zip(costs.isna(), texts, strict=True)]
 
 
 def changes(lines: pd.DataFrame) -> str:

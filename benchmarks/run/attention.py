@@ -225,9 +225,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=measure.multiple_of(256), help=tokens)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
-    measure.add_sizes(parser)
-    options = parser.parse_args(arguments)
-    measure.check_sizes(parser, options)
+    options = measure.parsed_with_sizes(parser, arguments)
     if options.length is None:
         options.length = 1 << 20 if options.sweep == "length" else 1 << 14
     if options.sweep == "change" and options.patterns is not None:

@@ -171,17 +171,16 @@ def multiple_of(number: int) -> Callable[[str], int]:
     return read
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a hidden size, and of the providers to compare."""
+def parsed_with_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The options of a parser, of a hidden size, and of the providers to compare."""
     parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], help="divisors of --hidden")
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-
-
-def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options = parser.parse_args(arguments)
     for head_dim in options.head_dims:
         if head_dim < 1 or options.hidden % head_dim:
             parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    return options
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -100,10 +100,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.parser(__doc__, "small.jsonl")
     tokens = f"tokens, multiples of {BLOCK}"
     parser.add_argument("--lengths", type=measure.multiple_of(BLOCK), nargs="+", default=[*LENGTHS], help=tokens)
-    measure.add_sizes(parser)
-    options = parser.parse_args(arguments)
-    measure.check_sizes(parser, options)
-    return options
+    return measure.parsed_with_sizes(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
