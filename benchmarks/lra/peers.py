@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,15 +46,15 @@ def _block_mask(layout: BlockLayout) -> Any:
     return mask
 
 
-def why_not(provider: str, layout: BlockLayout | None, device: torch.device) -> str | None:
-    """Why a provider does not support a layout on a device, or None."""
-    if provider != FLEX:
-        return None
-    if device.type != "cuda":
-        return "FlexAttention has a backward pass on CUDA devices only"
-    if layout is not None and any(side % 128 for side in layout.block_size):
-        return f"FlexAttention takes blocks of 128 tokens, not of {layout.block_size}"
-    return None
+def supported(providers: Iterable[str], layout: BlockLayout | None, device: torch.device) -> Iterator[str]:
+    """The providers that support a layout on a device; prints why the others do not."""
+    for provider in providers:
+        if provider == FLEX and device.type != "cuda":
+            print(f"{provider}: FlexAttention has a backward pass on CUDA devices only", flush=True)
+        elif provider == FLEX and layout is not None and any(side % 128 for side in layout.block_size):
+            print(f"{provider}: FlexAttention takes blocks of 128 tokens, not of {layout.block_size}", flush=True)
+        else:
+            yield provider
 
 
 def attend_with(provider: str, layout: BlockLayout | None, device: torch.device, *, backend: str = "auto") -> Attend:

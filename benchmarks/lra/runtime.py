@@ -18,7 +18,7 @@ from blocksparse_flash import BlockLayout, explain
 
 from ..run import measure
 from ..run.correctness import mask_of, worst_errors
-from .peers import OURS, PROVIDERS, Attend, attend_with, why_not
+from .peers import OURS, PROVIDERS, Attend, attend_with, supported
 from .published import BATCH, HEAD_DIM, HEADS
 from .speed import untimed
 
@@ -95,14 +95,8 @@ def backends(provider: str, device: torch.device) -> list[str]:
     if provider != OURS:
         return ["auto"]
     q = torch.zeros(1, 1, 128, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    chosen = explain(q, q, q).backend
-    if device.type != "cuda":
-        return [chosen]
-    try:
-        return list(dict.fromkeys([chosen, explain(q, q, q, backend="hopper").backend]))
-    except ValueError as refusal:
-        print(refusal, flush=True)
-        return [chosen]
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return list(dict.fromkeys([explain(q, q, q).backend, *(["hopper"] if is_hopper else [])]))
 
 
 def run(
@@ -113,11 +107,7 @@ def run(
     for pattern, layout in (("dense", None), ("butterfly", sparse_layout(shape.length))):
         density = 1.0 if layout is None else layout.density
         flops = 4 * shape.batch * shape.heads * shape.length**2 * density * shape.head_dim
-        for provider in providers:
-            reason = why_not(provider, layout, device)
-            if reason is not None:
-                print(f"{provider}: {reason}", flush=True)
-                continue
+        for provider in supported(providers, layout, device):
             for backend in backends(provider, device):
                 for direction, found in measured(shape, provider, layout, backend, device, n_calls):
                     ms = found["ms"]

@@ -24,7 +24,7 @@ from blocksparse_flash import BlockLayout, explain
 from ..run import measure
 from ..run.correctness import relative_error
 from .model import Architecture, Classifier, layout_of
-from .peers import MATERIALISED, OURS, PROVIDERS, WITH_DROPOUT, attend_with, why_not
+from .peers import MATERIALISED, OURS, PROVIDERS, WITH_DROPOUT, attend_with, supported
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
@@ -170,11 +170,7 @@ def run(
     tokens, lengths, _ = (each[:COMPARED] for each in samples(case, device))
     expected = given(model_of(case, MATERIALISED, device), tokens, lengths, is_mixed=False)
     layout, architecture, where = case.layout, case.architecture, measure.environment(device)
-    for provider in providers:
-        reason = why_not(provider, layout, device)
-        if reason is not None:
-            print(f"{provider}: {reason}", flush=True)
-            continue
+    for provider in supported(providers, layout, device):
         try:
             found = measured(case, provider, expected, device, warmup=warmup, n_steps=n_steps)
         except torch.OutOfMemoryError:

@@ -145,9 +145,8 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
-    device = device_of(one.line)
-    beside = one.moved.walk
-    return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
+    moved, device = one.moved, device_of(one.line)
+    return prediction.direction_ms(rates, one.sides, device, beside=moved.walk, passes=moved.passes)
 
 
 def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:
