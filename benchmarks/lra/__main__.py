@@ -109,7 +109,7 @@ def speed(
     import torch
 
     from ..run import measure
-    from . import published, runtime, tables
+    from . import published, tables
     from . import speed as steps
     from .peers import PROVIDERS
 
@@ -124,8 +124,8 @@ def speed(
         lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
         found += measure.appended(path, lines, steps.KEYS)
     for length in lengths or ((128, 256) if quick else published.LENGTHS):
-        shape = runtime.Shape(length, **tiny)
-        lines = runtime.run(shape, device, providers=shown, n_calls=repeats)
+        shape = steps.Shape(length, **tiny)
+        lines = steps.run_alone(shape, device, providers=shown, n_calls=repeats)
         found += measure.appended(path, lines, steps.KEYS)
     print("", *tables.speed_sections(found), sep="\n\n")
 

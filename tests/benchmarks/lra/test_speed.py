@@ -15,7 +15,7 @@ pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import peers, published, runtime, speed
+from benchmarks.lra import peers, published, speed
 from benchmarks.run import measure
 from blocksparse_flash import BlockLayout
 
@@ -90,7 +90,7 @@ def test_sizes_are_the_published_ones() -> None:
 
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096])
 def test_every_query_has_as_many_keys_as_in_the_paper(length: int) -> None:
-    attends = runtime.sparse_layout(length).to_dense()[0, 0]
+    attends = speed.sparse_layout(length).to_dense()[0, 0]
     assert (attends.sum(1) == min(length // 8, 256)).all()
     assert attends.diagonal().all()
     # each key as many queries: no key block is a bottleneck of the backward pass
@@ -100,11 +100,11 @@ def test_every_query_has_as_many_keys_as_in_the_paper(length: int) -> None:
 @pytest.mark.parametrize("length", [64, 192, 1000])
 def test_other_lengths_are_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"lengths must be powers of two, at least 128, got {length}"):
-        runtime.sparse_layout(length)
+        speed.sparse_layout(length)
 
 
 def test_directions_of_dense_and_sparse_are_lines(tmp_path: Path) -> None:
-    for line in runtime.run(runtime.Shape(256, 1, 2, 16), CPU, n_calls=2):
+    for line in speed.run_alone(speed.Shape(256, 1, 2, 16), CPU, n_calls=2):
         measure.append(tmp_path / "lines.jsonl", line, speed.KEYS)
     found = measure.read(tmp_path / "lines.jsonl")
     assert [line["status"] for line in found] == ["ok"] * (2 * 3 * 3)
@@ -135,8 +135,8 @@ def planted(fault: str) -> peers.Attend:
 
 
 def status_of(attend: peers.Attend, layout: BlockLayout | None, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(runtime, "attend_with", lambda *_, **__: attend)
-    ((_, line), *_) = runtime.measured(runtime.Shape(256, 1, 2, 16), peers.SDPA, layout, "auto", CPU, 1)
+    monkeypatch.setattr(speed, "attend_with", lambda *_, **__: attend)
+    ((_, line), *_) = speed.measured_alone(speed.Shape(256, 1, 2, 16), peers.SDPA, layout, "auto", CPU, 1)
     return line["status"]
 
 
@@ -148,7 +148,7 @@ def test_a_wrong_output_or_gradient_is_seen(fault: str, is_seen: bool, monkeypat
 
 def test_a_layout_that_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = peers.attend_with(peers.SDPA, None, CPU)
-    assert status_of(dense, runtime.sparse_layout(256), monkeypatch).startswith("wrong")
+    assert status_of(dense, speed.sparse_layout(256), monkeypatch).startswith("wrong")
 
 
 def test_directions_that_fit_come_before_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ def test_directions_that_fit_come_before_those_that_do_not(monkeypatch: pytest.M
             raise torch.OutOfMemoryError("CUDA out of memory")
         return {"status": "ok"}
 
-    monkeypatch.setattr(runtime, "_timed", timed)
-    found = dict(runtime.measured(runtime.Shape(128, 1, 1, 16), peers.SDPA, None, "auto", CPU, 1))
+    monkeypatch.setattr(speed, "_timed", timed)
+    found = dict(speed.measured_alone(speed.Shape(128, 1, 1, 16), peers.SDPA, None, "auto", CPU, 1))
     assert {direction: line["status"] for direction, line in found.items()} == {
         "fwd+bwd": "ok",
         "fwd": "out of memory",
