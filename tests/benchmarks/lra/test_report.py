@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
+pytest.importorskip("pandas", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import reporting, scoring, speed, tables
