@@ -28,6 +28,11 @@ MASK_STYLES = {
     "dense": ("a bool for every pair, then blocks", "#999999"),
 }
 CONTEXT_HUES = dict(zip(context_parallel.LABELS, ("#08306b", "#4292c6", "#9ecae1", "#999999", "#e69f00"), strict=True))
+# sweep with a curve for each pattern -> (column, its unit, patterns with dashed curves, what all panels have in common)
+CURVES = {
+    "length": ("n", "tokens", ("dense", "causal"), "; bands: 20th to 80th percentile"),
+    "block-size": ("side", "side of a block, tokens", ("random",), ", {n:,} tokens; the share stored is equal"),
+}
 # width of all bars of one pattern; patterns are 1 apart
 BARS = 0.84
 
@@ -136,9 +141,13 @@ def speed(lines: pd.DataFrame, rate: float | None) -> Any:
     return _legend(figure)
 
 
-def _sweep(lines: pd.DataFrame, title: str, x: str, unit: str, dashed: Sequence[str]) -> Any:
-    """Curves: time over a column, a curve for each provider and pattern; block sizes are not part of a pattern."""
-    figure, found = _panels(lines.assign(pattern=lines["pattern"].str.partition(", ")[0]), title)
+def curves(lines: pd.DataFrame, sweep: str) -> Any:
+    """Curves: time over the length, or at equal density over the side of a block, for each provider and pattern."""
+    x, unit, dashed, common = CURVES[sweep]
+    title = f"{SWEEPS[sweep]}\n{_setting(lines)}{common.format_map(lines.iloc[0])}"
+    # of `random, 16`: the pattern and the side of its blocks
+    names = lines["pattern"].str.partition(", ")
+    figure, found = _panels(lines.assign(pattern=names[0], side=pd.to_numeric(names[2])), title)
     for axis, panel in found:
         for by in providers(panel):
             for pattern in panel["pattern"].unique():
@@ -150,19 +159,6 @@ def _sweep(lines: pd.DataFrame, title: str, x: str, unit: str, dashed: Sequence[
         _plain_log(axis)
         axis.set_xlabel(unit)
     return _legend(figure)
-
-
-def length(lines: pd.DataFrame) -> Any:
-    """Curves: time over length, both logarithmic."""
-    title = f"{SWEEPS['length']}\n{_setting(lines)}; bands: 20th to 80th percentile"
-    return _sweep(lines, title, "n", "tokens", ("dense", "causal"))
-
-
-def block_sizes(lines: pd.DataFrame) -> Any:
-    """Curves: time over the side of a block, at equal density."""
-    title = f"{SWEEPS['block-size']}\n{_setting(lines)}, {_tokens(lines)}; the share stored is equal"
-    lines = lines.assign(side=lines["pattern"].str.rpartition(", ")[2].astype(int))
-    return _sweep(lines, title, "side", "side of a block, tokens", ("random",))
 
 
 def density(lines: pd.DataFrame) -> Any:
@@ -295,11 +291,10 @@ def figures(lines: dict[str, pd.DataFrame]) -> dict[str, Any]:
     if (attention["bench"] == "attention").any():
         shown = main_lines(attention)
         found["speed"] = speed(shown, measurements.matmul_rate(attention, shown))
-    drawings = {"length": length, "density": density, "block-size": block_sizes, "change": change}
-    for name, draw in drawings.items():
+    for name in SWEEPS:
         shown = swept(attention, name)
         if len(shown):
-            found[name] = draw(shown)
+            found[name] = curves(shown, name) if name in CURVES else {"density": density, "change": change}[name](shown)
     found["masks"] = masks(lines["masks"])
     if (lines["context_parallel"]["bench"] == "context_parallel").any():
         found["context_parallel"] = context(lines["context_parallel"])
