@@ -10,16 +10,18 @@ report     tables and plots of the results of `test` and `speed`
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 # what the extra [lra] installs
-PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "PIL", "torchmetrics", "tqdm", "yaml")
+PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
 ROOT = Path("out/lra")
 
 
@@ -31,7 +33,6 @@ def generate(
     workers: int | None = None,
     seed: int = 0,
     contour_length: int = 14,
-    settings: str = "release",
 ) -> None:
     """Make the sets of a task by its rules. Run it again after an interruption: existing parts are kept.
 
@@ -42,12 +43,11 @@ def generate(
         workers: processes; default one per core
         seed: seed of the sets
         contour_length: of Pathfinder: 14 (hard), 9 or 6
-        settings: of Pathfinder: release or documented
     """
     from . import data, sets, tasks
 
     found = tasks.find(task)
-    source = data.generator_of(found, data.Rules(contour_length, settings), seed=seed)
+    source = data.generator_of(found, data.Rules(contour_length), seed=seed)
     for split in splits:
         if split not in data.SPLITS:
             raise ValueError(f"splits must be of {data.SPLITS}, got {split!r}")
@@ -91,92 +91,47 @@ def floors(
 
 def speed(
     *,
-    parts: Sequence[Literal["steps", "runtime"]] = ("steps", "runtime"),
-    tasks: Sequence[str] | None = None,
     lengths: Sequence[int] | None = None,
     providers: Sequence[str] | None = None,
     mask: str = "butterfly",
-    repeats: int = 20,
     quick: bool = False,
     out: Path | None = None,
 ) -> None:
     """Times training steps and attention alone, with several implementations and the FlashAttention paper's figures.
 
     Args:
-        parts: training steps of the five tasks, attention alone, or both
-        tasks: tasks of the training steps; default all five
         lengths: tokens of attention alone, powers of two; default 128 to 65,536
         providers: blocksparse_flash, materialised, sdpa, flex; default all
         mask: mask of the block-sparse training steps, a specification for masks.build
-        repeats: timed steps and, on a CPU, calls
         quick: tiny sizes, to check that everything runs
         out: appended to; default benchmarks/results/lra_speed.jsonl, with quick out/lra/quick.jsonl
     """
     import torch
 
     from ..run import measure
-    from . import lines, published, runtime, tables
+    from . import published, tables
     from . import speed as steps
     from .peers import PROVIDERS
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     shown = PROVIDERS if providers is None else providers
-    path = out if out is not None else ROOT / "quick.jsonl" if quick else lines.SPEED
+    path = out if out is not None else ROOT / "quick.jsonl" if quick else steps.RESULTS
     sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
-    tiny = {"batch": 1, "heads": 2} if quick else {}
-    repeats, warmup, found = (1, 0, []) if quick else (repeats, 5, [])
-
-    def lines_of() -> Iterator[dict[str, Any]]:
-        for task in (tasks or published.STEPS) if "steps" in parts else ():
-            for each in (None, mask):
-                case = steps.case_of(task, mask=each, **sizes)
-                yield from steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
-        for length in (lengths or ((128, 256) if quick else published.LENGTHS)) if "runtime" in parts else ():
-            yield from runtime.run(runtime.Shape(length, **tiny), device, providers=shown, n_calls=repeats)
-
-    for line in lines_of():
-        measure.append(path, line, lines.SPEED_KEYS)
-        found.append(line)
-        print(tables.said(line), flush=True)
+    tiny, repeats, warmup = ({"batch": 1, "heads": 2}, 1, 0) if quick else ({}, 20, 5)
+    found = []
+    for task, each in itertools.product(published.STEPS, (None, mask)):
+        case = steps.case_of(task, mask=each, **sizes)
+        lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
+        found += measure.appended(path, lines, steps.KEYS)
+    for length in lengths or ((128, 256) if quick else published.LENGTHS):
+        shape = steps.Shape(length, **tiny)
+        lines = steps.run_alone(shape, device, providers=shown, n_calls=repeats)
+        found += measure.appended(path, lines, steps.KEYS)
     print("", *tables.speed_sections(found), sep="\n\n")
 
 
-def recipe(name: str) -> None:
-    """Train a configuration of configs/ours and the stages it begins with, then test it. Run it again to resume.
-
-    Args:
-        name: pathx, path256, or any other configuration of configs/ours
-    """
-    from . import recipe as module
-
-    module.run(name)
-
-
-def report(
-    *,
-    runs: Path = ROOT / "runs",
-    speed: Path = Path("benchmarks/results/lra_speed.jsonl"),
-    out: Path = Path("benchmarks/lra/report"),
-) -> None:
-    """Tables and plots of accuracies, learning curves, times and memory.
-
-    Args:
-        runs: folder with a folder for each run
-        speed: lines of `speed`
-        out: folder of report.md and its pictures
-    """
-    from . import reporting
-
-    for path in reporting.write(runs, speed, out):
-        print(path)
-
-
-def _folder(root: str | None) -> str:
-    return str(ROOT / "runs") if root is None else str(root)
-
-
-def _checkpoints(root: str | None) -> str:
-    return str(Path(_folder(root)) / "checkpoints")
+def _folder(root: str | None, name: str = "") -> str:
+    return str((ROOT / "runs" if root is None else Path(root)) / name)
 
 
 def experiment(arguments: Sequence[str] | None) -> None:
@@ -185,8 +140,10 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from .data import LraData
-    from .lines import append_test
+    from .scoring import append_test
     from .training import Experiment
+
+    checkpoints = functools.partial(_folder, name="checkpoints")
 
     class Command(LightningCLI):
         def after_test(self) -> None:
@@ -197,7 +154,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
             parser.link_arguments("data.task", "model.task")
             parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
             # a fixed place, so that `--ckpt_path last` finds the checkpoint of an interrupted run
-            parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=_checkpoints)
+            parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=checkpoints)
             parser.set_defaults(
                 {
                     "checkpoint.every_n_train_steps": 500,
@@ -231,11 +188,6 @@ def experiment(arguments: Sequence[str] | None) -> None:
     )
 
 
-OWN: dict[str, Callable[..., Any]] = {
-    command.__name__: command for command in (generate, floors, recipe, speed, report)
-}
-
-
 def main(given: Sequence[str] | None = None) -> None:
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
@@ -243,17 +195,21 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if given is None else given
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
-    elif arguments[0] in OWN:
-        import jsonargparse
+        return
+    import jsonargparse
 
-        command = OWN[arguments[0]]
-        try:
-            jsonargparse.auto_cli(command, args=list(arguments[1:]), prog=f"python -m benchmarks.lra {arguments[0]}")
-        except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-            sys.exit(130)
-    else:
+    from . import recipe, reporting
+
+    own: dict[str, Any] = {"generate": generate, "floors": floors, "speed": speed}
+    own |= {"recipe": recipe.run, "report": reporting.report}
+    if arguments[0] not in own:
         experiment(given)
+        return
+    try:
+        jsonargparse.auto_cli(own, args=list(arguments), prog="python -m benchmarks.lra")
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,27 @@ The samples of a step are a function of (seed, step) alone, so an interrupted tr
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from .official.places import Example
+from .released import Example
+from .sets import StoredSet
 from .sources import PathfinderSource, Source
 
 
 class Batch(NamedTuple):
-    """tokens  uint8 or int16 (batch, documents, length), padded with 0
+    """Samples that are processed together.
+
+    tokens   uint8 or int16 (batch, documents, length), padded with 0
     lengths  int32 (batch, documents)
     labels   int64 (batch,)
     places   int64 (batch,): indices of the samples
@@ -38,14 +43,6 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, places: np.ndarray) -> Batch: ...
-
-
-class Records(Protocol):
-    """A StoredSet or an array."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: np.ndarray) -> np.ndarray: ...
 
 
 def _batch(tokens: np.ndarray, lengths: np.ndarray, labels: np.ndarray, places: np.ndarray) -> Batch:
@@ -67,11 +64,11 @@ def from_records(records: np.ndarray, places: np.ndarray) -> Batch:
     return _batch(tokens, lengths, records["label"], places)
 
 
+@dataclass(frozen=True)
 class RecordRows:
     """Samples from stored records."""
 
-    def __init__(self, records: Records) -> None:
-        self.records = records
+    records: StoredSet | np.ndarray
 
     def __len__(self) -> int:
         return len(self.records)
@@ -105,11 +102,12 @@ class FreshRows:
         return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
+@dataclass(frozen=True)
 class PairRows:
     """Counterfactual pairs of `count` images: sample 4 n + v is test image n with its v-th pair of markers."""
 
-    def __init__(self, source: PathfinderSource, count: int) -> None:
-        self.source, self.count = source, count
+    source: PathfinderSource
+    count: int
 
     def __len__(self) -> int:
         return 4 * self.count
@@ -119,11 +117,12 @@ class PairRows:
         return from_records(self.source.draw_pairs("test", images)[where, places % 4], places)
 
 
+@dataclass(frozen=True)
 class ExampleRows:
     """Examples of released files or stand-ins, padded or cut to `length` tokens."""
 
-    def __init__(self, examples: Sequence[Example], length: int) -> None:
-        self.examples, self.length = examples, length
+    examples: Sequence[Example]
+    length: int
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -140,11 +139,15 @@ class ExampleRows:
         return _batch(tokens, lengths, np.array([example.label for example in examples]), places)
 
 
-class _Taken(Dataset[Any]):
-    """A dataset of batches. cut: columns of padding are dropped in multiples of it; 0 keeps all."""
+@dataclass(frozen=True)
+class _Groups(Dataset[list[Batch]]):
+    """The batches of a group of steps: samples sorted by length, divided among the steps in random order.
 
-    def __init__(self, rows: Rows, cut: int) -> None:
-        self.rows, self.cut = rows, cut
+    cut  columns of padding are dropped in multiples of it; 0 keeps all
+    """
+
+    rows: Rows
+    cut: int
 
     def _narrowed(self, batch: Batch) -> Batch:
         if self.cut == 0:
@@ -152,25 +155,18 @@ class _Taken(Dataset[Any]):
         longest = -(-int(batch.lengths.max()) // self.cut) * self.cut
         return batch._replace(tokens=batch.tokens[:, :, :longest].contiguous())
 
-    def __getitem__(self, places: list[int]) -> Batch:
-        return self._narrowed(self.rows.take(np.array(places, dtype=np.int64)))
-
-
-class _TakenTogether(_Taken):
-    """A dataset of the batches of several steps: samples sorted by length, divided among the steps in random order."""
-
-    def __getitem__(self, steps: list[list[int]]) -> list[Batch]:  # type: ignore[override]
+    def __getitem__(self, steps: list[list[int]]) -> list[Batch]:
+        together = self.rows.take(np.concatenate(steps))
         if len(steps) == 1:
-            return [super().__getitem__(steps[0])]
-        places = np.concatenate([np.array(step, dtype=np.int64) for step in steps])
-        together = self.rows.take(places)
+            return [self._narrowed(together)]
         by_length = together.lengths.sum(dim=1).sort(stable=True).indices
-        shuffled = torch.randperm(len(steps), generator=torch.Generator().manual_seed(int(places[0]))).tolist()
+        shuffled = torch.randperm(len(steps), generator=torch.Generator().manual_seed(steps[0][0])).tolist()
         dealt = dict(zip(shuffled, by_length.split([len(steps[step]) for step in shuffled]), strict=True))
         return [self._narrowed(Batch(*(part[dealt[step]] for part in together))) for step in range(len(steps))]
 
 
-class Steps(Sampler[list[int]]):
+@dataclass(frozen=True, kw_only=True)
+class Steps:
     """Places of the samples of step first_step, first_step + 1, ... without end.
 
     n           samples, each once per epoch in a random order; None: 0, 1, 2, ... without end
@@ -179,27 +175,23 @@ class Steps(Sampler[list[int]]):
     rank, world  index and number of processes; each takes every world-th sample of a step
     """
 
-    def __init__(
-        self,
-        n: int | None,
-        batch_size: int,
-        *,
-        seed: int,
-        first_step: int = 0,
-        stages: Sequence[tuple[int, int]] = (),
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        for size in (batch_size, *(size for _, size in stages)):
-            if size % world:
-                raise ValueError(f"batch_size must be a multiple of the {world} processes, got {size}")
-        if n is not None and n < batch_size:
-            raise ValueError(f"batch_size must be at most the {n} samples, got {batch_size}")
-        for samples, size in stages:
+    n: int | None
+    batch_size: int
+    seed: int
+    first_step: int = 0
+    stages: Sequence[tuple[int, int]] = ()
+    rank: int = 0
+    world: int = 1
+
+    def __post_init__(self) -> None:
+        for size in (self.batch_size, *(size for _, size in self.stages)):
+            if size % self.world:
+                raise ValueError(f"batch_size must be a multiple of the {self.world} processes, got {size}")
+        if self.n is not None and self.n < self.batch_size:
+            raise ValueError(f"batch_size must be at most the {self.n} samples, got {self.batch_size}")
+        for samples, size in self.stages:
             if samples % size:
                 raise ValueError(f"samples of a stage must be a multiple of its batch_size {size}, got {samples}")
-        self.n, self.batch_size, self.seed, self.first_step = n, batch_size, seed, first_step
-        self.stages, self.rank, self.world = stages, rank, world
 
     def _fresh(self, step: int) -> range:
         """Places of a step of an endless stream."""
@@ -210,67 +202,57 @@ class Steps(Sampler[list[int]]):
             begin, step = begin + samples, step - samples // size
         return range(begin + step * self.batch_size, begin + (step + 1) * self.batch_size)
 
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """Places of all steps of an epoch."""
+        assert self.n is not None
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        return [places.tolist() for places in order.split(self.batch_size)][: self.n // self.batch_size]
+
     def __iter__(self) -> Iterator[list[int]]:
-        step, epoch, order = self.first_step, -1, torch.empty(0)
-        while True:
-            if self.n is None:
-                yield list(self._fresh(step)[self.rank :: self.world])
-            else:
-                steps_per_epoch = self.n // self.batch_size
-                if step // steps_per_epoch != epoch:
-                    epoch = step // steps_per_epoch
-                    generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                    order = torch.randperm(self.n, generator=generator)
-                begin = step % steps_per_epoch * self.batch_size
-                yield order[begin : begin + self.batch_size][self.rank :: self.world].tolist()
-            step += 1
+        """The samples of this process."""
+        if self.n is None:
+            steps: Iterator[Sequence[int]] = map(self._fresh, itertools.count(self.first_step))
+        else:
+            epoch, n_done = divmod(self.first_step, self.n // self.batch_size)
+            steps = itertools.chain.from_iterable(map(self._epoch, itertools.count(epoch)))
+            steps = itertools.islice(steps, n_done, None)
+        return (list(places[self.rank :: self.world]) for places in steps)
 
 
-class _Together(Sampler[list[list[int]]]):
-    """Groups of n_together steps; groups start at multiples of it."""
-
-    def __init__(self, steps: Steps, n_together: int) -> None:
-        self.steps, self.n_together = steps, n_together
-
-    def __iter__(self) -> Iterator[list[list[int]]]:
-        each = iter(self.steps)
-        while True:
-            yield list(itertools.islice(each, self.n_together))
-
-
-class _OneByOne:
-    """The batches of a loader of groups, one by one, without the first `n_skipped`."""
-
-    def __init__(self, loader: DataLoader[list[Batch]], n_skipped: int) -> None:
-        self.loader, self.n_skipped = loader, n_skipped
-
-    def __iter__(self) -> Iterator[Batch]:
-        return itertools.islice(itertools.chain.from_iterable(self.loader), self.n_skipped, None)
-
-
-def _loader(dataset: _Taken, steps: Any, *, workers: int) -> DataLoader[Any]:
+def _loader(dataset: _Groups, groups: Iterable[list[list[int]]], *, workers: int, **options: Any) -> DataLoader[Any]:
     # its own generator: a loader without one draws from the global stream, which training uses
     prefetch, is_pinned = 4 if workers else None, torch.cuda.is_available()
     return DataLoader(
-        dataset, sampler=steps, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=is_pinned,
-        generator=torch.Generator(),
+        dataset, sampler=groups, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=is_pinned,
+        generator=torch.Generator(), **options,
     )  # fmt: skip
 
 
-def training_loader(
-    rows: Rows, steps: Steps, *, cut: int = 0, workers: int = 0, n_together: int = 1
-) -> Iterable[Batch]:
+@dataclass(frozen=True, kw_only=True)
+class TrainingLoader:
     """An endless stream of the batches of the steps.
 
+    cut         columns of padding are dropped in multiples of it; 0 keeps all
     n_together  steps whose samples are drawn at once and divided by length, so that batches have little padding; step n
                 has the same samples wherever the steps begin
     """
-    if n_together < 1:
-        raise ValueError(f"n_together must be 1 or more, got {n_together}")
-    n_skipped = steps.first_step % n_together
-    begun = copy.copy(steps)
-    begun.first_step -= n_skipped
-    return _OneByOne(_loader(_TakenTogether(rows, cut), _Together(begun, n_together), workers=workers), n_skipped)
+
+    rows: Rows
+    steps: Steps
+    cut: int = 0
+    workers: int = 0
+    n_together: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n_together < 1:
+            raise ValueError(f"n_together must be 1 or more, got {self.n_together}")
+
+    def __iter__(self) -> Iterator[Batch]:
+        n_skipped = self.steps.first_step % self.n_together
+        steps = iter(dataclasses.replace(self.steps, first_step=self.steps.first_step - n_skipped))
+        groups = iter(lambda: list(itertools.islice(steps, self.n_together)), [])
+        loader = _loader(_Groups(self.rows, self.cut), groups, workers=self.workers)
+        return itertools.islice(itertools.chain.from_iterable(loader), n_skipped, None)
 
 
 def evaluation_loader(
@@ -278,8 +260,5 @@ def evaluation_loader(
 ) -> DataLoader[Batch]:
     """Every sample once, in order; each process takes every world-th one."""
     mine = range(rank, len(rows), world)
-    return _loader(
-        _Taken(rows, cut),
-        [list(mine[begin : begin + batch_size]) for begin in range(0, len(mine), batch_size)],
-        workers=workers,
-    )
+    groups = [[list(mine[begin : begin + batch_size])] for begin in range(0, len(mine), batch_size)]
+    return _loader(_Groups(rows, cut), groups, workers=workers, collate_fn=operator.itemgetter(0))

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning
-import numpy as np
 from torch.utils.data import DataLoader
 
-from . import batches, listops, pathfinder, sets, sources, stand_ins
+from . import batches, listops, pathfinder, released, sets, sources, stand_ins
 from .batches import Batch, ExampleRows, FreshRows, PairRows, RecordRows, Rows
-from .official import image, retrieval, text
-from .official import listops as listops_files
-from .official import pathfinder as pathfinder_files
-from .official.places import Example
 from .tasks import Sizes, Task, find
 
 SPLITS = ("train", "validation", "test")
@@ -45,20 +40,18 @@ class Rules:
     """Rules of the generators.
 
     contour_length  Pathfinder: 14 (hard), 9, 6
-    settings        Pathfinder: "release" or "documented", see pathfinder.preset
     changes         other fields of the generator's preset, for all splits: then the task is not Long Range Arena's
     stages          stages of a fresh stream before the task itself
     """
 
     contour_length: int = 14
-    settings: str = "release"
     changes: dict[str, Any] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
 
     @property
     def are_published(self) -> bool:
         """Whether the rules are those of Long Range Arena."""
-        return (self.contour_length, self.settings) == (Rules.contour_length, Rules.settings) and not self.changes
+        return self.contour_length == Rules.contour_length and not self.changes
 
 
 def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> sources.Generator:
@@ -76,7 +69,7 @@ def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generato
     if task.name.startswith("listops"):
         source = sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
     elif task.name.startswith("path") and task.grid is not None:
-        preset = pathfinder.preset(task.grid[0], contour_length=rules.contour_length, settings=rules.settings)
+        preset = pathfinder.preset(task.grid[0], contour_length=rules.contour_length)
         source = sources.PathfinderSource(preset, seed)
     else:
         raise ValueError(
@@ -91,36 +84,6 @@ def stage_source(source: sources.Generator, stage: Stage, length: int) -> source
     if isinstance(changed, sources.ListOpsSource):
         return dataclasses.replace(changed, padded_length=length)
     return changed
-
-
-def official_splits(task: Task, root: Path) -> dict[str, Sequence[Example]]:
-    """The released files of a task, in the splits of Long Range Arena."""
-    name = task.name
-    parts: Iterable[Sequence[Example]]
-    if name == "listops":
-        found = listops_files.load(root)
-        parts = ([Example((np.frombuffer(tokens, dtype=np.uint8),), label) for tokens, label in part] for part in found)
-    elif name.startswith("text"):
-        parts = text.load(root, length=task.length)
-    elif name == "retrieval":
-        parts = retrieval.load(root, length=task.length)
-    elif name == "image":
-        parts = image.load(root)
-    elif name.startswith("path") and task.grid is not None:
-        parts = pathfinder_files.load(root, task.grid[0])
-    else:
-        raise ValueError(f"task {name!r} has no released files")
-    return dict(zip(SPLITS, parts, strict=True))
-
-
-def stand_in_split(task: Task, split: str, count: int, seed: int) -> list[Example]:
-    if task.name.startswith("text"):
-        return stand_ins.text(split, count, length=task.length, seed=seed)
-    if task.name == "retrieval":
-        return stand_ins.retrieval(split, count, length=task.length, seed=seed)
-    if task.name == "image":
-        return stand_ins.image(split, count, seed=seed)
-    raise ValueError(f'task {task.name!r} has no stand-in: source="generated" makes it by its rules')
 
 
 class LraData(lightning.LightningDataModule):
@@ -193,11 +156,11 @@ class LraData(lightning.LightningDataModule):
         if self.rows:
             return
         if self.source == "official":
-            for split, examples in official_splits(self.task, self.root).items():
+            for split, examples in zip(SPLITS, released.load(self.task, self.root), strict=True):
                 self.rows[split] = ExampleRows(examples, self.task.length)
         elif self.source == "stand-in":
             for split in SPLITS:
-                examples = stand_in_split(self.task, split, getattr(self.sizes, split), self.seed)
+                examples = stand_ins.load(self.task, split, getattr(self.sizes, split), seed=self.seed)
                 self.rows[split] = ExampleRows(examples, self.task.length)
         for split in self._splits_kept():
             self.rows[split] = RecordRows(self.stored(split))
@@ -231,8 +194,12 @@ class LraData(lightning.LightningDataModule):
         done = 0 if self.trainer is None else self.trainer.global_step * self.trainer.accumulate_grad_batches
         n = None if self.source == "fresh" else len(rows)
         stages = self._sizes_of_stages()
-        steps = batches.Steps(n, self.batch_size, seed=self.seed, first_step=done, stages=stages, **self._place())
-        return batches.training_loader(rows, steps, cut=self.cut, workers=self.workers, n_together=self.n_together)
+        steps = batches.Steps(
+            n=n, batch_size=self.batch_size, seed=self.seed, first_step=done, stages=stages, **self._place()
+        )
+        return batches.TrainingLoader(
+            rows=rows, steps=steps, cut=self.cut, workers=self.workers, n_together=self.n_together
+        )
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:
         # reading from disk is fast; processes would be started at every validation

@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import masks
@@ -86,41 +86,6 @@ def padded(samples: Sequence[listops.Sample]) -> TensorDataset:
     return TensorDataset(tokens, lengths, torch.tensor([sample.label for sample in samples]))
 
 
-class Expressions(lightning.LightningDataModule):
-    """The splits of one seed. Each epoch is the next part of the training set, which is seen once, in order.
-
-    first_step  steps made before an interruption
-    """
-
-    def __init__(self, settings: Settings, first_step: int) -> None:
-        super().__init__()
-        self.settings, self.first_step = settings, first_step
-        self.splits = listops.splits(
-            "small",
-            n_train=settings.steps * settings.batch_size,
-            n_validation=settings.n_validation,
-            n_test=settings.n_test,
-            seed=settings.seed,
-        )
-        self.train, self.validation, self.test = (padded(part) for part in self.splits)
-
-    def _loader(self, dataset: torch.utils.data.Dataset[Any], batch_size: int) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=batch_size, pin_memory=torch.cuda.is_available())
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        settings = self.settings
-        epoch = self.trainer.current_epoch if self.trainer is not None else 0
-        first = (self.first_step + epoch * settings.steps_per_epoch) * settings.batch_size
-        part = range(first, min(first + settings.steps_per_epoch * settings.batch_size, len(self.train)))
-        return self._loader(torch.utils.data.Subset(self.train, part), settings.batch_size)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.validation, 50)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.test, 50)
-
-
 class Encoder(nn.Module):
     """tokens (batch, 256) and lengths (batch,) to the logits of the ten answers (batch, 10)."""
 
@@ -148,62 +113,70 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 
 
 class Task(lightning.LightningModule):
-    """Loss, accuracy, optimiser, and the learning curve.
+    """Samples, loss, accuracy, optimiser, and the learning curve.
 
-    checkpoint  of an interrupted run, or None. Lightning's own resuming counts epochs and batches in several places,
-                which disagree after the end of an epoch
+    Each epoch is the next part of the training set, which is seen once, in order.
     """
 
-    def __init__(self, settings: Settings, layout: BlockLayout, checkpoint: dict[str, Any] | None) -> None:
+    metrics: Any
+
+    def __init__(self, settings: Settings, layout: BlockLayout) -> None:
         super().__init__()
-        self.settings, self.checkpoint = settings, checkpoint
-        self.first_step = 0 if checkpoint is None else checkpoint["step"]
+        self.settings = settings
+        n_train = settings.steps * settings.batch_size
+        sizes = {"n_train": n_train, "n_validation": settings.n_validation, "n_test": settings.n_test}
+        self.splits = listops.splits(listops.PRESETS["small"], **sizes, seed=settings.seed)
         self.encoder = Encoder(settings, layout)
-        accuracies = (MulticlassAccuracy(listops.N_CLASSES, average="micro") for _ in range(3))
-        self.train_accuracy, self.validation_accuracy, self.test_accuracy = accuracies
+        names = ("train_accuracy", "validation_accuracy", "test_accuracy")
+        accuracies = {name: MulticlassAccuracy(listops.N_CLASSES, average="micro") for name in names}
+        self.metrics = nn.ModuleDict({"loss": MeanMetric(), **accuracies})
         # step, loss and accuracy of the training samples since the last point, validation accuracy
-        self.curve: list[dict[str, float]] = [] if checkpoint is None else list(checkpoint["curve"])
-        self._losses: list[Tensor] = []
-        if checkpoint is not None:
-            self.load_state_dict(checkpoint["state_dict"])
+        self.curve: list[dict[str, float]] = []
 
-    @property
-    def step(self) -> int:
-        """Steps made, including those before an interruption."""
-        return self.first_step + self.global_step
+    def train_dataloader(self) -> DataLoader[Any]:
+        n_samples = self.settings.steps_per_epoch * self.settings.batch_size
+        begin = self.trainer.current_epoch * n_samples
+        part = padded(self.splits.train[begin : begin + n_samples])
+        return DataLoader(part, self.settings.batch_size, pin_memory=torch.cuda.is_available())
 
-    def training_step(self, batch: list[Tensor]) -> Tensor:
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(padded(self.splits.validation), 50, pin_memory=torch.cuda.is_available())
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(padded(self.splits.test), 50, pin_memory=torch.cuda.is_available())
+
+    def _logits(self, batch: list[Tensor], accuracy: str) -> Tensor:
         tokens, lengths, labels = batch
         logits = self.encoder(tokens, lengths)
-        loss = F.cross_entropy(logits, labels)
-        self.train_accuracy.update(logits, labels)
-        self._losses.append(loss.detach())
+        self.metrics[accuracy].update(logits, labels)
+        return logits
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = F.cross_entropy(self._logits(batch, "train_accuracy"), batch[-1])
+        self.metrics["loss"].update(loss.detach())
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        tokens, lengths, labels = batch
-        self.validation_accuracy.update(self.encoder(tokens, lengths), labels)
+        self._logits(batch, "validation_accuracy")
 
     def on_validation_epoch_end(self) -> None:
-        accuracy = self.validation_accuracy.compute()
-        self.validation_accuracy.reset()
-        self.log("validation_accuracy", accuracy, prog_bar=True)
-        loss = torch.stack(self._losses).mean()
-        self._losses.clear()
-        trained = self.train_accuracy.compute().item()
-        point = {"step": self.step, "loss": loss.item(), "train_accuracy": trained}
-        self.curve.append({**point, "validation_accuracy": accuracy.item()})
-        self.train_accuracy.reset()
+        point: dict[str, float] = {"step": self.global_step}
+        for name in ("loss", "train_accuracy", "validation_accuracy"):
+            point[name] = self.metrics[name].compute().item()
+            self.metrics[name].reset()
+        self.curve.append(point)
+        self.log("validation_accuracy", point["validation_accuracy"], prog_bar=True)
 
     def test_step(self, batch: list[Tensor]) -> None:
-        tokens, lengths, labels = batch
-        self.test_accuracy.update(self.encoder(tokens, lengths), labels)
-        self.log("test_accuracy", self.test_accuracy)
+        self._logits(batch, "test_accuracy")
+        self.log("test_accuracy", self.metrics["test_accuracy"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["settings"] = dataclasses.asdict(self.settings)
         checkpoint["curve"] = list(self.curve)
-        checkpoint["step"] = self.step
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.curve = list(checkpoint["curve"])
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         rate, steps = self.settings.learning_rate, self.settings.steps
@@ -211,23 +184,7 @@ class Task(lightning.LightningModule):
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=rate, total_steps=steps, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False
         )
-        if self.checkpoint is not None:
-            optimizer.load_state_dict(self.checkpoint["optimizer_states"][0])
-            schedule.load_state_dict(self.checkpoint["lr_schedulers"][0])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def draw_layout(layout: BlockLayout, path: Path) -> None:
-    figure = Figure(figsize=(5, 5.4), layout="constrained")
-    axes = figure.add_subplot()
-    mask = layout.to_dense()[0, 0].cpu().numpy()
-    axes.imshow(mask, cmap=ListedColormap(["#f4f1ea", "#1f6f8b"]), interpolation="nearest")
-    axes.set_title(f"butterfly | local | global_tokens\n{layout.density:.1%} of the {BLOCK_SIZE}-token blocks")
-    axes.set_xlabel("keys")
-    axes.set_ylabel("queries")
-    axes.set_xticks(range(0, LENGTH + 1, 64))
-    axes.set_yticks(range(0, LENGTH + 1, 64))
-    figure.savefig(path, dpi=120)
 
 
 def draw_curve(results: dict[str, Any], path: Path) -> None:
@@ -265,16 +222,16 @@ def warn_if_slow(settings: Settings, layout: BlockLayout, n_steps: int) -> None:
         )
 
 
-def unfinished(path: Path, settings: Settings) -> dict[str, Any] | None:
-    """The checkpoint of an interrupted run with these settings, or None."""
+def finished_steps(path: Path, settings: Settings) -> int:
+    """Steps in the checkpoint of an interrupted run with these settings; 0 without one."""
     if not path.exists():
-        return None
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return 0
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if checkpoint["settings"] != dataclasses.asdict(settings):
         print(f"{path} was left by a run with other settings: starting afresh")
-        return None
-    print(f"going on from step {checkpoint['step']} of {settings.steps}")
-    return checkpoint
+        return 0
+    print(f"going on from step {checkpoint['global_step']} of {settings.steps}")
+    return int(checkpoint["global_step"])
 
 
 def run(settings: Settings, out: Path) -> dict[str, Any]:
@@ -283,18 +240,18 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     lightning.seed_everything(settings.seed, verbose=False)
     layout = build_layout(settings)
-    draw_layout(layout, out / "layout.png")
+    layout.plot().savefig(out / "layout.png", dpi=120)
     print(
         f"layout: butterfly | local | global_tokens, {LENGTH} tokens, block {BLOCK_SIZE}, density {layout.density:.3f}"
     )
     path = out / "unfinished.ckpt"
-    task = Task(settings, layout, unfinished(path, settings))
-    warn_if_slow(settings, layout, settings.steps - task.first_step)
-    data = Expressions(settings, task.first_step)
+    task = Task(settings, layout)
+    n_finished = finished_steps(path, settings)
+    warn_if_slow(settings, layout, settings.steps - n_finished)
     trainer = lightning.Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=1,
-        max_steps=settings.steps - task.first_step,
+        max_steps=settings.steps,
         max_epochs=-1,
         max_time={"seconds": PATIENCE},
         reload_dataloaders_every_n_epochs=1,
@@ -310,20 +267,20 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         ],
     )
     try:
-        trainer.fit(task, data)
+        trainer.fit(task, ckpt_path=path if n_finished else None)
     except SystemExit:
         # Lightning's answer to Ctrl-C
         raise KeyboardInterrupt from None
     trained = time.perf_counter()
-    accuracy = float(trainer.test(task, data, verbose=False)[0]["test_accuracy"])
-    test = data.splits.test
+    accuracy = float(trainer.test(task, verbose=False)[0]["test_accuracy"])
+    test = task.splits.test
     results = {
         "test_accuracy": accuracy,
         "floor": listops.root_operator_floor(test),
         "second_level": listops.oracle_accuracy(test, depth=1),
         "required": listops.root_operator_floor(test) + MARGIN,
         "density": layout.density,
-        "samples": task.step * settings.batch_size,
+        "samples": task.global_step * settings.batch_size,
         "parameters": sum(parameter.numel() for parameter in task.encoder.parameters()),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "seconds": {"training": trained - started, "total": time.perf_counter() - started},

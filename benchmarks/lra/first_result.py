@@ -40,12 +40,8 @@ def first_result(length: int = 2048) -> bool:
     block_size = 64
     layout = masks.local(length, window=block_size, block_size=block_size)
     layout = layout | masks.global_tokens(length, tokens=block_size, block_size=block_size)
-    picture = layout.to_dense()[0, 0, ::block_size, ::block_size].cpu()
     print(f"local | global_tokens on {length} tokens: {layout.density:.1%} of the blocks of {block_size} tokens")
-    # at most 32 lines, two characters a block
-    step = max(1, len(picture) // 32)
-    for row in picture[::step, ::step]:
-        print("   " + "".join("##" if is_stored else " ." for is_stored in row.tolist()))
+    print(layout)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     with torch.random.fork_rng():
         torch.manual_seed(0)

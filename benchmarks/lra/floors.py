@@ -1,4 +1,5 @@
 """Accuracy of each task's shortcut (its floor), and accuracies corrected for it.
+
 In Pathfinder the two snakes begin near each other and near the centre, so the positions of the markers alone predict
 the label better than chance. Results therefore have the floor, the accuracy of the best reader of the shortcut on the
 same test set, and a balanced accuracy, with weights under which the shortcut has only chance accuracy.
@@ -6,15 +7,12 @@ same test set, and a balanced accuracy, with weights under which the shortcut ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import listops
-from .pathfinder import N_CLASSES
+from . import paddles
 
 # training of the marker reader
 WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 60, 512, 3e-3
@@ -22,77 +20,29 @@ WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 60, 512, 3e-3
 LEAST_STEPS = 500
 
 
-@dataclass(frozen=True)
-class Result:
-    """Result of a test; accuracies are shares of 1.
+def best_guess(groups: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
+    """The best accuracy from the group alone, and weights under which every pair of group and label weighs the same.
 
-    floor     accuracy of the shortcut on the same samples
-    balanced  accuracy with weights under which the shortcut has accuracy `chance`
-    n         samples
-    data      their origin
-    pair_accuracy  on counterfactual pairs, or None
+    groups, labels  whole numbers (n,), such as the root operators of expressions and their values
     """
-
-    task: str
-    accuracy: float
-    floor: float
-    floor_name: str
-    balanced: float
-    chance: float
-    n: int
-    data: str
-    pair_accuracy: float | None = None
-
-    @property
-    def standard_error(self) -> float:
-        return (self.accuracy * (1 - self.accuracy) / self.n) ** 0.5
-
-    def __str__(self) -> str:
-        pairs = "" if self.pair_accuracy is None else f", pairs {self.pair_accuracy:.1%}"
-        return (
-            f"{self.task}: accuracy {self.accuracy:.1%} (+- {self.standard_error:.1%}), "
-            f"floor {self.floor:.1%} ({self.floor_name}), "
-            f"balanced accuracy {self.balanced:.1%} (chance {self.chance:.0%}){pairs}; {self.n} samples, {self.data}"
-        )
+    counts = np.zeros((groups.max() + 1, labels.max() + 1))
+    np.add.at(counts, (groups, labels), 1)
+    return float(counts.max(axis=1).sum() / len(labels)), 1 / counts[groups, labels]
 
 
-def weighted_accuracy(is_right: np.ndarray, weights: np.ndarray) -> float:
-    """Share of the weight of right answers. is_right bool (n,), weights (n,)."""
-    return float((is_right * weights).sum() / weights.sum())
-
-
-def root_operator_weights(roots: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """float64 (n,): equal weight for every pair of root operator and label, so that the root has chance accuracy.
-
-    roots  first token of each sample (n,); labels (n,)
-    """
-    cells = roots.astype(np.int64) * listops.N_CLASSES + labels
-    _, cell, counts = np.unique(cells, return_inverse=True, return_counts=True)
-    return 1.0 / counts[cell]
-
-
-def marker_features(markers: Tensor, size: int) -> Tensor:
-    """Positions, differences and distance of two markers relative to the image: (n, 2, 2) to float32 (n, 7)."""
-    places = markers.float() / size
-    between = places[:, 1] - places[:, 0]
-    return torch.cat([places.flatten(1), between, between.norm(dim=1, keepdim=True)], dim=1)
-
-
-class MarkerReader(nn.Module):
-    """Probability of label 1, (n,), from two unordered positions, (n, 2, 2)."""
+class MarkerReader(nn.Sequential):
+    """Logit of label 1, (n,), from two positions, (n, 2, 2); it is trained with either position first."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
+        super().__init__(nn.Linear(7, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
         self.size = size
-        self.layers = nn.Sequential(
-            nn.Linear(7, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, N_CLASSES - 1)
-        )
-
-    def logits(self, markers: Tensor) -> Tensor:
-        return self.layers(marker_features(markers, self.size)).squeeze(1)
 
     def forward(self, markers: Tensor) -> Tensor:
-        return torch.sigmoid((self.logits(markers) + self.logits(markers.flip(1))) / 2)
+        """From positions, differences and distance relative to the image."""
+        places = markers / self.size
+        between = places[:, 1] - places[:, 0]
+        features = torch.cat([places.flatten(1), between, between.norm(dim=1, keepdim=True)], dim=1)
+        return super().forward(features).squeeze(1)
 
 
 def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, seed: int = 0) -> MarkerReader:
@@ -110,7 +60,7 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
             for batch in torch.randperm(len(places)).tensor_split(n_batches):
                 is_swapped = torch.rand(len(batch), 1, 1) < 0.5
                 seen = torch.where(is_swapped, places[batch].flip(1), places[batch])
-                loss = F.binary_cross_entropy_with_logits(reader.logits(seen), truth[batch])
+                loss = F.binary_cross_entropy_with_logits(reader(seen), truth[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -120,13 +70,9 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
 
 @torch.no_grad()
 def marker_probabilities(reader: MarkerReader, markers: np.ndarray) -> np.ndarray:
-    """float64 (n,): the reader's probability of label 1."""
-    return reader(torch.as_tensor(markers.astype(np.float32))).double().numpy()
-
-
-def marker_floor(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """The reader's accuracy."""
-    return float(((probabilities > 0.5) == labels).mean())
+    """float64 (n,): the reader's probability of label 1, the mean of both orders of the positions."""
+    places = torch.as_tensor(markers.astype(np.float32))
+    return torch.sigmoid((reader(places) + reader(places.flip(1))) / 2).double().numpy()
 
 
 def marker_weights(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -138,9 +84,30 @@ def marker_weights(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.minimum(1.0, (1 - truth) / np.maximum(truth, 1e-12))
 
 
-def balanced_places(weights: np.ndarray, *, seed: int) -> np.ndarray:
-    """Sorted indices (m,) of a balanced test set: each sample is kept with the probability of its weight."""
-    return np.flatnonzero(np.random.default_rng(seed).random(len(weights)) < weights)
+def find_markers(images: np.ndarray, *, radius: float) -> np.ndarray:
+    """int16 (n, 2, 2): positions (y, x) of the markers in images uint8 (n, H, W), the better match first.
+
+    radius  of a marker, see pathfinder.PRESETS
+    """
+    disc = torch.from_numpy(paddles.marker(radius))
+    is_ink, half = (disc > 0.5).float(), disc.shape[0] // 2
+    # an even kernel, whose centre is pixel (half, half); outside the image is black
+    padded = F.pad(torch.from_numpy(images)[:, None] / 255, (half, half - 1, half, half - 1))
+    squares = F.conv2d(padded**2, is_ink[None, None])
+    products = F.conv2d(padded, (is_ink * disc)[None, None])
+    # mean squared difference to the disc at each pixel
+    misfit = ((squares - 2 * products + (is_ink * disc**2).sum()) / is_ink.sum())[:, 0]
+    height, width = misfit.shape[1:]
+    y, x = torch.arange(height)[:, None], torch.arange(width)
+    found = []
+    for _ in range(2):
+        best = misfit.flatten(1).argmin(dim=1)
+        place = torch.stack([best // width, best % width], dim=1)
+        found.append(place)
+        # excludes shifted matches of the same disc
+        distance = (y - place[:, 0, None, None]) ** 2 + (x - place[:, 1, None, None]) ** 2
+        misfit = misfit.masked_fill(distance <= (half - 4) ** 2, torch.inf)
+    return torch.stack(found, dim=1).short().numpy()
 
 
 def pair_accuracy(scores: np.ndarray) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.nn import Encoder, EncoderBlock, LearnedPositions, RotaryTable, SelfAttention, rotary_table
 
@@ -55,11 +56,7 @@ class Architecture:
     first_tokens: Literal["independent", "smooth"] = "independent"
 
 
-@functools.cache
-def _layout(mask: str, length: int, block_size: int) -> BlockLayout:
-    import masks
-
-    return masks.build(mask, length, block_size=block_size)
+_layout = functools.cache(masks.build)
 
 
 def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | Callable[[int], BlockLayout] | None:
@@ -78,16 +75,11 @@ def _smooth(n_tokens: int, width: int) -> Tensor:
     return 2**0.5 * torch.cos(2 * torch.pi * (periods * numbers + phases))
 
 
-def _attended(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """bool (batch, length, 1): which tokens are real."""
-    return (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, :, None]
-
-
 def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
     """(batch, length, embed_dim) to (batch, embed_dim), twice as wide for "mean+max". Padding is ignored."""
     if pooling in ("cls", "first"):
         return x[:, 0]
-    is_real = _attended(x, lengths)
+    is_real = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[:, :, None]
     total = x.masked_fill(~is_real, 0.0).sum(dim=1)
     if pooling == "padded mean":
         return total / x.shape[1]
@@ -99,8 +91,10 @@ def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Embedding lookup in a small table. Its gradient is a product with a one-hot matrix, since PyTorch's serialises
-    the additions of equal tokens, such as a black background."""
+    """Embedding lookup in a small table, whose gradient is a product with a one-hot matrix.
+
+    PyTorch's own gradient serialises the additions of equal tokens, such as those of a black background.
+    """
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:
@@ -117,9 +111,8 @@ class _Lookup(torch.autograd.Function):
         return (is_row @ grad).sum(dim=0), None
 
 
-def lookup(table: Tensor, rows: Tensor) -> Tensor:
-    """(n_rows, width) and int (batch, length) to (batch, length, width), as F.embedding."""
-    return cast(Tensor, _Lookup.apply(table, rows))
+# (n_rows, width) and int (batch, length) to (batch, length, width), as F.embedding
+lookup: Callable[[Tensor, Tensor], Tensor] = _Lookup.apply
 
 
 class Classifier(nn.Module):
@@ -150,14 +143,8 @@ class Classifier(nn.Module):
         rope = architecture.rope_base if architecture.positions == "rope" else None
         blocks = []
         for _ in range(architecture.n_layers):
-            attention = SelfAttention(
-                width,
-                architecture.num_heads,
-                layout,
-                rope=rope,
-                dropout_p=architecture.attention_dropout_p,
-                head_dim=architecture.head_dim,
-            )
+            options: dict[str, Any] = {"dropout_p": architecture.attention_dropout_p, "head_dim": architecture.head_dim}
+            attention = SelfAttention(width, architecture.num_heads, layout, rope=rope, **options)
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
         self.head_dim = blocks[0].attention.head_dim
         self.encoder = Encoder(blocks * architecture.repeats)
@@ -169,30 +156,21 @@ class Classifier(nn.Module):
 
     def _place_tokens(self) -> None:
         """Buffers: order of the pixels; cos and sin of their positions, with a class token at the origin."""
-        order, places = torch.arange(self.task.length), None
-        if self.task.grid is not None:
-            if self.architecture.order == "morton":
-                import masks
-
-                order = torch.as_tensor(masks.morton_order(self.task.grid))
-            height, width = self.task.grid
-            places = torch.cartesian_prod(torch.arange(height), torch.arange(width))[order]
-            if self.cls is not None:
-                places = torch.cat([torch.zeros(1, 2, dtype=places.dtype), places])
-        elif self.architecture.order != "raster":
-            raise ValueError(
-                f"order must be raster for {self.task.name!r}, which is no image, got {self.architecture.order!r}"
-            )
-        self.register_buffer("order", None if self.architecture.order == "raster" else order, persistent=False)
-        is_rotary = self.architecture.positions == "rope"
-        # computed once, not in every layer and step
-        cos, sin, base = None, None, self.architecture.rope_base
-        if is_rotary:
-            length = self.task.length + (self.cls is not None)
-            steps = torch.arange(length) if places is None else places
-            cos, sin = rotary_table(steps * self.architecture.rope_scale, base, self.head_dim)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        task, architecture, n_extra = self.task, self.architecture, int(self.cls is not None)
+        order = cos = sin = None
+        if architecture.order == "morton":
+            if task.grid is None:
+                raise ValueError(f"order must be raster for {task.name!r}, which is no image, got 'morton'")
+            order = torch.as_tensor(masks.morton_order(task.grid))
+        if architecture.positions == "rope":
+            places = torch.arange(task.length + n_extra)
+            if task.grid is not None:
+                rows_and_columns = torch.cartesian_prod(*map(torch.arange, task.grid))
+                places = F.pad(rows_and_columns if order is None else rows_and_columns[order], (0, 0, n_extra, 0))
+            # computed once, not in every layer and step
+            cos, sin = rotary_table(places * architecture.rope_scale, architecture.rope_base, self.head_dim)
+        for name, buffer in (("order", order), ("cos", cos), ("sin", sin)):
+            self.register_buffer(name, buffer, persistent=False)
 
     def encode(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """(batch, length) to (batch, length [+ 1 with a class token], embed_dim)."""
@@ -217,21 +195,35 @@ class Classifier(nn.Module):
             pooled = torch.cat([one, other, one * other, one - other], dim=1)
         return self.head(pooled)
 
-    def guess_hidden(self, tokens: Tensor, lengths: Tensor, is_hidden: Tensor) -> Tensor:
-        """Logits of the hidden tokens, (hidden, n_tokens): self-pretraining (Amos et al., arXiv:2310.02980, section 3).
+    def guess_hidden(self, tokens: Tensor, lengths: Tensor, is_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the hidden tokens, (hidden, n_tokens), and the tokens: self-pretraining (arXiv:2310.02980).
 
         is_hidden  bool, as tokens: replaced by the hidden token
         """
-        shown = torch.where(is_hidden, self.task.n_tokens, tokens.int()).flatten(0, 1)
-        x = self.encode(shown, lengths.flatten())
+        tokens, is_hidden = tokens.flatten(0, 1).int(), is_hidden.flatten(0, 1)
+        x = self.encode(torch.where(is_hidden, self.task.n_tokens, tokens), lengths.flatten())
         if self.cls is not None:
             x = x[:, 1:]
-        hidden = is_hidden.flatten(0, 1)
-        return self.guess(x[hidden if self.order is None else hidden[:, self.order]])
-
-    def hidden_tokens(self, tokens: Tensor, is_hidden: Tensor) -> Tensor:
-        """The targets of guess_hidden, in its order."""
-        tokens, hidden = tokens.flatten(0, 1), is_hidden.flatten(0, 1)
         if self.order is not None:
-            tokens, hidden = tokens[:, self.order], hidden[:, self.order]
-        return tokens[hidden].long()
+            tokens, is_hidden = tokens[:, self.order], is_hidden[:, self.order]
+        return self.guess(x[is_hidden]), tokens[is_hidden].long()
+
+
+def load_fitting(model: Classifier, weights: dict[str, Tensor]) -> list[str]:
+    """Loads the weights of another task's model; returns the names of those that keep their initial values.
+
+    Heads and tokens of another shape keep them, since labels and symbols differ between tasks.
+
+    weights  the state dict of a Classifier
+    raises   ValueError for any other weight of another shape: another architecture
+    """
+    own, fitting = model.state_dict(), {}
+    for name, weight in weights.items():
+        if name not in own:
+            continue
+        if weight.shape == own[name].shape:
+            fitting[name] = weight
+        elif name.split(".")[0] not in ("head", "guess", "tokens"):
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, but {tuple(own[name].shape)} is needed")
+    model.load_state_dict(fitting, strict=False)
+    return sorted(own.keys() - fitting.keys())

@@ -1,4 +1,5 @@
 """Geometry of Pathfinder dashes ("paddles"): shapes, margins and continuations, as tables over orientations.
+
 Pixels are whole numbers (y, x), y down; the angle t points along (sin t, cos t). A step along an angle rounds up on
 both axes, as the original does. Source: D. Linsley et al., "Learning long-range spatial dependencies with horizontal
 gated recurrent units", arXiv:1805.08315, and its generator snakes2, which Long Range Arena used.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
+from scipy import ndimage
 
 # factor of supersampling
 FINE = 2
@@ -24,8 +26,10 @@ OPAQUE = 255
 
 
 class Tables(NamedTuple):
-    """Tables over paddles. Paddles 0 .. 359 start a snake; they are placed by their tail and point along paddle - 180
-    degrees. Paddles 360 .. 359 + K continue a snake; they are placed by their head.
+    """Tables over paddles.
+
+    Paddles 0 .. 359 start a snake; they are placed by their tail and point along paddle - 180 degrees. Paddles 360 ..
+    359 + K continue a snake; they are placed by their head.
 
     lines      float32 (360 + K, side, side): ink, centred on the placing pixel; ringing exceeds 0 .. 1
     rooms      uint8 (360 + K, side, side): the dash and `margin` pixels around it; 255 is fully occupied
@@ -50,20 +54,10 @@ class Tables(NamedTuple):
     disc: np.ndarray
 
 
-def _disc(radius: float) -> np.ndarray:
-    """int64 (pixels, 2): whole offsets at most `radius` away."""
-    reach = math.ceil(radius)
-    y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
-    is_inside = y * y + x * x <= radius * radius
-    return np.stack([y[is_inside], x[is_inside]], axis=1)
-
-
-def _dilated(picture: np.ndarray, radius: int) -> np.ndarray:
-    """The largest value at most `radius` away."""
-    height, width = picture.shape
-    around = np.pad(picture, radius)
-    shifts = (around[radius + y :, radius + x :][:height, :width] for y, x in _disc(radius))
-    return np.maximum.reduce(list(shifts))
+def _disc(radius: int) -> np.ndarray:
+    """bool (2 radius + 1, 2 radius + 1): pixels at most `radius` away from the centre."""
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    return y * y + x * x <= radius * radius
 
 
 def _along(angle: float, distance: float, start: int) -> tuple[int, int]:
@@ -85,7 +79,8 @@ def _draw(angle: float, length: int, thickness: float, margin: int) -> tuple[np.
     fine = Image.new("L", ((side - 1) * FINE + 1,) * 2, 0)
     ends = [(centre, centre), (centre + dx, centre + dy)]
     ImageDraw.Draw(fine).line(ends, fill=OPAQUE, width=round(thickness * FINE))
-    room = Image.fromarray(_dilated(np.asarray(fine), margin * FINE))
+    dilated = ndimage.grey_dilation(np.asarray(fine), footprint=_disc(margin * FINE), mode="constant")
+    room = Image.fromarray(dilated)
     # float, since bytes would clip the ringing
     ink = fine.convert("F").resize((side, side), Image.Resampling.LANCZOS)
     return np.asarray(ink) / np.float32(OPAQUE), np.asarray(room.resize((side, side), Image.Resampling.LANCZOS))
@@ -145,7 +140,7 @@ def tables(*, length: int, thickness: float, margin: int, continuity: float) -> 
         seed_pivots=seed_heads + behind,
         footprints=padded,
         footprint_sizes=np.array(sizes),
-        disc=_disc(margin),
+        disc=np.argwhere(_disc(margin)) - margin,
     )
 
 

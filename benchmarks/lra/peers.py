@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,17 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention
+from blocksparse_flash.interop import to_flex_attention
 
 from ..run.peers import compiled_flex
 
-# (q, k, v, dropout_p) -> out
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# (q, k, v, dropout_p=0.0) -> out
+Attend = Callable[..., Tensor]
 
 OURS, MATERIALISED, SDPA, FLEX = "blocksparse_flash", "materialised", "sdpa", "flex"
-PROVIDERS = (OURS, MATERIALISED, SDPA, FLEX)
+WITH_DROPOUT = (OURS, MATERIALISED, SDPA)
+PROVIDERS = (*WITH_DROPOUT, FLEX)
 
 
-def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Tensor | None) -> Tensor:
+def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Tensor | None) -> Tensor:
     """Attention with the score matrix in memory. mask bool, True attends; None is dense."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
@@ -29,19 +31,13 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Ten
     return F.dropout(scores.softmax(dim=-1), dropout_p).to(v.dtype) @ v
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, mask: Any) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Any) -> Tensor:
     assert not dropout_p, "FlexAttention has no dropout"
     return compiled_flex()(q, k, v, block_mask=mask)
 
 
 def _block_mask(layout: BlockLayout) -> Any:
     from torch.nn.attention.flex_attention import noop_mask
-
-    from blocksparse_flash.interop import to_flex_attention
 
     mask = to_flex_attention(layout)
     if not len(layout.bitmasks):
@@ -50,24 +46,15 @@ def _block_mask(layout: BlockLayout) -> Any:
     return mask
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *, layout: BlockLayout | None, backend: str) -> Tensor:
-    return attention(q, k, v, layout, dropout_p=dropout_p, backend=backend)
-
-
-def why_not(provider: str, layout: BlockLayout | None, device: torch.device) -> str | None:
-    """Why a provider does not support a layout on a device, or None."""
-    if provider != FLEX:
-        return None
-    if device.type != "cuda":
-        return "FlexAttention has a backward pass on CUDA devices only"
-    if layout is not None and any(side % 128 for side in layout.block_size):
-        return f"FlexAttention takes blocks of 128 tokens, not of {layout.block_size}"
-    return None
-
-
-def has_dropout(provider: str) -> bool:
-    """Whether a provider supports dropout."""
-    return provider != FLEX
+def supported(providers: Iterable[str], layout: BlockLayout | None, device: torch.device) -> Iterator[str]:
+    """The providers that support a layout on a device; prints why the others do not."""
+    for provider in providers:
+        if provider == FLEX and device.type != "cuda":
+            print(f"{provider}: FlexAttention has a backward pass on CUDA devices only", flush=True)
+        elif provider == FLEX and layout is not None and any(side % 128 for side in layout.block_size):
+            print(f"{provider}: FlexAttention takes blocks of 128 tokens, not of {layout.block_size}", flush=True)
+        else:
+            yield provider
 
 
 def attend_with(provider: str, layout: BlockLayout | None, device: torch.device, *, backend: str = "auto") -> Attend:
@@ -78,16 +65,14 @@ def attend_with(provider: str, layout: BlockLayout | None, device: torch.device,
     """
     if provider not in PROVIDERS:
         raise ValueError(f"providers must be of {', '.join(PROVIDERS)}, got {provider!r}")
-    if layout is not None:
-        layout = layout.to(device)
+    layout = None if layout is None else layout.to(device)
     if provider == OURS:
-        return functools.partial(_ours, layout=layout, backend=backend)
+        return functools.partial(attention, layout=layout, backend=backend)
     if provider == FLEX:
         # PyTorch falls back to eager, with all scores in memory, after a few compiled shapes
         torch.compiler.reset()
-    if layout is None:
-        call: Callable[..., Tensor] = {MATERIALISED: materialised, SDPA: _sdpa, FLEX: _flex}[provider]
-        return functools.partial(call, mask=None)
-    if provider == FLEX:
-        return functools.partial(_flex, mask=_block_mask(layout))
-    return functools.partial(materialised if provider == MATERIALISED else _sdpa, mask=layout.to_dense())
+        return functools.partial(_flex, mask=None if layout is None else _block_mask(layout))
+    mask = None if layout is None else layout.to_dense()
+    if provider == SDPA:
+        return functools.partial(F.scaled_dot_product_attention, attn_mask=mask)
+    return functools.partial(materialised, mask=mask)

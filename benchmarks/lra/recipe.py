@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +9,9 @@ from pathlib import Path
 
 import torch
 import yaml
+
+from ..run import measure
+from .scoring import TEST
 
 CONFIGS = Path(__file__).with_name("configs") / "ours"
 
@@ -27,9 +29,8 @@ class Stage:
     def read(cls, config: Path) -> Stage:
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))
         trainer, start = settings["trainer"], settings["model"].get("start")
-        return cls(
-            config, Path(trainer["default_root_dir"]), trainer["max_steps"], None if start is None else Path(start)
-        )
+        root = Path(trainer["default_root_dir"])
+        return cls(config, root, trainer["max_steps"], None if start is None else Path(start))
 
     @property
     def checkpoint(self) -> Path:
@@ -43,16 +44,13 @@ class Stage:
 
     def is_tested(self) -> bool:
         """Whether test.jsonl has a line of the last step."""
-        lines = self.root / "test.jsonl"
-        return lines.exists() and any(
-            json.loads(line)["steps"] == self.steps for line in lines.read_text(encoding="utf-8").splitlines()
-        )
+        path = self.root / TEST
+        return path.exists() and any(line["steps"] == self.steps for line in measure.read(path))
 
     def command(self, name: str, *arguments: str) -> None:
         """Run a command of `python -m benchmarks.lra` in its own process; exits with its exit code if it fails."""
-        code = subprocess.run(
-            [sys.executable, "-m", "benchmarks.lra", name, "--config", str(self.config), *arguments], check=False
-        ).returncode
+        command = [sys.executable, "-m", "benchmarks.lra", name, "--config", str(self.config), *arguments]
+        code = subprocess.run(command, check=False).returncode
         if code:
             print(f"{self.config.stem}: {name} failed; the same command goes on from here", file=sys.stderr)
             sys.exit(code)
@@ -76,7 +74,11 @@ def stages(name: str) -> list[Stage]:
 
 
 def run(name: str) -> None:
-    """Train every stage that is not trained, from its last checkpoint, then test the last one."""
+    """Train a configuration of configs/ours and the stages it begins with, then test it. Run it again to resume.
+
+    Args:
+        name: pathx, path256, or any other configuration of configs/ours
+    """
     chain = stages(name)
     for number, stage in enumerate(chain, 1):
         steps = stage.trained_steps()
@@ -87,4 +89,4 @@ def run(name: str) -> None:
                 sys.exit(f"{stage.config.stem} stopped before its last step; the same command goes on from here")
     if not chain[-1].is_tested():
         chain[-1].command("test", "--ckpt_path", "last")
-    print(f"{name} is trained and tested: {chain[-1].root / 'test.jsonl'}")
+    print(f"{name} is trained and tested: {chain[-1].root / TEST}")

@@ -1,58 +1,162 @@
-"""Writes the report: collects result lines and logs, saves tables and plots."""
+"""Writes the report: tables and plots of result lines and of Lightning's CSV logs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pandas as pd
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ..run import measure
-from . import plots, tables
-from .lines import TEST
+from . import tables
+from .data import Rules
+from .published import DEVICE, LENGTHS, MEMORY_MB, RUNTIME_MS
+from .scoring import TEST
+from .tables import Line
+from .tasks import LRA
 
-NAME = "report.md"
 
-
-def tests_of(runs: Path) -> list[dict[str, Any]]:
+def tests_of(runs: Path) -> list[Line]:
     """The last test of every run under a folder, with the run's name, sorted by name."""
     paths = sorted(runs.rglob(TEST))
     return [{**measure.read(path)[-1], "run": path.parent.relative_to(runs).as_posix()} for path in paths]
 
 
-def curves_of(runs: Path) -> list[plots.Curve]:
+class Curve(NamedTuple):
+    """A run, its task and data, whether they are Long Range Arena's, and its validation accuracy by step."""
+
+    run: str
+    what: str
+    is_lra: bool
+    accuracy: dict[int, float]
+
+
+def curve_of(folder: Path, run: str) -> Curve | None:
+    """The curve from a run's logs, where later logs replace earlier ones; None without a validation."""
+    accuracy: dict[int, float] = {}
+    what, is_lra = "unknown task", False
+    for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
+        log = pd.read_csv(path).reindex(columns=["step", "validation_accuracy"]).dropna()
+        accuracy |= dict(zip(log["step"].astype(int), log["validation_accuracy"], strict=True))
+        config = path.parent / "config.yaml"
+        if len(log) and config.exists():
+            data = yaml.safe_load(config.read_text())["data"]
+            source, rules = data.get("source", "generated"), data.get("rules") or {}
+            known = {name: rules[name] for name in ("contour_length", "changes") if name in rules}
+            what = f"{data['task']}, {source} data"
+            is_lra = data["task"] in LRA and source != "stand-in" and Rules(**known).are_published
+    return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None
+
+
+def curves_of(runs: Path) -> list[Curve]:
     """The learning curves of the runs under a folder."""
     folders = sorted({path.parents[1] for path in runs.rglob("version_*/metrics.csv")})
-    curves = [plots.curve_of(folder, folder.relative_to(runs).as_posix()) for folder in folders]
+    curves = [curve_of(folder, folder.relative_to(runs).as_posix()) for folder in folders]
     return [curve for curve in curves if curve is not None]
 
 
-def _drawn(
-    tests: Sequence[dict[str, Any]], curves: Sequence[plots.Curve], speed: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """Name -> figure."""
-    figures: dict[str, Any] = {}
-    if tests:
-        figures["accuracy"] = plots.accuracies(tests)
-    if curves:
-        figures["learning-curves"] = plots.learning_curves(curves, tests)
-    for size, alone in tables.sizes(speed).items():
-        name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
-        figures[f"length-{name}"] = plots.lengths(alone)
-    return figures
+def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
+    """A panel per task and kind of data, with the floor of the last test of its runs."""
+    panels = list(dict.fromkeys((curve.what, curve.is_lra) for curve in curves))
+    figure = Figure(figsize=(6, 3.6 * len(panels)), layout="constrained")
+    for axes, (what, is_lra) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        shown = [curve for curve in curves if (curve.what, curve.is_lra) == (what, is_lra)]
+        for curve in shown:
+            axes.plot([*curve.accuracy], [*curve.accuracy.values()], marker=".", label=curve.run)
+        floors = [line["floor"] for line in tests if line["run"] in {curve.run for curve in shown}]
+        for floor in floors[-1:]:
+            axes.axhline(floor, color="#6b705c", linestyle="--", linewidth=1, label=f"floor {floor:.1%}")
+        axes.set_title(what if is_lra else f"{what}: NOT Long Range Arena")
+        axes.set_xlabel("steps")
+        axes.set_ylabel("validation accuracy")
+        axes.legend(fontsize=8)
+    return figure
 
 
-def write(runs: Path, speed: Path, out: Path) -> list[Path]:
-    """Writes report.md and its pictures; returns their paths. Raises ValueError without results."""
+def accuracies(tests: Sequence[Line]) -> Figure:
+    """Accuracy, floor and balanced accuracy of each test."""
+    figure = Figure(figsize=(8, 1 + 0.5 * len(tests)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, line in enumerate(tests):
+        bars = {"floor": "#b9c9cf", "accuracy": "#1f6f8b", "balanced": "#c1121f"}
+        for offset, (key, colour) in enumerate(bars.items()):
+            error = line["standard_error"] if key == "accuracy" else None
+            label = key if place == 0 else None
+            axes.barh(place + 0.25 * (offset - 1), line[key], 0.22, xerr=error, color=colour, label=label)
+    names = [f"{line['run']}: {line['task']}{'' if line['is_lra'] else ', NOT Long Range Arena'}" for line in tests]
+    axes.set_yticks(range(len(tests)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _against_length(axes: Axes, lines: pd.DataFrame, column: str, published: dict[str, list[float]]) -> None:
+    for name in ("PyTorch", "FlashAttention", "Block-sparse FlashAttention") if tables.is_paper_size(lines) else ():
+        known = published[name]
+        axes.plot(LENGTHS[: len(known)], known, ":", linewidth=1, label=f"{name}, {DEVICE} (paper)")
+    for label, mine in lines.groupby("label", sort=False):
+        shown = mine.dropna(subset=column).drop_duplicates("n", keep="last").sort_values("n")
+        axes.plot(shown["n"], shown[column], marker=".", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+
+
+def lengths(lines: pd.DataFrame) -> Figure:
+    """Time and memory of forward and backward over length, on one device at one size; both axes logarithmic."""
+    both = lines[lines["direction"] == "fwd+bwd"]
+    names = both[["provider", "backend", "pattern"]].to_numpy()
+    labels = [", ".join(name for name in parts if isinstance(name, str)) for parts in names]
+    both = both.assign(label=labels, mib=both["peak_bytes"] / 2**20)
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    time, memory = figure.subplots(1, 2)
+    title = "forward and backward on {device}, batch {batch}, {heads} heads, head_dim {head_dim}"
+    figure.suptitle(title.format_map(lines.iloc[0]))
+    _against_length(time, both, "ms", RUNTIME_MS["fwd+bwd"])
+    time.set_ylabel("ms")
+    _against_length(memory, both, "mib", MEMORY_MB)
+    memory.set_ylabel("MiB")
+    # both panels share colours and labels
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
+    return figure
+
+
+def report(
+    *,
+    runs: Path = Path("out/lra/runs"),
+    speed: Path = Path("benchmarks/results/lra_speed.jsonl"),
+    out: Path = Path("benchmarks/lra/report"),
+) -> None:
+    """Tables and plots of accuracies, learning curves, times and memory.
+
+    Args:
+        runs: folder with a folder for each run
+        speed: lines of `speed`
+        out: folder of report.md and its pictures
+    """
     tests, curves = tests_of(runs), curves_of(runs)
     lines = measure.read(speed) if speed.exists() else []
     if not (tests or curves or lines):
         raise ValueError(f"nothing to report: no {TEST} and no metrics.csv under {runs}, and no {speed}")
+    figures: dict[str, Any] = {}
+    if tests:
+        figures["accuracy"] = accuracies(tests)
+    if curves:
+        figures["learning-curves"] = learning_curves(curves, tests)
+    speeds = tables.frame(line for line in lines if line["bench"] == "lra_runtime")
+    for size, alone in speeds.groupby(tables.ALONE, sort=False) if len(speeds) else ():
+        name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
+        figures[f"length-{name}"] = lengths(alone)
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, figure in _drawn(tests, curves, lines).items():
-        written.append(out / f"{name}.png")
-        figure.savefig(written[-1], dpi=120)
+    written = [out / f"{name}.png" for name in figures]
+    for path, figure in zip(written, figures.values(), strict=True):
+        figure.savefig(path, dpi=120)
     sections = [
         "# Long Range Arena: results",
         "Written by `python -m benchmarks.lra report`. Floor: the accuracy of the task's shortcut on the same samples.",
@@ -60,6 +164,6 @@ def write(runs: Path, speed: Path, out: Path) -> list[Path]:
         *tables.speed_sections(lines),
         *(f"![{path.stem}]({path.name})" for path in written),
     ]
-    written.append(out / NAME)
-    written[-1].write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return written
+    page = out / "report.md"
+    page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    print(*written, page, sep="\n")

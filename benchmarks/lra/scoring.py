@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from . import floors, listops, markers, pathfinder
+import numpy as np
+import torch
+
+from ..run import measure
+from . import floors, listops, pathfinder
 from .batches import ExampleRows, RecordRows
 from .data import LraData
-from .floors import Result
 from .tasks import LRA
 
-# training samples of the marker reader
-MOST_READ = 60_000
+# file in the folder of a run
+TEST = "test.jsonl"
+# keys of `test`. is_lra: comparable with published numbers, see belongs. steps: training steps of the weights
+TEST_KEYS = [
+    *("bench", "task", "is_lra", "source", "data", "mask", "n_layers", "embed_dim", "weights", "steps", "batch_size"),
+    *("n", "accuracy", "standard_error", "floor", "floor_name", "balanced", "chance", "pair_accuracy"),
+    *("device", "torch", "commit"),
+]
+# training samples of the marker reader; images that are searched for markers at once
+MOST_READ, AT_ONCE = 60_000, 500
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a test; accuracies are shares of 1.
+
+    floor     accuracy of the shortcut on the same samples
+    balanced  accuracy with weights under which the shortcut has accuracy `chance`
+    n         samples
+    data      their origin
+    pair_accuracy  on counterfactual pairs, or None
+    """
+
+    task: str
+    accuracy: float
+    floor: float
+    floor_name: str
+    balanced: float
+    chance: float
+    n: int
+    data: str
+    pair_accuracy: float | None = None
+
+    @property
+    def standard_error(self) -> float:
+        return (self.accuracy * (1 - self.accuracy) / self.n) ** 0.5
+
+    def __str__(self) -> str:
+        pairs = "" if self.pair_accuracy is None else f", pairs {self.pair_accuracy:.1%}"
+        return (
+            f"{self.task}: accuracy {self.accuracy:.1%} (+- {self.standard_error:.1%}), "
+            f"floor {self.floor:.1%} ({self.floor_name}), "
+            f"balanced accuracy {self.balanced:.1%} (chance {self.chance:.0%}){pairs}; {self.n} samples, {self.data}"
+        )
+
+
+def append_test(folder: Path, result: Result, **facts: Any) -> None:
+    """Appends the line of a test to the folder of its run. facts: the keys of TEST_KEYS that Result lacks."""
+    known = {**asdict(result), "standard_error": result.standard_error}
+    known |= {"torch": torch.__version__, "commit": measure.commit()}
+    measure.append(folder / TEST, {"bench": "lra", **known, **facts}, TEST_KEYS)
 
 
 def belongs(data: LraData) -> bool:
@@ -29,97 +83,62 @@ def _labels(data: LraData, split: str) -> np.ndarray:
     return np.array([example.label for example in rows.examples])
 
 
-def _result(
-    data: LraData, is_right: np.ndarray, floor: float, floor_name: str, weights: np.ndarray, chance: float
-) -> Result:
-    accuracy, balanced = float(is_right.mean()), floors.weighted_accuracy(is_right, weights)
-    return Result(data.task.name, accuracy, floor, floor_name, balanced, chance, n=len(is_right), data=data.description)
-
-
-def _majority(is_right: np.ndarray, labels: np.ndarray, data: LraData) -> Result:
-    """Result whose floor is the most frequent label; labels have equal weight in the balanced accuracy."""
-    _, cell, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    return _result(
-        data, is_right, float(counts.max() / len(labels)), "most frequent label", 1.0 / counts[cell], 1 / len(counts)
-    )
-
-
-def _roots(data: LraData) -> np.ndarray:
-    """First token of each expression of the test set."""
-    rows = data.rows["test"]
-    parts = np.array_split(np.arange(len(rows)), -(-len(rows) // 1000))
-    return np.concatenate([rows.take(part).tokens[:, 0, 0].numpy() for part in parts])
-
-
-def _listops(is_right: np.ndarray, labels: np.ndarray, data: LraData) -> Result:
-    roots = _roots(data)
-    samples = [listops.Sample(bytes([root]), int(label)) for root, label in zip(roots, labels, strict=True)]
-    return _result(
-        data,
-        is_right,
-        listops.root_operator_floor(samples),
-        "root operator alone",
-        floors.root_operator_weights(roots, labels),
-        1 / listops.N_CLASSES,
-    )
+def _tokens(data: LraData, split: str, most: int) -> list[np.ndarray]:
+    """Tokens of the first documents of a split, in parts."""
+    rows = data.rows[split]
+    places = np.arange(min(most, len(rows)))
+    return [rows.take(part).tokens[:, 0].numpy() for part in np.array_split(places, -(-len(places) // AT_ONCE))]
 
 
 def _markers(data: LraData, split: str, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Markers (n, 2, 2) and labels (n,) of the first samples of a split; in released images they are searched."""
-    rows = data.rows[split]
-    places = np.arange(min(most, len(rows)))
+    rows, labels = data.rows[split], _labels(data, split)[:most]
     if isinstance(rows, RecordRows):
-        records = rows.records[places]
-        return records["markers"], records["label"].astype(np.int64)
+        return rows.records[np.arange(len(labels))]["markers"], labels
     assert data.task.grid is not None
-    parts = [rows.take(part) for part in np.array_split(places, -(-len(places) // 1000))]
     radius = pathfinder.PRESETS[data.task.grid[0]].marker_radius
-    found = [markers.find(part.tokens.numpy().reshape(-1, *data.task.grid), radius=radius) for part in parts]
-    return np.concatenate(found), np.concatenate([part.labels.numpy() for part in parts])
+    images = (tokens.reshape(-1, *data.task.grid) for tokens in _tokens(data, split, most))
+    return np.concatenate([floors.find_markers(part, radius=radius) for part in images]), labels
 
 
-def _pathfinder(is_right: np.ndarray, labels: np.ndarray, data: LraData) -> Result:
+def _shortcut(data: LraData, labels: np.ndarray) -> tuple[str, float, np.ndarray]:
+    """Name and accuracy of a task's shortcut on its test set, and the weights of the balanced accuracy."""
+    if data.task.name.startswith("listops"):
+        roots = np.concatenate([tokens[:, 0] for tokens in _tokens(data, "test", len(labels))])
+        return "root operator alone", *floors.best_guess(roots, labels)
+    if not data.task.name.startswith("path"):
+        return "most frequent label", *floors.best_guess(np.zeros_like(labels), labels)
     assert data.task.grid is not None
     # a fresh stream has no stored training set
-    learnt_from = "validation" if data.source == "fresh" else "train"
-    seen, truth = _markers(data, learnt_from, MOST_READ)
+    seen, truth = _markers(data, "validation" if data.source == "fresh" else "train", MOST_READ)
     reader = floors.fit_marker_reader(seen, truth, size=data.task.grid[0])
     probabilities = floors.marker_probabilities(reader, _markers(data, "test", len(labels))[0])
-    return _result(
-        data,
-        is_right,
-        floors.marker_floor(probabilities, labels),
-        f"places of the markers, learnt from {len(truth)} samples",
-        floors.marker_weights(probabilities, labels),
-        1 / pathfinder.N_CLASSES,
-    )
+    name = f"places of the markers, learnt from {len(truth)} samples"
+    return name, float(((probabilities > 0.5) == labels).mean()), floors.marker_weights(probabilities, labels)
 
 
 def score(data: LraData, guesses: np.ndarray) -> Result:
     """The result of a test. guesses (n,): a label for each sample of the test set, in order."""
     labels = _labels(data, "test")
     is_right = guesses == labels
-    if data.task.name.startswith("listops"):
-        return _listops(is_right, labels, data)
-    if data.task.name.startswith("path"):
-        return _pathfinder(is_right, labels, data)
-    return _majority(is_right, labels, data)
+    name, floor, weights = _shortcut(data, labels)
+    balanced, chance = float(np.average(is_right, weights=weights)), 1 / data.task.n_classes
+    accuracy, n = float(is_right.mean()), len(labels)
+    return Result(data.task.name, accuracy, floor, name, balanced, chance, n, data.description)
 
 
 def shortcuts(data: LraData) -> list[str]:
     """Accuracies of the shortcuts of a generated task on its test set, a line each."""
-    name = data.task.name
     data.rows["test"] = RecordRows(data.stored("test"))
     labels = _labels(data, "test")
-    if name.startswith("listops"):
+    if data.task.name.startswith("path"):
+        data.rows["train"] = RecordRows(data.stored("train"))
+    name, floor, _ = _shortcut(data, labels)
+    lines = [f"{name} {floor:.1%}"]
+    if data.task.name.startswith("listops"):
         records = data.stored("test")[:]
         samples = [listops.Sample(row["tokens"][: row["length"]].tobytes(), int(row["label"])) for row in records]
-        lines = [f"root operator alone {listops.root_operator_floor(samples):.1%}"]
         lines += [
             f"{depth} operator(s) deep {listops.oracle_accuracy(samples, depth=depth):.1%}" for depth in (1, 2, 3)
         ]
-    else:
-        data.rows["train"] = RecordRows(data.stored("train"))
-        result = _pathfinder(np.ones(len(labels), dtype=bool), labels, data)
-        lines = [f"{result.floor_name} {result.floor:.1%}"]
-    return [f"{name}: {line} of {len(labels)} test samples, {data.description}" for line in lines]
+    return [f"{data.task.name}: {line} of {len(labels)} test samples, {data.description}" for line in lines]

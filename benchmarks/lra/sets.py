@@ -1,4 +1,5 @@
 """Generated data sets: made once by many workers, stored on disk, verified by checksum.
+
 A set is a folder of parts of 1,000 records, NumPy files that are memory-mapped. Parts are written under a temporary
 name and then renamed, so every part is complete: interrupted runs make the missing parts, concurrent runs do not
 interfere, and a larger set reuses the parts of a smaller one.
@@ -13,7 +14,7 @@ import multiprocessing
 import os
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,6 @@ from tqdm import tqdm
 from .sources import Source
 
 PART = 1000
-# bytes from which the checksum shows a progress bar
-LARGE = 1 << 28
 # name of the source -> split-count -> SHA-256
 RECORDED = Path(__file__).with_name("digests.json")
 
@@ -66,26 +65,16 @@ class StoredSet:
             records[is_here] = self._parts[index][places[is_here] % PART]
         return records
 
-    def digest(self, title: str = "") -> str:
-        """SHA-256 of all records on disk, in order. Large sets show a progress bar with this title."""
+    def digest(self) -> str:
+        """SHA-256 of all records on disk, in order."""
         found = hashlib.sha256()
-        n_bytes = self.count * self._parts[0].itemsize if self._parts else 0
-        with tqdm(total=n_bytes, desc=title, unit="B", unit_scale=True, disable=n_bytes < LARGE) as bar:
-            for part in self:
-                found.update(part.tobytes())
-                bar.update(part.nbytes)
+        for part in self:
+            found.update(part.tobytes())
         return found.hexdigest()
 
 
-def _folder(source: Source, split: str, root: Path) -> Path:
-    return root / source.name / split
-
-
-def _files(source: Source, split: str, count: int, root: Path) -> list[Path]:
-    return [_folder(source, split, root) / f"{index:06d}.npy" for index in range(-(-count // PART))]
-
-
-def _make_part(source: Source, split: str, index: int, file: Path) -> None:
+def _make_part(source: Source, split: str, file: Path) -> None:
+    index = int(file.stem)
     records = source.draw(split, np.arange(index * PART, (index + 1) * PART))
     unfinished = file.with_name(f".{uuid.uuid4().hex}.part")
     try:
@@ -94,6 +83,17 @@ def _make_part(source: Source, split: str, index: int, file: Path) -> None:
         os.replace(unfinished, file)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _make_parts(source: Source, split: str, files: list[Path], workers: int) -> Iterator[None]:
+    work = functools.partial(_make_part, source, split)
+    if workers == 1:
+        yield from map(work, files)
+        return
+    # forking a process with threads may hang
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
+        yield from pool.map(work, files)
 
 
 def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1) -> StoredSet:
@@ -107,39 +107,19 @@ def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1
         raise ValueError(f"count must be 1 or more, got {count}")
     if workers < 1:
         raise ValueError(f"workers must be 1 or more, got {workers}")
-    files = _files(source, split, count, root)
-    missing = [index for index, file in enumerate(files) if not file.exists()]
+    folder = root / source.name / split
+    files = [folder / f"{index:06d}.npy" for index in range(-(-count // PART))]
+    missing = [file for file in files if not file.exists()]
     if missing:
-        files[0].parent.mkdir(parents=True, exist_ok=True)
-        title = f"{source.name} {split}"
-        bar = tqdm(total=len(files) * PART, initial=(len(files) - len(missing)) * PART, desc=title, unit=" samples")
-        with bar:
-            work = functools.partial(_make_part, source, split)
-            if workers == 1:
-                for index in missing:
-                    work(index, files[index])
-                    bar.update(PART)
-            else:
-                # forking a process with threads may hang
-                context = multiprocessing.get_context("spawn")
-                with ProcessPoolExecutor(min(workers, len(missing)), mp_context=context) as pool:
-                    try:
-                        for done in as_completed([pool.submit(work, index, files[index]) for index in missing]):
-                            done.result()
-                            bar.update(PART)
-                    except BaseException:
-                        pool.shutdown(wait=False, cancel_futures=True)
-                        raise
+        folder.mkdir(parents=True, exist_ok=True)
+        n_done, title = len(files) - len(missing), f"{source.name} {split}"
+        with tqdm(total=len(files) * PART, initial=n_done * PART, desc=title, unit=" samples") as bar:
+            for _ in _make_parts(source, split, missing, workers):
+                bar.update(PART)
     stored = StoredSet(files, count)
     # existing parts may have changed
     check(source, split, stored, root=root)
     return stored
-
-
-def recorded(source: Source, split: str, count: int) -> str | None:
-    """The recorded SHA-256 of a set, or None."""
-    digests: dict[str, dict[str, str]] = json.loads(RECORDED.read_text(encoding="utf-8"))
-    return digests.get(source.name, {}).get(f"{split}-{count}")
 
 
 def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
@@ -147,15 +127,15 @@ def check(source: Source, split: str, stored: StoredSet, *, root: Path) -> bool:
 
     raises  ValueError if the checksums differ
     """
-    expected = recorded(source, split, len(stored))
+    digests: dict[str, dict[str, str]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    expected = digests.get(source.name, {}).get(f"{split}-{len(stored)}")
     if expected is None:
         return False
-    found = stored.digest(f"checking {source.name} {split}")
+    found = stored.digest()
     if found != expected:
         raise ValueError(
             f"{source.name} {split} of {len(stored)} has SHA-256 {found}, but {expected} was recorded: accuracies on "
-            f"it "
-            f"cannot be compared with others. Delete {_folder(source, split, root)} and make the set again, with the "
-            "package versions of .ci/constraints.txt"
+            f"it cannot be compared with others. Delete {root / source.name / split} and make the set again, with "
+            "the package versions of .ci/constraints.txt"
         )
     return True

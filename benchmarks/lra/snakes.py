@@ -1,4 +1,5 @@
 """Placement of the dashes of Pathfinder images, compiled by Numba.
+
 An image is a function of one 64-bit key: its random words are w(n) = splitmix64(key ^ n), and everything except the
 ink is integer arithmetic, so images are equal on every machine.
 
@@ -48,16 +49,9 @@ class Rules(NamedTuple):
     n_distractors: int
 
 
-class Journal(NamedTuple):
-    """The room before each stamp, for undo. n_stamps (1,), places (most, 2), saved (most, side, side)."""
-
-    n_stamps: np.ndarray
-    places: np.ndarray
-    saved: np.ndarray
-
-
 @njit(cache=True, nogil=True)
 def mix(word):
+    """splitmix64 of a word or of an array of words."""
     word = word + GAMMA
     word = (word ^ (word >> np.uint64(30))) * FIRST_MULTIPLIER
     word = (word ^ (word >> np.uint64(27))) * SECOND_MULTIPLIER
@@ -78,29 +72,12 @@ def is_inside(size, y, x):
 
 
 @njit(cache=True, nogil=True)
-def stamp(room, template, y, x, journal):
-    """room = max(room, template) around (y, x), recorded in the journal."""
+def stamp(room, template, y, x):
+    """room = max(room, template) around (y, x)."""
     size, reach = room.shape[0], template.shape[0] // 2
-    entry = journal.n_stamps[0]
-    journal.n_stamps[0] += 1
-    journal.places[entry, 0], journal.places[entry, 1] = y, x
-    saved = journal.saved[entry]
     for i in range(max(0, y - reach), min(size, y + reach + 1)):
         for j in range(max(0, x - reach), min(size, x + reach + 1)):
-            saved[i - y + reach, j - x + reach] = room[i, j]
             room[i, j] = max(room[i, j], template[i - y + reach, j - x + reach])
-
-
-@njit(cache=True, nogil=True)
-def take_back(room, journal):
-    """Undoes all stamps of the journal, the last one first."""
-    size, reach = room.shape[0], journal.saved.shape[1] // 2
-    for entry in range(journal.n_stamps[0] - 1, -1, -1):
-        y, x, saved = journal.places[entry, 0], journal.places[entry, 1], journal.saved[entry]
-        for i in range(max(0, y - reach), min(size, y + reach + 1)):
-            for j in range(max(0, x - reach), min(size, x + reach + 1)):
-                room[i, j] = saved[i - y + reach, j - x + reach]
-    journal.n_stamps[0] = 0
 
 
 @njit(cache=True, nogil=True)
@@ -226,8 +203,8 @@ def begin(tables, snake, paddle, y, x):
 
 
 @njit(cache=True, nogil=True)
-def grow_targets(tables, rules, room, journal, snakes, weights, stream, dashes, tips):
-    """Grows both target snakes: True, or False if one was stuck; then the caller undoes the room.
+def grow_targets(tables, rules, room, snakes, weights, stream, dashes, tips):
+    """Grows both target snakes: True, or False if one was stuck; then the caller restores the room.
 
     dashes  int64 (2, contour_length, 3): paddle, y, x;  tips  int64 (2, 2, 2): [origin or terminal, snake] -> y, x
     """
@@ -250,17 +227,17 @@ def grow_targets(tables, rules, room, journal, snakes, weights, stream, dashes, 
             if not extend(tables, room, snakes[s], weights, stream):
                 return False
             # the newest dash takes no room yet, since the next one touches it
-            stamp(room, tables.rooms[paddle], y, x, journal)
+            stamp(room, tables.rooms[paddle], y, x)
             dashes[s, step] = snakes[s, :3]
     for s in range(2):
         tips[1, s] = snakes[s, 1:3]
     # as in the original, the last dash of snake 0 takes no room
-    stamp(room, tables.rooms[snakes[1, 0]], snakes[1, 1], snakes[1, 2], journal)
+    stamp(room, tables.rooms[snakes[1, 0]], snakes[1, 1], snakes[1, 2])
     return True
 
 
 @njit(cache=True, nogil=True)
-def grow_distractor(tables, rules, room, journal, snake, weights, stream, dashes):
+def grow_distractor(tables, rules, room, snake, weights, stream, dashes):
     """One distractor: True, or False if it was stuck. dashes: int64 (distractor_length, 3)."""
     paddle, y, x = seed(tables, room, 1, stream)
     if paddle < 0:
@@ -271,28 +248,29 @@ def grow_distractor(tables, rules, room, journal, snake, weights, stream, dashes
         paddle, y, x = snake[0], snake[1], snake[2]
         if not extend(tables, room, snake, weights, stream):
             return False
-        stamp(room, tables.rooms[paddle], y, x, journal)
+        stamp(room, tables.rooms[paddle], y, x)
         dashes[step] = snake[:3]
-    stamp(room, tables.rooms[snake[0]], snake[1], snake[2], journal)
+    stamp(room, tables.rooms[snake[0]], snake[1], snake[2])
     return True
 
 
 @njit(cache=True, nogil=True)
-def place(tables, rules, room, journal, stream, dashes, tips):
+def place(tables, rules, room, before, stream, dashes, tips):
     """Places all dashes of one image; returns (pairs of snakes begun, dashes placed), 0 pairs if none fitted.
 
+    before  as room, scratch: the room before an attempt
     dashes  int64 (2 contour_length + n_distractors distractor_length, 3): paddle, y, x; the two targets first
     """
-    room[:] = 255
+    before[:] = 255
     inside = slice(rules.padding, rules.size - rules.padding)
-    room[inside, inside] = 0
-    journal.n_stamps[0] = 0
+    before[inside, inside] = 0
+    room[:] = before
     snakes, weights = np.zeros((2, 5), dtype=np.int64), np.zeros(tables.heads.shape[0], dtype=np.int64)
     n_dashes = 2 * rules.contour_length
     targets = dashes[:n_dashes].reshape(2, rules.contour_length, 3)
     attempts = 1
-    while not grow_targets(tables, rules, room, journal, snakes, weights, stream, targets, tips):
-        take_back(room, journal)
+    while not grow_targets(tables, rules, room, snakes, weights, stream, targets, tips):
+        room[:] = before
         attempts += 1
         if attempts > ATTEMPTS:
             return 0, 0
@@ -300,13 +278,13 @@ def place(tables, rules, room, journal, stream, dashes, tips):
         # full: fewer than 1 free pixel in 100
         if 100 * (room <= FREE).sum() < rules.size * rules.size:
             break
+        before[:] = room
         for _ in range(DISTRACTOR_TRIES):
-            journal.n_stamps[0] = 0
             into = dashes[n_dashes : n_dashes + rules.distractor_length]
-            if grow_distractor(tables, rules, room, journal, snakes[0], weights, stream, into):
+            if grow_distractor(tables, rules, room, snakes[0], weights, stream, into):
                 n_dashes += rules.distractor_length
                 break
-            take_back(room, journal)
+            room[:] = before
     return attempts, n_dashes
 
 
@@ -334,30 +312,21 @@ def quantise(image, out):
 def draw(tables, rules, keys, marker, levels, counterfactual, images, labels, markers, tips, attempts):
     """Draws images from keys, uint64 (n,). Word 0 of a key is reserved for the caller.
 
-    levels   float32 (2,): ink of the targets, of the distractors
-    images   uint8 (n, 1, size, size); or (n, 4, ...) if counterfactual, with markers at [origin 0, terminal 0], then
-             [0, 1], [1, 0], [1, 1]
-    labels   uint8 (n, 1 or 4): 1 if both markers are on one snake
-    markers  int16 (n, 1 or 4, 2, 2): of each image the marked origin and terminal, (y, x)
-    tips     int16 (n, 2, 2, 2): [origin or terminal, snake] -> (y, x)
-    attempts int64 (n,): pairs of snakes begun, 0 where none ever fitted
+    levels  float32 (2,): ink of the targets, of the distractors
+    images, labels, markers, tips, attempts  of pathfinder.Images; four versions if counterfactual, with markers at
+            [origin 0, terminal 0], then [0, 1], [1, 0], [1, 1]. 0 attempts where none ever fitted
     """
     most = 2 * rules.contour_length + rules.n_distractors * rules.distractor_length
     side = tables.lines.shape[1]
     room = np.empty((rules.size, rules.size), dtype=np.uint8)
-    stamps = max(2 * rules.contour_length, rules.distractor_length)
-    journal = Journal(
-        np.zeros(1, dtype=np.int64),
-        np.zeros((stamps, 2), dtype=np.int64),
-        np.zeros((stamps, side, side), dtype=np.uint8),
-    )
+    before = np.empty_like(room)
     dashes, ends = np.zeros((most, 3), dtype=np.int64), np.zeros((2, 2, 2), dtype=np.int64)
     plain = np.empty((rules.size, rules.size), dtype=np.float32)
     marked = np.empty_like(plain)
     stream = np.zeros(2, dtype=np.uint64)
     for n in range(len(keys)):
         stream[0], stream[1] = keys[n], 1
-        attempts[n], n_dashes = place(tables, rules, room, journal, stream, dashes, ends)
+        attempts[n], n_dashes = place(tables, rules, room, before, stream, dashes, ends)
         tips[n] = ends
         plain[:] = 0
         for d in range(n_dashes):

@@ -1,4 +1,5 @@
 """Sources of generated samples: functions from sample numbers to records.
+
 Sample n does not depend on the samples requested with it, so many workers can make a set, an interrupted one resumes,
 and an endless stream has a position.
 """
@@ -36,8 +37,10 @@ class Source(Protocol):
     def draw(self, split: str, places: np.ndarray) -> np.ndarray: ...
 
 
-def _digest(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+def _named(kind: str, rules: pathfinder.Preset | listops.Preset, seed: int) -> str:
+    """The kind with a digest of the settings."""
+    settings = {"rules": dataclasses.asdict(rules), "seed": seed, "version": VERSION}
+    return f"{kind}-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 def numbers(split: str, places: np.ndarray) -> np.ndarray:
@@ -49,16 +52,18 @@ def numbers(split: str, places: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PathfinderSource:
-    """Records: image uint8 (size, size); label, 1 where the markers are on one snake; markers int16 (2, 2), the marked
-    origin and terminal, each (y, x)."""
+    """Pathfinder images.
+
+    Records: image uint8 (size, size); label, 1 where the markers are on one snake; markers int16 (2, 2), the marked
+    origin and terminal, each (y, x).
+    """
 
     rules: pathfinder.Preset
     seed: int = 0
 
     @property
     def name(self) -> str:
-        settings = {"rules": dataclasses.asdict(self.rules), "seed": self.seed, "version": VERSION}
-        return f"pathfinder{self.rules.size}-{self.rules.contour_length}-{_digest(settings)}"
+        return _named(f"pathfinder{self.rules.size}-{self.rules.contour_length}", self.rules, self.seed)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -82,7 +87,7 @@ class PathfinderSource:
 
 @dataclass(frozen=True)
 class ListOpsSource:
-    """Records: tokens uint8 (padded_length,), padded with 0; length; label.
+    """ListOps expressions. Records: tokens uint8 (padded_length,), padded with 0; length; label.
 
     Splits share no expression: the checksum of an expression determines its split.
 
@@ -95,8 +100,7 @@ class ListOpsSource:
 
     @property
     def name(self) -> str:
-        settings = {"rules": dataclasses.asdict(self.rules), "seed": self.seed, "version": VERSION}
-        return f"listops{self._width}-{_digest(settings)}"
+        return _named(f"listops{self._width}", self.rules, self.seed)
 
     @property
     def _width(self) -> int:
@@ -118,7 +122,7 @@ class ListOpsSource:
         attempt = 0
         while True:
             word = hashlib.sha256(f"{self.seed} {number} {attempt}".encode()).digest()[:8]
-            sample = listops.generate(1, preset=self.rules, seed=int.from_bytes(word, "little"))[0]
+            sample = listops.generate(1, self.rules, seed=int.from_bytes(word, "little"))[0]
             if split_of(sample.tokens) == ("train" if split == "fresh" else split):
                 return sample
             attempt += 1

@@ -1,7 +1,13 @@
-"""Times of Long Range Arena training steps with each attention implementation.
+"""Times of Long Range Arena training steps, and of attention alone over length, with each attention implementation.
+
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model that FlashAttention used:
 Nystromformer's configurations with documents of a power of two tokens, without padding. Outputs and gradients of each
 implementation are compared with a float32 model with a score matrix before timing. Samples are random tokens.
+
+Attention alone has the sizes of FlashAttention's runtime benchmark: batch 16, 8 heads, head_dim 64, 128 to 65,536
+tokens, dense, and block-sparse with min(length / 8, 256) keys per query, as for the sparse methods there. Blocks are
+half as wide: a query attends to its own block and to one half the sequence away (the longest stride of a butterfly).
+With blocks of 16 tokens there is only its own.
 """
 
 from __future__ import annotations
@@ -9,29 +15,45 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import yaml
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from blocksparse_flash import BlockLayout, explain
-from blocksparse_flash.nn import SelfAttention
 
 from ..run import measure
-from ..run.correctness import relative_error
-from .lines import untimed
+from ..run.correctness import mask_of, relative_error, worst_errors
 from .model import Architecture, Classifier, layout_of
-from .peers import MATERIALISED, OURS, PROVIDERS, Attend, attend_with, has_dropout, why_not
+from .peers import MATERIALISED, OURS, PROVIDERS, WITH_DROPOUT, Attend, attend_with, supported
+from .published import BATCH, HEAD_DIM, HEADS
 from .tasks import Task, find
 
 CONFIGS = Path(__file__).parent / "configs" / "nystromformer"
+RESULTS = Path("benchmarks/results/lra_speed.jsonl")
+# keys of `speed`. status: "ok", "out of memory" or another reason for missing times and memory, which are then None.
+# task: None for attention alone. n: tokens of a document.
+KEYS = [
+    *("bench", "task", "provider", "backend", "pattern", "density", "n", "documents", "batch", "heads", "head_dim"),
+    *("dtype", "dropout_p", "direction", "status", "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms"),
+    *("device", "torch", "triton", "commit"),
+]
 # samples that are compared, and the largest relative error
 COMPARED, TOLERANCE = 2, 0.05
+# of attention alone: the error of a bfloat16 probability matrix is 0.015 (2048 tokens), ours 0.003
+TOLERANCE_ALONE = 0.04
+# two products forward, five backward
+FACTORS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+
+
+def untimed(status: str) -> dict[str, Any]:
+    """The keys of a line without times, with the reason."""
+    return {"status": status, **dict.fromkeys(("ms", "ms_p20", "ms_p80", "peak_bytes", "setup_ms"))}
 
 
 class Case(NamedTuple):
@@ -69,21 +91,6 @@ def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int =
     return Case(task, batch or settings["data"]["batch_size"], architecture, optimiser)
 
 
-class Swapped(nn.Module):
-    """A layer of ours with another attention. Without padding or rotary positions."""
-
-    def __init__(self, layer: SelfAttention, attend: Attend, dropout_p: float) -> None:
-        super().__init__()
-        self.embed_dim, self.head_dim = layer.embed_dim, layer.head_dim
-        self.qkv, self.out, self.attend, self.dropout_p = layer.qkv, layer.out, attend, dropout_p
-
-    def forward(self, x: Tensor, kv_lengths: Tensor | None, positions: None) -> Tensor:  # noqa: ARG002 - full, learned
-        heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
-        q, k, v = heads.chunk(3, dim=1)
-        out = self.attend(q, k, v, self.dropout_p if self.training else 0.0)
-        return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
-
-
 def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     """The model, the same weights for every provider."""
     torch.manual_seed(0)
@@ -93,10 +100,14 @@ def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     model.guess.requires_grad_(False)
     if not is_ours:
         attend = attend_with(provider, case.layout, device)
-        dropout_p = architecture.attention_dropout_p if has_dropout(provider) else 0.0
+        dropout_p = architecture.attention_dropout_p if provider in WITH_DROPOUT else 0.0
+
+        # for inputs without padding
+        def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+            return attend(q, k, v, dropout_p=dropout_p if model.training else 0.0)
+
         for block in model.encoder.blocks:
-            assert isinstance(block.attention, SelfAttention)
-            block.attention = Swapped(block.attention, attend, dropout_p)
+            block.attention.attend = swapped  # type: ignore[union-attr]
     return model.to(device)
 
 
@@ -170,23 +181,116 @@ def run(
     tokens, lengths, _ = (each[:COMPARED] for each in samples(case, device))
     expected = given(model_of(case, MATERIALISED, device), tokens, lengths, is_mixed=False)
     layout, architecture, where = case.layout, case.architecture, measure.environment(device)
-    for provider in providers:
-        reason = why_not(provider, layout, device)
-        if reason is not None:
-            print(f"{provider}: {reason}", flush=True)
-            continue
+    for provider in supported(providers, layout, device):
         try:
             found = measured(case, provider, expected, device, warmup=warmup, n_steps=n_steps)
         except torch.OutOfMemoryError:
             found = untimed("out of memory")
         finally:
-            measure.release(device)
+            measure.release()
         yield {
             "bench": "lra_speed", "task": case.task.name, "provider": provider,
             "backend": backend_of(case, provider, device), "pattern": architecture.mask or "dense",
             "density": 1.0 if layout is None else layout.density, "n": case.task.length,
             "documents": case.task.n_documents, "batch": case.batch, "heads": architecture.num_heads,
             "head_dim": architecture.embed_dim // architecture.num_heads, "dtype": "bf16",
-            "dropout_p": architecture.attention_dropout_p if has_dropout(provider) else 0.0, "direction": "step",
+            "dropout_p": architecture.attention_dropout_p if provider in WITH_DROPOUT else 0.0, "direction": "step",
             **found, "tflops": None, **where,
         }  # fmt: skip
+
+
+# ---- attention alone ----
+
+
+class Shape(NamedTuple):
+    """Shape of q, k and v."""
+
+    length: int
+    batch: int = BATCH
+    heads: int = HEADS
+    head_dim: int = HEAD_DIM
+
+
+def sparse_layout(length: int) -> BlockLayout:
+    """min(length / 8, 256) keys for every query. length: a power of two, at least 128."""
+    if length < 128 or length & (length - 1):
+        raise ValueError(f"lengths must be powers of two, at least 128, got {length}")
+    keys = min(length // 8, 256)
+    side = max(16, keys // 2)
+    rows = np.arange(length // side)
+    cols = rows if keys == side else np.concatenate([rows, rows ^ (len(rows) // 2)])
+    return BlockLayout.from_blocks(np.resize(rows, len(cols)), cols, length, length, block_size=side)
+
+
+def _calls(attend: Attend, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The calls of each direction, lazily, so that only one result is alive at a time."""
+    dout = torch.randn_like(inputs[0])
+    yield "fwd+bwd", lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
+    yield "fwd", lambda: attend(*inputs)
+    result = attend(*inputs)
+    yield "bwd", lambda: torch.autograd.grad(result, inputs, dout, retain_graph=True)
+
+
+def _timed(call: Callable[[], Any], device: torch.device, n_calls: int) -> dict[str, Any]:
+    """Times of warm calls; peak_bytes includes q, k and v, as in the published table."""
+    if device.type != "cuda":
+        return {"status": "ok", **measure.timed(call, device, n_calls)}
+    once = measure.timed(call, device, 1)
+    return {"status": "ok", **measure.milliseconds(call), "peak_bytes": once["peak_bytes"]}
+
+
+def measured_alone(
+    shape: Shape, provider: str, layout: BlockLayout | None, backend: str, device: torch.device, n_calls: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(direction, line) of a provider; directions that ran out of memory come last."""
+    left, status = list(FACTORS), "out of memory"
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        size = (3, shape.batch, shape.heads, shape.length, shape.head_dim)
+        drawn = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        inputs = [tensor.requires_grad_() for tensor in drawn.unbind()]
+        attend = attend_with(provider, layout, device, backend=backend)
+        setup_ms = measure.timed(lambda: attend(*inputs), device, 1)["ms"]
+        error = np.max([*worst_errors(attend, inputs, mask_of(layout)).values()])
+        status = status if error < TOLERANCE_ALONE else f"wrong, relative error {error:.3g}"
+        measure.release()
+        for direction, call in _calls(attend, inputs) if error < TOLERANCE_ALONE else ():
+            figures = _timed(call, device, n_calls)
+            left.remove(direction)
+            yield direction, {**figures, "setup_ms": setup_ms}
+    except torch.OutOfMemoryError:
+        # reported below, after its tensors are freed
+        pass
+    yield from ((direction, untimed(status)) for direction in left)
+
+
+def backends(provider: str, device: torch.device) -> list[str]:
+    """Our backends: the choice of "auto" for short calls and, on Hopper, `hopper`."""
+    if provider != OURS:
+        return ["auto"]
+    q = torch.zeros(1, 1, 128, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return list(dict.fromkeys([explain(q, q, q).backend, *(["hopper"] if is_hopper else [])]))
+
+
+def run_alone(
+    shape: Shape, device: torch.device, *, providers: Sequence[str] = PROVIDERS, n_calls: int = 20
+) -> Iterator[dict[str, Any]]:
+    """A line for each provider, backend, pattern and direction."""
+    where = measure.environment(device)
+    for pattern, layout in (("dense", None), ("butterfly", sparse_layout(shape.length))):
+        density = 1.0 if layout is None else layout.density
+        flops = 4 * shape.batch * shape.heads * shape.length**2 * density * shape.head_dim
+        for provider in supported(providers, layout, device):
+            for backend in backends(provider, device):
+                for direction, found in measured_alone(shape, provider, layout, backend, device, n_calls):
+                    ms = found["ms"]
+                    yield {
+                        "bench": "lra_runtime", "task": None, "provider": provider,
+                        "backend": backend if provider == OURS else None, "pattern": pattern, "density": density,
+                        "n": shape.length, "documents": 1, "batch": shape.batch, "heads": shape.heads,
+                        "head_dim": shape.head_dim, "dtype": "bf16", "dropout_p": 0.0, "direction": direction, **found,
+                        "tflops": None if ms is None else FACTORS[direction] * flops / ms * 1e-9,
+                        **where,
+                    }  # fmt: skip
+                measure.release()

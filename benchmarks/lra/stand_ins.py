@@ -6,11 +6,14 @@ published ones. Sample n of a split is a function of (seed, split, n).
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
-from .official.places import Example
+from .released import Example
+from .tasks import Task
 
 WARNING = "synthetic stand-in, not Long Range Arena"
 # symbols of the synthetic language, and the order of its Markov chains
@@ -38,51 +41,52 @@ def _document(chain: np.ndarray, length: int, generator: np.random.Generator) ->
     return letters
 
 
-def text(split: str, count: int, *, length: int = 1000, seed: int = 0) -> list[Example]:
-    """Stand-in for Text: the label is the Markov chain of order 3, of two, that generated the document."""
-    chains = [_chain(language, seed) for language in (0, 1)]
-    examples = []
-    for place in range(count):
-        generator = _generator("text", seed, split, place)
-        label = int(generator.integers(2))
-        n_letters = int(generator.integers(length // 2, length + 1))
-        examples.append(Example((_document(chains[label], n_letters, generator),), label))
-    return examples
+def _text(chains: list[np.ndarray], length: int, generator: np.random.Generator) -> Example:
+    """The label is the Markov chain, of two, that generated the document."""
+    label = int(generator.integers(2))
+    n_letters = int(generator.integers(length // 2, length + 1))
+    return Example((_document(chains[label], n_letters, generator),), label)
 
 
-def retrieval(split: str, count: int, *, length: int = 4000, seed: int = 0) -> list[Example]:
-    """Stand-in for Retrieval: label 1 if one Markov chain of four generated both documents, which then share a key."""
-    chains = [_chain(language, seed) for language in range(4)]
-    examples = []
-    for place in range(count):
-        generator = _generator("retrieval", seed, split, place)
-        label = int(generator.integers(2))
-        first = int(generator.integers(4))
-        second = first if label else (first + int(generator.integers(1, 4))) % 4
-        documents = [_document(chains[language], length, generator) for language in (first, second)]
-        keys = generator.integers(0, 256, (2, 8)).astype(np.int16) + 1
-        for document, key in zip(documents, keys[[0, 0]] if label else keys, strict=True):
-            begin = int(generator.integers(length - len(key) + 1))
-            document[begin : begin + len(key)] = key
-        examples.append(Example(tuple(documents), label))
-    return examples
+def _retrieval(chains: list[np.ndarray], length: int, generator: np.random.Generator) -> Example:
+    """Label 1 if one Markov chain of four generated both documents, which then share a key."""
+    label = int(generator.integers(2))
+    first = int(generator.integers(4))
+    second = first if label else (first + int(generator.integers(1, 4))) % 4
+    documents = [_document(chains[language], length, generator) for language in (first, second)]
+    keys = generator.integers(0, 256, (2, 8)).astype(np.int16) + 1
+    for document, key in zip(documents, keys[[0, 0]] if label else keys, strict=True):
+        begin = int(generator.integers(length - len(key) + 1))
+        document[begin : begin + len(key)] = key
+    return Example(tuple(documents), label)
 
 
-def image(split: str, count: int, *, seed: int = 0) -> list[Example]:
-    """Stand-in for Image, uint8 (1024,): ten outlines r(angle), moved, scaled, turned and noisy."""
+def _image(generator: np.random.Generator) -> Example:
+    """uint8 (1024,): one of ten outlines r(angle), moved, scaled, turned and noisy."""
     y, x = np.mgrid[:SIDE, :SIDE]
-    examples = []
-    for place in range(count):
-        generator = _generator("image", seed, split, place)
-        label = int(generator.integers(N_SHAPES))
-        # labels 0 .. 4 have round lobes, 5 .. 9 pointed ones; their number is 2 .. 6
-        lobes, is_pointed = label % 5 + 2, label >= 5
-        centre, turn = generator.uniform(12, 20, size=2), generator.uniform(0, 2 * np.pi)
-        angle = np.arctan2(y - centre[0], x - centre[1]) * lobes + turn
-        wave = 2 * np.abs((angle / (2 * np.pi)) % 1 - 0.5) if is_pointed else (1 + np.cos(angle)) / 2
-        radius = generator.uniform(7, 11) * (0.4 + 0.6 * wave)
-        is_inside = np.hypot(y - centre[0], x - centre[1]) < radius
-        dark, bright = generator.uniform(20, 90), generator.uniform(150, 230)
-        pixels = np.where(is_inside, bright, dark) + generator.normal(0, 12, size=(SIDE, SIDE))
-        examples.append(Example((np.clip(pixels, 0, 255).astype(np.uint8).reshape(-1),), label))
-    return examples
+    label = int(generator.integers(N_SHAPES))
+    # labels 0 .. 4 have round lobes, 5 .. 9 pointed ones; their number is 2 .. 6
+    lobes, is_pointed = label % 5 + 2, label >= 5
+    centre, turn = generator.uniform(12, 20, size=2), generator.uniform(0, 2 * np.pi)
+    angle = np.arctan2(y - centre[0], x - centre[1]) * lobes + turn
+    wave = 2 * np.abs((angle / (2 * np.pi)) % 1 - 0.5) if is_pointed else (1 + np.cos(angle)) / 2
+    radius = generator.uniform(7, 11) * (0.4 + 0.6 * wave)
+    is_inside = np.hypot(y - centre[0], x - centre[1]) < radius
+    dark, bright = generator.uniform(20, 90), generator.uniform(150, 230)
+    pixels = np.where(is_inside, bright, dark) + generator.normal(0, 12, size=(SIDE, SIDE))
+    return Example((np.clip(pixels, 0, 255).astype(np.uint8).reshape(-1),), label)
+
+
+def load(task: Task, split: str, count: int, *, seed: int = 0) -> list[Example]:
+    """The stand-in for a split of Text, Retrieval or Image."""
+    kind = task.name.removesuffix("-4096")
+    draw: Callable[[np.random.Generator], Example]
+    if kind == "text":
+        draw = functools.partial(_text, [_chain(language, seed) for language in range(2)], task.length)
+    elif kind == "retrieval":
+        draw = functools.partial(_retrieval, [_chain(language, seed) for language in range(4)], task.length)
+    elif kind == "image":
+        draw = _image
+    else:
+        raise ValueError(f'task {task.name!r} has no stand-in: source="generated" makes it by its rules')
+    return [draw(_generator(kind, seed, split, place)) for place in range(count)]

@@ -19,7 +19,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Task:
-    """name        as on the command line
+    """A task of Long Range Arena.
+
+    name        as on the command line
     n_tokens    vocabulary, including padding
     n_classes   labels
     length      tokens of a document, after padding
@@ -37,12 +39,7 @@ class Task:
     grid: tuple[int, int] | None = None
 
 
-def _pathfinder(name: str, side: int) -> Task:
-    return Task(
-        name, 256, pathfinder.N_CLASSES, side * side, Sizes(160_000, 20_000, 20_000, pairs=1_000), grid=(side, side)
-    )
-
-
+_IMAGES = Sizes(160_000, 20_000, 20_000, pairs=1_000)
 TASKS = {
     task.name: task
     for task in (
@@ -54,10 +51,10 @@ TASKS = {
         Task("text-4096", 257, 2, 4096, Sizes(25_000, 25_000, 25_000)),
         Task("retrieval", 257, 2, 4000, Sizes(147_086, 18_090, 17_437), n_documents=2),
         Task("image", 256, 10, 1024, Sizes(45_000, 5_000, 10_000), grid=(32, 32)),
-        _pathfinder("pathfinder32", 32),
-        _pathfinder("pathfinder64", 64),
-        _pathfinder("pathx", 128),
-        _pathfinder("path256", 256),
+        Task("pathfinder32", 256, pathfinder.N_CLASSES, 32 * 32, _IMAGES, grid=(32, 32)),
+        Task("pathfinder64", 256, pathfinder.N_CLASSES, 64 * 64, _IMAGES, grid=(64, 64)),
+        Task("pathx", 256, pathfinder.N_CLASSES, 128 * 128, _IMAGES, grid=(128, 128)),
+        Task("path256", 256, pathfinder.N_CLASSES, 256 * 256, _IMAGES, grid=(256, 256)),
     )
 }
 

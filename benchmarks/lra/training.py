@@ -14,20 +14,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.utilities.data import dim_zero_cat
 
-from blocksparse_flash.nn import EncoderBlock
+from blocksparse_flash.nn import EncoderBlock, RotaryTable
 
 from ..run import measure
 from .batches import Batch
-from .compiling import compile_around_attention, compile_whole
-from .floors import Result, pair_accuracy
-from .model import Architecture, Classifier
-from .scoring import belongs, score
+from .floors import pair_accuracy
+from .model import Architecture, Classifier, load_fitting
+from .scoring import Result, belongs, score
 from .tasks import find
-from .transfer import Growth, carry_over
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,28 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
     return warm * (max(0.0, left) if recipe.schedule == "linear" else 1.0)
 
 
-class Answers(Metric):
-    """Logits of all test samples, (n, labels), in the order of the samples, gathered from all processes."""
+def in_order(answers: Tensor) -> Tensor:
+    """Logits (n, labels) by the number of their sample, which is the first column of (n, 1 + labels)."""
+    return answers[answers[:, 0].argsort()][:, 1:]
 
-    places: list[Tensor]
-    logits: list[Tensor]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("places", default=[], dist_reduce_fx="cat")
-        self.add_state("logits", default=[], dist_reduce_fx="cat")
+def compile_around_attention(block: EncoderBlock) -> None:
+    """Compiles a layer before and after its attention, once for all lengths; the layout of attention has one length."""
+    attention = block.attention
 
-    def update(self, places: Tensor, logits: Tensor) -> None:
-        self.places.append(places)
-        self.logits.append(logits.float())
+    def before(x: Tensor, positions: Tensor | RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:
+        return attention.project(block.attention_norm(x), positions)
 
-    def compute(self) -> Tensor:
-        # lists are single tensors after synchronisation
-        return dim_zero_cat(self.logits)[dim_zero_cat(self.places).argsort()]
+    def after(x: Tensor, heads: Tensor) -> Tensor:
+        x = x + block.dropout(attention.unite(heads))
+        return x + block.dropout(block.dense(block.dense_norm(x)))
+
+    fused_before, fused_after = torch.compile(before, dynamic=True), torch.compile(after, dynamic=True)
+
+    def forward(x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None) -> Tensor:
+        return fused_after(x, attention.attend(*fused_before(x, positions), kv_lengths))
+
+    block.forward = forward  # type: ignore[method-assign]
 
 
 class Experiment(lightning.LightningModule):
@@ -89,7 +90,6 @@ class Experiment(lightning.LightningModule):
 
     task          a name in tasks.TASKS
     start         a checkpoint with initial weights: another resolution, an easier stage, self-pretraining
-    growth        of learned positions from a smaller image: "tile" or "interpolate"
     is_compiled   whether layers are compiled, except their attention
     """
 
@@ -100,35 +100,31 @@ class Experiment(lightning.LightningModule):
         recipe: Recipe | None = None,
         *,
         start: Path | None = None,
-        growth: Growth = "tile",
         is_compiled: bool = False,
     ) -> None:
         super().__init__()
         self.task = find(task)
         self.recipe = Recipe() if recipe is None else recipe
-        self.start, self.growth, self.is_compiled = start, growth, is_compiled
+        self.start, self.is_compiled = start, is_compiled
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
         # freezes the unused head, whose gradients several GPUs would wait for
         idle = self.model.guess if self.recipe.objective == "classify" else self.model.head
         idle.requires_grad_(False)
         self.validation_accuracy = MulticlassAccuracy(self.task.n_classes, average="micro")
         self.validation_loss = MeanMetric()
-        self.answers, self.pair_answers = Answers(), Answers()
+        self.answers, self.pair_answers = CatMetric("disable"), CatMetric("disable")
         self.result: Result | None = None
         # from the loaded checkpoint
         self.trained_steps, self._goes_on = 0, False
         self._streams: list[dict[str, Any]] | None = None
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        is_real = torch.arange(batch.tokens.shape[2], device=self.device) < batch.lengths[:, :, None]
-        return is_real & (torch.rand(batch.tokens.shape, device=self.device) < self.recipe.hidden_share)
-
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The loss, and the logits of the labels for objective="classify"."""
         if self.recipe.objective == "guess":
-            is_hidden = self._hidden(batch)
-            logits = self.model.guess_hidden(batch.tokens, batch.lengths, is_hidden)
-            return F.cross_entropy(logits.float(), self.model.hidden_tokens(batch.tokens, is_hidden)), None
+            is_real = torch.arange(batch.tokens.shape[2], device=self.device) < batch.lengths[:, :, None]
+            is_hidden = is_real & (torch.rand(batch.tokens.shape, device=self.device) < self.recipe.hidden_share)
+            logits, truth = self.model.guess_hidden(batch.tokens, batch.lengths, is_hidden)
+            return F.cross_entropy(logits.float(), truth), None
         logits = self.model(batch.tokens, batch.lengths)
         return F.cross_entropy(logits.float(), batch.labels), logits
 
@@ -151,14 +147,15 @@ class Experiment(lightning.LightningModule):
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: ARG002 - Lightning's
         answers = self.answers if dataloader_idx == 0 else self.pair_answers
-        answers.update(batch.places, self.model(batch.tokens, batch.lengths))
+        logits = self.model(batch.tokens, batch.lengths).float()
+        answers.update(torch.cat([batch.places[:, None].to(logits), logits], dim=1))
 
     def on_test_epoch_end(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        result = score(data, self.answers.compute().argmax(dim=1).cpu().numpy())
+        result = score(data, in_order(self.answers.compute()).argmax(dim=1).cpu().numpy())
         self.answers.reset()
         if "pairs" in data.rows:
-            logits = self.pair_answers.compute()
+            logits = in_order(self.pair_answers.compute())
             scores = (logits[:, 1] - logits[:, 0]).unflatten(0, (-1, 4))
             result = replace(result, pair_accuracy=pair_accuracy(scores.cpu().numpy()))
             self.pair_answers.reset()
@@ -200,15 +197,17 @@ class Experiment(lightning.LightningModule):
             return
         found = torch.load(self.start, map_location="cpu", weights_only=True)
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
-        fresh = carry_over(self.model, weights, grid=find(found["task"]).grid, growth=self.growth)
+        fresh = load_fitting(self.model, weights)
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
 
     def _compile(self) -> None:
-        # images have a fixed length
-        fuse = compile_around_attention if self.task.grid is None else compile_whole
         for block in dict.fromkeys(self.model.encoder.blocks):
             assert isinstance(block, EncoderBlock)
-            fuse(block)
+            if self.task.grid is None:
+                compile_around_attention(block)
+            else:
+                # images have a fixed length; equal layers share compiled code
+                block.compile(dynamic=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
 
 from . import lines as measurements
-from .lines import Line
-from .markdown import table
+from .lines import select
+from .markdown import joined, listing, table
 
-# of lines with equal values of these keys, the last one counts
-IDENTITY = (
-    "bench", "what", "scaling", "provider", "pattern", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype", "order",
-    "chunks", "priority", "direction", "device",
-)  # fmt: skip
 LABELS = {
     "exchange": "exchange",
     "ulysses": "Ulysses",
@@ -21,154 +18,122 @@ LABELS = {
     "all_gather": "all-gather",
     "flex": "FlexAttention, all-gather",
 }
+# columns that are equal in all measurements of one table
+SETTING = ["device", "ranks", "n", "heads", "kv_heads", "head_dim", "order"]
 
 
-class Setting(NamedTuple):
-    """Values shared by all measurements of one table."""
-
-    device: str
-    scaling: str
-    ranks: int
-    n: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    order: str
+def settings(lines: pd.DataFrame, **values: Any) -> list[pd.DataFrame]:
+    """The measurements of each setting, with the speed-up at the bound as `bound`."""
+    found = select(lines, bench="context_parallel", **values)
+    if found.empty:
+        return []
+    # lines about the link have no sizes, which makes floats of all
+    found = found.astype(dict.fromkeys(["ranks", "n", "heads", "kv_heads", "head_dim"], int))
+    found["bound"] = found["speedup"] * found["ms"] / found["bound_ms"]
+    return [group for _, group in found.groupby(SETTING, sort=False)]
 
 
-def settings(lines: Sequence[Line]) -> dict[Setting, list[Line]]:
-    found: dict[Setting, list[Line]] = {}
-    for line in measurements.of_bench(lines, "context_parallel"):
-        found.setdefault(Setting(*(line[key] for key in Setting._fields)), []).append(line)
-    return found
-
-
-def bound(line: Line) -> float:
-    """The speed-up at the bound."""
-    return line["speedup"] * line["ms"] / line["bound_ms"]
-
-
-def caption(setting: Setting, lines: Sequence[Line]) -> str:
-    shared = f"{setting.n:,} tokens {'in all' if setting.scaling == 'strong' else 'on all ranks together'}"
-    return (
-        f"{setting.ranks} {setting.device}, {shared}, {setting.heads} query heads and {setting.kv_heads} key heads of "
-        f'dimension {setting.head_dim}, {lines[0]["dtype"]}, order "{setting.order}", '
-        f"{measurements.versions(lines, 'torch', 'triton')}"
+def caption(lines: pd.DataFrame) -> str:
+    text = (
+        "{ranks} {device}, {n:,} tokens in all, {heads} query heads and {kv_heads} key heads of dimension {head_dim}, "
+        '{dtype}, order "{order}", {versions}'
     )
+    return text.format_map({**lines.iloc[0], "versions": measurements.versions(lines, "torch", "triton")})
 
 
-def link(lines: Sequence[Line]) -> str:
+def link(lines: pd.DataFrame) -> str:
     """The measured rates of the link."""
-    said = [
-        f"{line['ranks']} {line['device']}: {line['what']} of {line['bytes'] / 2**20:.0f} MiB per rank, "
-        f"{line['gb_s']:.0f} GB/s"
-        for line in measurements.of_bench(lines, "link")
+    rates = [
+        f"{line.ranks:.0f} {line.device}: {line.what} of {line.bytes / 2**20:.0f} MiB per rank, {line.gb_s:.0f} GB/s"
+        for line in select(lines, bench="link").itertuples()
     ]
-    return "Measured rates of the link: " + "; ".join(said) + "." if said else ""
+    return f"Measured rates of the link: {'; '.join(rates)}." if rates else ""
 
 
-def speedups(lines: Sequence[Line], direction: str) -> str:
+def _providers(lines: pd.DataFrame) -> list[str]:
+    return [name for name in LABELS if (lines["provider"] == name).any()]
+
+
+def _cells(lines: pd.DataFrame, providers: list[str], cell: Callable[[Any], str]) -> list[str]:
+    found = {line.provider: cell(line) for line in lines.itertuples()}
+    return [found.get(name, "-") for name in providers]
+
+
+def speedups(lines: pd.DataFrame) -> str:
     """A row for each pattern: one process, then each provider's speed-up and bound."""
-    lines = [line for line in lines if line["direction"] == direction]
-    providers = [name for name in LABELS if any(line["provider"] == name for line in lines)]
-    rows = [["pattern", "one GPU, ms", *(LABELS[name] for name in providers)]]
-    for pattern in dict.fromkeys(line["pattern"] for line in lines):
-        found = {line["provider"]: line for line in lines if line["pattern"] == pattern}
-        cells = [
-            f"{found[name]['speedup']:.2f} ({bound(found[name]):.2f}, {found[name]['bound_by']})"
-            if name in found
-            else "-"
-            for name in providers
-        ]
-        rows.append([pattern, f"{next(iter(found.values()))['one_ms']:.2f}", *cells])
-    return table(rows)
-
-
-def summary(lines: Sequence[Line]) -> str:
-    """The README's table for the most GPUs: a column per length and number of key heads; "" without measurements."""
-    found = settings(lines)
-    if not found:
-        return ""
-    ranks = max(setting.ranks for setting in found)
-    shown = {setting: of_step(each) for setting, each in found.items() if setting.ranks == ranks}
-    every = [line for each in shown.values() for line in each]
-    providers = [name for name in LABELS if any(line["provider"] == name for line in every)]
-    columns = [f"{one.n:,} tokens, {one.heads} query and {one.kv_heads} key heads" for one in shown]
-    rows = [["pattern", *columns]]
-    for pattern in dict.fromkeys(line["pattern"] for line in every):
-        of_pattern = [
-            {line["provider"]: line for line in each if line["pattern"] == pattern} for each in shown.values()
-        ]
-        rows.append([pattern, *(" / ".join(_speedup(each.get(name)) for name in providers) for each in of_pattern)])
-    setting = next(iter(shown))
-    return "\n\n".join(
+    providers = _providers(lines)
+    rows = [
         [
-            (
-                "Speed-up over one GPU, forward and backward together: "
-                f"{' / '.join(LABELS[name] for name in providers)}. "
-                f"{ranks} {setting.device}, head_dim {setting.head_dim}, {every[0]['dtype']}, "
-                f"{measurements.versions(every, 'torch', 'triton')}; "
-                "[upper bounds, and two GPUs](benchmarks/README.md#one-sequence-on-several-gpus)."
-            ),
-            table(rows),
-            "![Speed-up over one GPU](benchmarks/results/context_parallel.png)",
+            pattern,
+            f"{found['one_ms'].iloc[0]:.2f}",
+            *_cells(found, providers, lambda line: f"{line.speedup:.2f} ({line.bound:.2f}, {line.bound_by})"),
         ]
+        for pattern, found in lines.groupby("pattern", sort=False)
+    ]
+    return table(["pattern", "one GPU, ms", *(LABELS[name] for name in providers)], rows)
+
+
+def summary(lines: pd.DataFrame) -> str:
+    """The table for the most GPUs: a column per length and number of key heads; "" without measurements."""
+    shown = settings(lines, direction="step")
+    if not shown:
+        return ""
+    ranks = max(found["ranks"].iloc[0] for found in shown)
+    shown = [found for found in shown if found["ranks"].iloc[0] == ranks]
+    every = pd.concat(shown)
+    providers = _providers(every)
+    rows = [
+        [
+            pattern,
+            *(
+                " / ".join(_cells(select(found, pattern=pattern), providers, lambda line: f"{line.speedup:.2f}"))
+                for found in shown
+            ),
+        ]
+        for pattern in every["pattern"].unique()
+    ]
+    columns = ["{n:,} tokens, {heads} query and {kv_heads} key heads".format_map(found.iloc[0]) for found in shown]
+    where = "{device}, head_dim {head_dim}, {dtype}".format_map(every.iloc[0])
+    return joined(
+        f"Speed-up over one GPU, forward and backward together: {' / '.join(LABELS[name] for name in providers)}. "
+        f"{ranks} {where}, {measurements.versions(every, 'torch', 'triton')}; "
+        "[upper bounds, and two GPUs](benchmarks/README.md#one-sequence-on-several-gpus).",
+        table(["pattern", *columns], rows),
+        "![Speed-up over one GPU](benchmarks/results/context_parallel.png)",
     )
 
 
-def of_step(lines: Sequence[Line]) -> list[Line]:
-    """Forward and backward together."""
-    return [line for line in lines if line["direction"] == "step"]
-
-
-def _speedup(line: Line | None) -> str:
-    return "-" if line is None else f"{line['speedup']:.2f}"
-
-
-def section(lines: Sequence[Line]) -> str:
+def section(lines: pd.DataFrame) -> str:
     """The tables of benchmarks/README.md, forward and backward together; "" if nothing was measured."""
-    found = settings(lines)
-    if not found:
+    shown = settings(lines, direction="step")
+    if not shown:
         return ""
-    parts = [
-        (
-            "Speed-up over one GPU, forward and backward together. In brackets: the upper bound, and what sets it, "
-            "computing or the link between the GPUs. `-`: cannot run, or was not measured. All measurements are in "
-            "[results/context_parallel.md](benchmarks/results/context_parallel.md)."
-        ),
+    return joined(
+        "Speed-up over one GPU, forward and backward together. In brackets: the upper bound, and what sets it, "
+        "computing or the link between the GPUs. `-`: cannot run, or was not measured. All measurements are in "
+        "[results/context_parallel.md](benchmarks/results/context_parallel.md).",
         link(lines),
-    ]
-    for setting, shown in found.items():
-        parts += [f"{caption(setting, shown)}:", speedups(shown, "step")]
-    return "\n\n".join(filter(None, parts))
+        *(text for found in shown for text in (f"{caption(found)}:", speedups(found))),
+    )
 
 
-# column -> text of a line
-COLUMNS: dict[str, Callable[[Line], str]] = {
-    "pattern": lambda line: line["pattern"],
-    "density": lambda line: f"{line['density']:.3g}",
-    "by": lambda line: LABELS[line["provider"]],
-    "direction": lambda line: line["direction"],
-    "ms": lambda line: f"{line['ms']:.3f}",
-    "one GPU, ms": lambda line: f"{line['one_ms']:.3f}",
-    "speed-up": lambda line: f"{line['speedup']:.2f}",
-    "efficiency": lambda line: f"{line['efficiency']:.0%}",
-    "bound": lambda line: f"{bound(line):.2f}, {line['bound_by']}",
-    "receives, MiB": lambda line: f"{line['received_bytes'] / 2**20:.4g}",
-    "messages alone, ms": lambda line: "-" if line["messages_ms"] is None else f"{line['messages_ms']:.3f}",
-    "attention alone, ms": lambda line: "-" if line["attention_ms"] is None else f"{line['attention_ms']:.3f}",
-}
-
-
-def everything(lines: Sequence[Line]) -> str:
+def everything(lines: pd.DataFrame) -> str:
     """The text of results/context_parallel.md."""
+    columns = {
+        "pattern": "{pattern}", "density": "{density:.3g}", "by": "{label}", "direction": "{direction}",
+        "ms": "{ms:.3f}", "one GPU, ms": "{one_ms:.3f}", "speed-up": "{speedup:.2f}", "efficiency": "{efficiency:.0%}",
+        "bound": "{bound:.2f}, {bound_by}", "receives, MiB": "{mib:.4g}", "messages alone, ms": "{messages}",
+        "attention alone, ms": "{attention}",
+    }  # fmt: skip
     parts = [
         "# One sequence on several GPUs, all measurements",
         "Written by `python -m benchmarks.report` from the lines of `python -m benchmarks.run.context_parallel`.",
         link(lines),
     ]
-    for setting, shown in settings(lines).items():
-        rows = [[*COLUMNS], *([said(line) for said in COLUMNS.values()] for line in shown)]
-        parts += [f"## {setting.ranks} ranks, {setting.n:,} tokens, {setting.heads} on {setting.kv_heads} heads"]
-        parts += [f"{caption(setting, shown)}.", table(rows)]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    for found in settings(lines):
+        title = "## {ranks} ranks, {n:,} tokens, {heads} on {kv_heads} heads".format_map(found.iloc[0])
+        shown = found.assign(label=found["provider"].map(LABELS), mib=found["received_bytes"] / 2**20)
+        for name in ("messages", "attention"):
+            shown[name] = ["-" if pd.isna(ms) else f"{ms:.3f}" for ms in shown[f"{name}_ms"]]
+        parts += [title, f"{caption(found)}.", listing(shown, columns)]
+    return joined(*parts) + "\n"

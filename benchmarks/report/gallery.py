@@ -4,83 +4,80 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import masks
 from blocksparse_flash import BlockLayout
 
-from .markdown import table
-from .pages import replaced
+from .markdown import replaced, table
 
 ROOT = Path(__file__).parents[2]
 # folder of the union, page with the tables, folder of the masks' pictures
 RESULTS, PAGE, PICTURES = "benchmarks/results", "docs/masks.md", "docs/pictures"
 LENGTH, BLOCK_SIZE = 1024, 32
 
-RANDOM = np.random.default_rng(0)
 GRID, TILE = (32, 32), (4, 8)
 # tokens up to which layouts are drawn pair by pair, as on grids the pairs make the pattern
 PAIRS_UP_TO = 256
+_random = np.random.default_rng(0)
+BUCKETS = np.sort(_random.integers(0, 12, LENGTH))
+SCORES = [_random.normal(size=(32, 32)) for _ in range(2)]
 
-# arguments of each mask of masks.__all__ without block_size; a length only where it is not LENGTH
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "a_shape": {"sinks": 32, "window": 192},
-    "alibi_windows": {"slopes": [0.05], "threshold": 8},
-    "axial": {"grid": (4, 8, 8), "axes": [1, 2]},
-    "bigbird": {"seed": 0},
-    "block_causal": {"size": 200},
-    "block_diagonal": {"size": 200},
-    "block_diffusion": {"length": 512, "size": 80},
-    "butterfly": {},
-    "causal": {},
-    "dilated_window": {"window": 3, "dilation": 96},
-    "documents": {"cu_seqlens": [0, 150, 600, 1024]},
-    "erdos_renyi": {"density": 0.1, "seed": 0},
-    "expander": {"degree": 4, "seed": 0},
-    "fixed": {"stride": 160, "summary": 16, "causal": True},
-    "global_tokens": {"tokens": 24},
-    "hierarchical": {"size": 32},
-    "local": {"window": 96},
-    "longformer": {"window": 64, "global_tokens": [0, 500]},
-    "longnet": {"segments": [128, 512, 1024], "dilations": [1, 64, 256]},
-    "lsh": {"q_buckets": np.sort(RANDOM.integers(0, 12, LENGTH))},
-    "neighborhood": {"grid": (16, 16), "kernel": 5},
-    "pixelfly": {"n_factors": 3},
-    "prefix_lm": {"prefix": 300},
-    "random": {"density": 0.1, "seed": 0},
-    "shared_prefix": {"cu_seqlens": [0, 200, 450, 700, 1024]},
-    "sink_window": {"sinks": 4, "window": 128},
-    "sliding_tile": {"grid": GRID, "kernel": (12, 24), "tile": TILE, "order": masks.tile_order(GRID, tile=TILE)},
-    "small_world": {"neighbors": 4, "rewire": 0.2, "seed": 0},
-    "strided": {"stride": 128, "causal": True},
-    "swin": {"grid": (16, 16), "window": 8, "shift": 4},
-    "top_k": {"scores": RANDOM.normal(size=(32, 32)), "q_len": LENGTH, "kv_len": LENGTH, "k": 4, "causal": True},
-    "top_p": {"scores": RANDOM.normal(size=(32, 32)), "q_len": LENGTH, "kv_len": LENGTH, "p": 0.3},
-    "tree": {"parents": [-1, *((node - 1) // 2 for node in range(1, 512))], "prompt": 300},
-    "tri_shape": {"sinks": 32, "window": 192, "last": 100},
-    "vertical_slash": {"verticals": [0, 300, 310, 700], "slashes": [0, 64, 320]},
+# headings of docs/masks.md -> masks -> arguments without block_size; a length only where it is not LENGTH
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "Windows and global tokens": {
+        "causal": {},
+        "local": {"window": 96},
+        "global_tokens": {"tokens": 24},
+        "longformer": {"window": 64, "global_tokens": [0, 500]},
+        "bigbird": {"seed": 0},
+        "sink_window": {"sinks": 4, "window": 128},
+        "a_shape": {"sinks": 32, "window": 192},
+        "tri_shape": {"sinks": 32, "window": 192, "last": 100},
+        "strided": {"stride": 128, "causal": True},
+        "fixed": {"stride": 160, "summary": 16, "causal": True},
+        "dilated_window": {"window": 3, "dilation": 96},
+        "longnet": {"segments": [128, 512, 1024], "dilations": [1, 64, 256]},
+        "alibi_windows": {"slopes": [0.05], "threshold": 8},
+        "prefix_lm": {"prefix": 300},
+    },
+    "Blocks and hierarchies": {
+        "butterfly": {},
+        "pixelfly": {"n_factors": 3},
+        "block_diagonal": {"size": 200},
+        "block_causal": {"size": 200},
+        "block_diffusion": {"length": 512, "size": 80},
+        "hierarchical": {"size": 32},
+    },
+    "Packed sequences and trees": {
+        "documents": {"cu_seqlens": [0, 150, 600, 1024]},
+        "shared_prefix": {"cu_seqlens": [0, 200, 450, 700, 1024]},
+        "tree": {"parents": [-1, *((node - 1) // 2 for node in range(1, 512))], "prompt": 300},
+    },
+    "Images and video": {
+        "neighborhood": {"grid": (16, 16), "kernel": 5},
+        "swin": {"grid": (16, 16), "window": 8, "shift": 4},
+        "sliding_tile": {"grid": GRID, "kernel": (12, 24), "tile": TILE, "order": masks.tile_order(GRID, tile=TILE)},
+        "axial": {"grid": (4, 8, 8), "axes": [1, 2]},
+    },
+    "Masks that depend on the input": {
+        "top_k": {"scores": SCORES[0], "q_len": LENGTH, "kv_len": LENGTH, "k": 4, "causal": True},
+        "top_p": {"scores": SCORES[1], "q_len": LENGTH, "kv_len": LENGTH, "p": 0.3},
+        "vertical_slash": {"verticals": [0, 300, 310, 700], "slashes": [0, 64, 320]},
+        "lsh": {"q_buckets": BUCKETS},
+    },
+    "Random graphs": {
+        "random": {"density": 0.1, "seed": 0},
+        "erdos_renyi": {"density": 0.1, "seed": 0},
+        "expander": {"degree": 4, "seed": 0},
+        "small_world": {"neighbors": 4, "rewire": 0.2, "seed": 0},
+    },
 }
-
-# headings of docs/masks.md -> masks
-FAMILIES = {
-    "Windows and global tokens": [
-        "causal", "local", "global_tokens", "longformer", "bigbird", "sink_window", "a_shape", "tri_shape", "strided",
-        "fixed", "dilated_window", "longnet", "alibi_windows", "prefix_lm",
-    ],
-    "Blocks and hierarchies": [
-        "butterfly", "pixelfly", "block_diagonal", "block_causal", "block_diffusion", "hierarchical",
-    ],
-    "Packed sequences and trees": ["documents", "shared_prefix", "tree"],
-    "Images and video": ["neighborhood", "swin", "sliding_tile", "axial"],
-    "Masks that depend on the input": ["top_k", "top_p", "vertical_slash", "lsh"],
-    "Random graphs": ["random", "erdos_renyi", "expander", "small_world"],
-}  # fmt: skip
+EXAMPLES = {name: arguments for family in FAMILIES.values() for name, arguments in family.items()}
 
 # legend of layout.plot -> explanation
 MEANINGS = {
@@ -100,30 +97,17 @@ def example(name: str) -> BlockLayout:
     return builder(*lengths, **arguments, block_size=BLOCK_SIZE)
 
 
-def _said(value: object) -> str:
-    """A short form of a value: the first of many numbers, or the shape of an array."""
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return f"[{' x '.join(map(str, value.shape))} numbers]"
-    if isinstance(value, list) and len(value) > 8:
-        return f"[{', '.join(map(str, value[:5]))}, ...]"
-    return repr(value)
-
-
 def call(name: str) -> str:
     """The name of a mask and, below it, its arguments."""
-    said = ", ".join(f"{argument}={_said(value)}" for argument, value in EXAMPLES[name].items())
-    return f"{name}\n{textwrap.fill(said, 40)}"
+    arguments = ", ".join(f"{argument}={value!r}" for argument, value in EXAMPLES[name].items())
+    return f"{name}\n{arguments}"
 
 
 def signature(name: str) -> str:
     """`local(length, *, window)`: without annotations, and without block_size, which every mask has."""
     found = inspect.signature(getattr(masks, name))
-    shown = [
-        each.replace(annotation=inspect.Parameter.empty)
-        for each in found.parameters.values()
-        if each.name != "block_size"
-    ]
-    return f"{name}{inspect.Signature(shown)}"
+    shown = (each for each in found.parameters.values() if each.name != "block_size")
+    return f"{name}{inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in shown])}"
 
 
 def paper(name: str) -> str:
@@ -139,12 +123,12 @@ def tables() -> str:
     """The masks by family: picture, signature, first sentence of the docstring, paper."""
     parts = []
     for family, names in FAMILIES.items():
-        rows = [["example", "mask"]]
+        rows = []
         for name in names:
             sentence = " ".join((inspect.getdoc(getattr(masks, name)) or "").split("\n\n")[0].split())
             cell = "<br>".join(filter(None, [f"**`{signature(name)}`**", sentence, paper(name)]))
             rows.append([f"![{name}]({Path(PICTURES).name}/{name}.png)", cell.replace("|", "\\|")])
-        parts += [f"## {family}", table(rows)]
+        parts += [f"## {family}", table(["example", "mask"], rows)]
     return "\n\n".join(parts)
 
 
@@ -181,7 +165,7 @@ def draw(layouts: Mapping[str, BlockLayout], *, across: int) -> Any:
         unit = "pairs of tokens" if _small(layout) else "blocks stored"
         share = float(layout.to_dense().float().mean()) if _small(layout) else layout.density
         axis.set_title(f"{title}\n{share:.0%} of the {unit}", fontsize=9)
-    shown = {said: handles[name] for name, said in MEANINGS.items() if name in handles}
+    shown = {meaning: handles[name] for name, meaning in MEANINGS.items() if name in handles}
     figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=2, frameon=False)
     return figure
 

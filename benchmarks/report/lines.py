@@ -1,25 +1,26 @@
-"""Result lines: reads them, keeps the latest of each measurement, names and groups them."""
+"""Result lines as pandas DataFrames: reading, names of providers, selection."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..run.measure import KEYS
 
 Line = dict[str, Any]
 
-# the keys that identify a measurement; of repeated measurements the latest counts
+# keys that identify a measurement, where a line has them; of repeated measurements the latest counts
 IDENTITY = (
-    "bench", "provider", "backend", "pattern", "n", "batch", "heads", "head_dim", "dtype", "direction", "device",
-    "block_size", "q_len",
+    "bench", "provider", "backend", "pattern", "n", "batch", "heads", "kv_heads", "head_dim", "dtype", "direction",
+    "device", "block_size", "q_len", "clock", "what", "scaling", "ranks", "order", "chunks", "priority",
 )  # fmt: skip
-
-# the baseline `pattern` of --sweep change
-SAME_MASK = "same mask"
-# directions of --sweep change
-TIMED = {"step": "a synchronized step", "steps": "one of many steps in a row"}
-
+# columns that are equal in all measurements of one table
+SETTING = ["device", "dtype", "n", "batch", "hidden"]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 # (provider, backend) -> name in tables, in the order of columns; ours first
@@ -38,94 +39,71 @@ LABELS = {
 }
 
 
-class Setting(NamedTuple):
-    """What is equal in all measurements of one table; `hidden` is heads * head_dim."""
+def frame(lines: Iterable[Line]) -> pd.DataFrame:
+    """A row for each line, and columns for `by` (the provider's name), `is_ours` and `hidden` (heads * head_dim)."""
+    found = pd.DataFrame([*lines])
+    found = found.reindex(columns=[*dict.fromkeys([*found, *IDENTITY, *KEYS])])
+    if found.empty:
+        # pandas makes columns without values float64, which have no text methods
+        found = found.astype(object)
+    providers = zip(found["provider"], found["backend"], strict=True)
+    names = [LABELS.get(each, ", ".join(map(str, each))) for each in providers]
+    found["by"] = pd.Categorical(names, [*dict.fromkeys([*LABELS.values(), *names])], ordered=True)
+    found["is_ours"] = found["provider"] == "blocksparse_flash"
+    found["hidden"] = found["heads"] * found["head_dim"]
+    return found
 
-    device: str
-    dtype: str
-    n: int
-    batch: int
-    hidden: int
 
-
-def read(path: Path, identity: Sequence[str] = IDENTITY) -> list[Line]:
+def read(path: Path) -> pd.DataFrame:
     """The lines of a file in the order of their first measurement; of repeated measurements the latest.
 
-    identity  the keys that identify a measurement; a matrix product is also identified by its commit, since every run
-              measures its own
+    Every run measures a matrix product of its own, so these are also identified by their commit.
     """
-    found: dict[tuple[Any, ...], Line] = {}
+    found: dict[Any, Line] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         run = line["commit"] if line["bench"] == "matmul" else None
-        key = (run, *(line.get(key) for key in identity))
-        found[key] = line
-    return [*found.values()]
+        found[run, tuple(map(line.get, IDENTITY))] = line
+    return frame(found.values())
 
 
-def select(lines: Iterable[Line], by: tuple[str, str] | None = None, **values: Any) -> list[Line]:
-    """The lines of one provider, (provider, backend) or None for all, whose keys have these values."""
-    return [
-        line
-        for line in lines
-        if (by is None or provider_of(line) == by) and all(line.get(key) == value for key, value in values.items())
-    ]
+def select(lines: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """The lines whose columns have these values."""
+    for name, value in values.items():
+        lines = lines[lines[name] == value]
+    return lines
 
 
-def of_bench(lines: Iterable[Line], bench: str) -> list[Line]:
-    return select(lines, bench=bench)
+def groups(lines: pd.DataFrame, keys: str | list[str]) -> list[pd.DataFrame]:
+    """The lines by the values of these columns, the largest group first."""
+    found = [group for _, group in lines.groupby(keys, sort=False)]
+    return sorted(found, key=len, reverse=True)
 
 
-def provider_of(line: Line) -> tuple[str, str]:
-    return line["provider"], line["backend"]
+def panels(lines: pd.DataFrame) -> Iterator[tuple[int, str, pd.DataFrame]]:
+    """(head_dim, direction, lines) for each head_dim, the largest first, forward and backward."""
+    for head_dim in sorted(lines["head_dim"].unique(), reverse=True):
+        for direction in DIRECTIONS:
+            yield head_dim, direction, select(lines, head_dim=head_dim, direction=direction)
 
 
-def label(provider: tuple[str, str]) -> str:
-    return LABELS.get(provider, ", ".join(provider))
+def providers(lines: pd.DataFrame) -> list[str]:
+    """The names of the providers of lines, in the order of columns."""
+    return lines["by"].cat.remove_unused_categories().cat.categories.tolist()
 
 
-def is_ours(provider: tuple[str, str]) -> bool:
-    return provider[0] == "blocksparse_flash"
-
-
-def measured(lines: Iterable[Line]) -> list[tuple[str, str]]:
-    """The providers of lines, in the order of columns."""
-    found = dict.fromkeys(map(provider_of, lines))
-    return [provider for provider in LABELS if provider in found] + [one for one in found if one not in LABELS]
-
-
-def ours(lines: Iterable[Line]) -> list[tuple[str, str]]:
-    """Our backends among the providers of lines."""
-    return [*filter(is_ours, measured(lines))]
-
-
-def settings(lines: Iterable[Line]) -> dict[Setting, list[Line]]:
-    """Lines by setting, the setting with the most lines first."""
-    found: dict[Setting, list[Line]] = {}
-    for line in lines:
-        setting = Setting(line["device"], line["dtype"], line["n"], line["batch"], line["heads"] * line["head_dim"])
-        found.setdefault(setting, []).append(line)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
-
-
-def by_device(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    """Lines by device, the device with the most lines first."""
-    lines = [*lines]
-    found = {device: select(lines, device=device) for device in dict.fromkeys(line["device"] for line in lines)}
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
-
-
-def versions(lines: Iterable[Line], *keys: str) -> str:
+def versions(lines: pd.DataFrame, *keys: str) -> str:
     """`torch 2.11.0+cu130, triton 3.6.0`: every version that measured any of the lines."""
-    lines = [*lines]
-    return ", ".join(f"{key} {' and '.join(sorted({line[key] for line in lines}))}" for key in keys)
+    return ", ".join(f"{key} {' and '.join(sorted(lines[key].unique()))}" for key in keys)
 
 
-def matmul_rate(lines: Iterable[Line], shown: Iterable[Line]) -> float | None:
+def matmul_rate(lines: pd.DataFrame, shown: pd.DataFrame) -> float | None:
     """TFLOP/s of a large matrix product in the run that measured `shown`; None if unknown or if several runs did."""
-    runs = {(line["device"], line["commit"]) for line in shown}
-    found = [line["tflops"] for line in of_bench(lines, "matmul") if {(line["device"], line["commit"])} == runs]
-    return found[0] if found else None
+    runs = shown[["device", "commit"]].drop_duplicates().to_dict("records")
+    if len(runs) != 1:
+        return None
+    found = select(lines, bench="matmul", **runs[0])["tflops"]
+    return float(found.iloc[0]) if len(found) else None
 
 
 def break_even(densities: Sequence[float], times: Sequence[float], dense: float) -> float | None:
@@ -136,11 +114,8 @@ def break_even(densities: Sequence[float], times: Sequence[float], dense: float)
     >>> break_even([0.25, 0.5, 1.0], [1.0, 2.0, 4.0], 3.0)
     0.75
     """
-    slower = [index for index, time in enumerate(times) if time >= dense]
-    if not slower:
+    slower = np.flatnonzero(np.asarray(times) >= dense)
+    if not len(slower):
         return None
-    index = slower[0]
-    if index == 0:
-        return densities[0]
-    share = (dense - times[index - 1]) / (times[index] - times[index - 1])
-    return densities[index - 1] + share * (densities[index] - densities[index - 1])
+    between = slice(max(0, slower[0] - 1), slower[0] + 1)
+    return float(np.interp(dense, times[between], densities[between]))

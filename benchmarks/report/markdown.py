@@ -1,11 +1,38 @@
-"""Markdown tables."""
+"""Markdown tables and generated sections of pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable
+
+import pandas as pd
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first row is its header."""
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+def table(header: Collection[str], rows: Iterable[Iterable[str]]) -> str:
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([head, "|" + "---|" * len(header), *body])
+
+
+def listing(lines: pd.DataFrame, columns: dict[str, str]) -> str:
+    """A row for each line. columns: header -> format string of the values of a line, such as "{ms:.2f}"."""
+    rows = lines.to_dict("records")
+    return table(columns, [[cell.format_map(row) for cell in columns.values()] for row in rows])
+
+
+def joined(*parts: str) -> str:
+    """The parts that are not empty, as paragraphs."""
+    return "\n\n".join(filter(None, parts))
+
+
+def replaced(text: str, sections: dict[str, str]) -> str:
+    """The text with each section replaced between `<!-- begin NAME: ... -->` and `<!-- end NAME -->`."""
+    for name, section in sections.items():
+        pattern = rf"(<!-- begin {name}:[^\n]*-->\n).*?(<!-- end {name} -->)"
+        found = [*re.finditer(pattern, text, flags=re.DOTALL)]
+        if len(found) != 1:
+            raise ValueError(
+                f"the text must have one pair of markers `<!-- begin {name}: ... -->`, it has {len(found)}"
+            )
+        body = f"{section}\n" if section else ""
+        text = text[: found[0].end(1)] + body + text[found[0].start(2) :]
+    return text

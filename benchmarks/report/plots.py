@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import lines as measurements
-from .lines import DIRECTIONS, Line, label, measured, provider_of, select
-from .summaries import dense_times, level_with_dense
+import pandas as pd
 
-# sweeps of benchmarks.run.attention -> titles
-SWEEPS = {
-    "length": "Time against length, at a fixed number of keys for each query",
-    "density": "Time against density, and where sparse stops paying",
-    "block-size": "Time against the block size of the layout",
-    "change": "A step with one mask for all steps, and with a new mask each step",
-}
-# ours in blues; distinguishable with colour blindness
-COLOURS = {
-    ("blocksparse_flash", "hopper"): "#08306b",
-    ("blocksparse_flash", "triton"): "#4292c6",
-    ("flex", "triton"): "#e69f00",
-    ("flash_attention_4", "cute"): "#d55e00",
-    ("flashinfer", "auto"): "#cc79a7",
-    ("block_sparse_attention", "cuda"): "#009e73",
-    ("natten", "auto"): "#66c2a5",
-    ("xformers", "auto"): "#b3a100",
-    ("cudnn", "cudnn"): "#555555",
-    ("flash_attention_2", "sdpa"): "#999999",
-    ("math", "sdpa"): "#cccccc",
-}
-MASK_LOOKS = {
+from . import context_parallel, io
+from . import lines as measurements
+from .attention import SWEEPS, main_lines, most, swept
+from .lines import DIRECTIONS, SETTING, break_even, groups, panels, providers, select
+from .summaries import dense_times, sparse_curves
+
+# in the order of LABELS, ours in blues; distinguishable with colour blindness
+HUES = (
+    "#08306b", "#4292c6", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#66c2a5", "#b3a100", "#555555", "#999999",
+    "#cccccc",
+)  # fmt: skip
+COLOURS = dict(zip(measurements.LABELS.values(), HUES, strict=True))
+# provider -> (name, colour)
+MASK_STYLES = {
     "blocksparse_flash": ("blocksparse_flash", "#08306b"),
     "flex, compiled": ("create_block_mask, compiled", "#e69f00"),
     "flex, compiled, first call": ("create_block_mask, first call (compiles)", "#f3cf80"),
     "flex": ("create_block_mask, not compiled", "#d55e00"),
     "dense": ("a bool for every pair, then blocks", "#999999"),
 }
-
-CONTEXT_LOOKS = {
-    "exchange": ("exchange of needed keys", "#08306b"),
-    "ulysses": ("Ulysses", "#4292c6"),
-    "gathered": ("all-gather (ours)", "#9ecae1"),
-    "all_gather": ("all-gather", "#999999"),
-    "flex": ("FlexAttention, all-gather", "#e69f00"),
+CONTEXT_HUES = dict(zip(context_parallel.LABELS, ("#08306b", "#4292c6", "#9ecae1", "#999999", "#e69f00"), strict=True))
+# sweep with a curve for each pattern -> (column, its unit, patterns with dashed curves, what all panels have in common)
+CURVES = {
+    "length": ("n", "tokens", ("dense", "causal"), "; bands: 20th to 80th percentile"),
+    "block-size": ("side", "side of a block, tokens", ("random",), ", {n:,} tokens; the share stored is equal"),
 }
+# width of all bars of one pattern; patterns are 1 apart
+BARS = 0.84
 
 
-def colour(provider: tuple[str, str]) -> str:
-    return COLOURS.get(provider, "#000000")
-
-
-def block_size(line: Line) -> int:
-    """Of a line of the sweep over block sizes, whose pattern ends in it: `random, 64`."""
-    return int(line["pattern"].rpartition(", ")[2])
+def colour(by: str) -> str:
+    return COLOURS.get(by, "#000000")
 
 
 def short(count: float) -> str:
@@ -78,32 +63,22 @@ def _figure(down: int, across: int, title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _legend(figure: Any) -> None:
-    """One legend for all panels, below them."""
-    entries: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(name, handle)
+def _legend(figure: Any) -> Any:
+    """The figure with one legend for all panels, below them."""
+    found = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes)
+    entries = {name: handle for axis in found for handle, name in axis}
     # four long names are wider than two panels
     across = 4 if max(map(len, entries)) <= 40 else 2
-    figure.legend(
-        [*entries.values()], [*entries], loc="outside lower center", ncols=min(across, len(entries)), frameon=False
-    )
+    place = {"loc": "outside lower center", "ncols": min(across, len(entries)), "frameon": False}
+    figure.legend([*entries.values()], [*entries], **place)
+    return figure
 
 
-def _curve(axis: Any, lines: Sequence[Line], at: Callable[[Line], float], name: str, hue: str) -> None:
-    """Medians over `at`, with a band from the 20th to the 80th percentile."""
-    lines = sorted(lines, key=at)
-    places = [at(line) for line in lines]
-    axis.plot(places, [line["ms"] for line in lines], marker="o", markersize=4, color=hue, label=name)
-    axis.fill_between(
-        places,
-        [line["ms_p20"] for line in lines],
-        [line["ms_p80"] for line in lines],
-        color=hue,
-        alpha=0.15,
-        linewidth=0,
-    )
+def _curve(axis: Any, lines: pd.DataFrame, x: str, name: str, hue: str, linestyle: str = "-") -> None:
+    """Medians over a column, with a band from the 20th to the 80th percentile."""
+    lines = lines.sort_values(x, kind="stable")
+    axis.plot(lines[x], lines["ms"], marker="o", markersize=4, color=hue, label=name, linestyle=linestyle)
+    axis.fill_between(lines[x], lines["ms_p20"], lines["ms_p80"], color=hue, alpha=0.15, linewidth=0)
 
 
 def _ticks(axis: Any, places: Sequence[float], names: Sequence[str]) -> None:
@@ -125,248 +100,204 @@ def _plain_log(axis: Any) -> None:
     axis.set_ylabel("milliseconds")
 
 
-def _where(lines: Sequence[Line]) -> str:
+def _setting(lines: pd.DataFrame) -> str:
     """`NVIDIA H200, bf16, batch 1, hidden size 2048`: what all panels have in common."""
-    setting = next(iter(measurements.settings(lines)))
-    return f"{setting.device}, {setting.dtype}, batch {setting.batch}, hidden size {setting.hidden}"
+    return "{device}, {dtype}, batch {batch}, hidden size {hidden}".format_map(groups(lines, SETTING)[0].iloc[0])
 
 
-def _panels(lines: Sequence[Line], title: str) -> tuple[Any, list[tuple[Any, list[Line]]]]:
+def _tokens(lines: pd.DataFrame) -> str:
+    return f"{lines['n'].iloc[0]:,} tokens"
+
+
+def _panels(lines: pd.DataFrame, title: str) -> tuple[Any, Iterator[tuple[Any, pd.DataFrame]]]:
     """A figure with a row for each head_dim and a column for each direction, and the lines of each panel."""
-    head_dims = sorted({line["head_dim"] for line in lines}, reverse=True)
-    figure, axes = _figure(len(head_dims), len(DIRECTIONS), title)
-    panels = []
-    for row, head_dim in zip(axes, head_dims, strict=True):
-        for axis, (direction, said) in zip(row, DIRECTIONS.items(), strict=True):
-            axis.set_title(f"{said}, head_dim {head_dim}", fontsize=10)
-            panels.append((axis, select(lines, head_dim=head_dim, direction=direction)))
-    return figure, panels
+    found = [*panels(lines)]
+    figure, axes = _figure(len(found) // len(DIRECTIONS), len(DIRECTIONS), title)
+    for axis, (head_dim, direction, _) in zip(axes.flat, found, strict=True):
+        axis.set_title(f"{DIRECTIONS[direction]}, head_dim {head_dim}", fontsize=10)
+    return figure, zip(axes.flat, (panel for *_, panel in found), strict=True)
 
 
-def speed(lines: Sequence[Line], rate: float | None) -> Any:
+def speed(lines: pd.DataFrame, rate: float | None) -> Any:
     """Bars: TFLOP/s by pattern and provider; a line at what a large matrix product reaches."""
-    setting = next(iter(measurements.settings(lines)))
     title = (
-        f"TFLOP/s of stored 128 x 128 blocks, higher is better\n{_where(lines)}, {setting.n:,} tokens; "
+        f"TFLOP/s of stored 128 x 128 blocks, higher is better\n{_setting(lines)}, {_tokens(lines)}; "
         "below each pattern the share of blocks that it stores"
     )
-    figure, panels = _panels(lines, title)
-    for axis, found in panels:
-        patterns = {line["pattern"]: line["density"] for line in found}
-        providers = measured(found)
-        width = 0.84 / max(1, len(providers))
-        for place, provider in enumerate(providers):
-            mine = select(found, provider)
-            lefts = [[*patterns].index(line["pattern"]) - 0.42 + (place + 0.5) * width for line in mine]
-            axis.bar(
-                lefts, [line["tflops"] for line in mine], 0.92 * width, color=colour(provider), label=label(provider)
-            )  # fmt: skip
+    figure, found = _panels(lines, title)
+    for axis, panel in found:
+        patterns = dict(zip(panel["pattern"], panel["density"], strict=True))
+        names = providers(panel)
+        width = BARS / max(1, len(names))
+        for place, by in enumerate(names):
+            mine = select(panel, by=by)
+            lefts = [[*patterns].index(pattern) - BARS / 2 + (place + 0.5) * width for pattern in mine["pattern"]]
+            axis.bar(lefts, mine["tflops"], 0.92 * width, color=colour(by), label=by)
         if rate is not None:
             axis.axhline(rate, color="black", linestyle=":", linewidth=1, label="a large matrix product")
-        axis.set_xticks(
-            range(len(patterns)), [f"{name}\n{density:.0%}" for name, density in patterns.items()], fontsize=8
-        )
+        labels = [f"{name}\n{density:.0%}" for name, density in patterns.items()]
+        axis.set_xticks(range(len(patterns)), labels, fontsize=8)
         axis.set_ylabel("TFLOP/s")
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def _sweep(lines: Sequence[Line], title: str, at: Callable[[Line], float], unit: str, dashed: Sequence[str]) -> Any:
-    """Curves: time over `at`, a curve for each provider and pattern; block sizes are not part of a pattern's name."""
-    figure, panels = _panels(lines, title)
-    for axis, found in panels:
-        for provider in measured(found):
-            for pattern in dict.fromkeys(line["pattern"].partition(", ")[0] for line in found):
-                mine = [line for line in select(found, provider) if line["pattern"].partition(", ")[0] == pattern]
-                if mine:
-                    _curve(axis, mine, at, f"{label(provider)}, {pattern}", colour(provider))
-                    axis.lines[-1].set_linestyle("--" if pattern in dashed else "-")
-        places = sorted({at(line) for line in found})
+def curves(lines: pd.DataFrame, sweep: str) -> Any:
+    """Curves: time over the length, or at equal density over the side of a block, for each provider and pattern."""
+    x, unit, dashed, common = CURVES[sweep]
+    title = f"{SWEEPS[sweep]}\n{_setting(lines)}{common.format_map(lines.iloc[0])}"
+    # of `random, 16`: the pattern and the side of its blocks
+    names = lines["pattern"].str.partition(", ")
+    figure, found = _panels(lines.assign(pattern=names[0], side=pd.to_numeric(names[2])), title)
+    for axis, panel in found:
+        for by in providers(panel):
+            for pattern in panel["pattern"].unique():
+                mine = select(panel, by=by, pattern=pattern)
+                if len(mine):
+                    _curve(axis, mine, x, f"{by}, {pattern}", colour(by), "--" if pattern in dashed else "-")
+        places = sorted(panel[x].unique())
         _ticks(axis, places, [short(place) for place in places])
         _plain_log(axis)
         axis.set_xlabel(unit)
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def length(lines: Sequence[Line]) -> Any:
-    """Curves: time over length, both logarithmic."""
-    title = f"{SWEEPS['length']}\n{_where(lines)}; bands: 20th to 80th percentile"
-    return _sweep(lines, title, lambda line: line["n"], "tokens", ("dense", "causal"))
-
-
-def block_sizes(lines: Sequence[Line]) -> Any:
-    """Curves: time over the side of a block, at equal density."""
-    title = f"{SWEEPS['block-size']}\n{_where(lines)}, {lines[0]['n']:,} tokens; the share stored is equal"
-    return _sweep(lines, title, block_size, "side of a block, tokens", ("random",))
-
-
-def swept(lines: Sequence[Line], sweep: str) -> list[Line]:
-    """The lines of a sweep. Of density only head_dims measured up to half of all blocks: fewer show no break-even."""
-    found = select(lines, bench=sweep)
-    if sweep == "density":
-        reached = {line["head_dim"] for line in found if line["pattern"] != "dense" and line["density"] >= 0.5}
-        found = [line for line in found if line["head_dim"] in reached]
-    return found
-
-
-def density(lines: Sequence[Line]) -> Any:
+def density(lines: pd.DataFrame) -> Any:
     """Curves: time over density; dense times are level lines, and a dot marks where ours crosses the fastest."""
-    figure, panels = _panels(
-        lines, f"{SWEEPS['density']}\n{_where(lines)}, {lines[0]['n']:,} tokens, random 128 x 128 blocks"
-    )
-    for axis, found in panels:
-        for provider in measured(found):
-            mine = [line for line in select(found, provider) if line["pattern"] != "dense"]
-            if mine:
-                _curve(axis, mine, lambda line: line["density"], label(provider), colour(provider))
-        for line in dense_times(found):
-            provider = provider_of(line)
-            name = f"dense, {label(provider)}"
-            axis.axhline(line["ms"], color=colour(provider), linestyle="--", linewidth=1, label=name)
-        said = []
-        for provider in measurements.ours(found):
-            where = level_with_dense(found, provider)
-            if where is not None:
-                level = dense_times(found)[0]["ms"]
-                axis.plot([where], [level], marker="o", markersize=9, markerfacecolor="none", color=colour(provider))
-                said.append(f"{where:.0%} ({provider[1]})")
-        if said:
-            level_with = f"as slow as the fastest dense\nfrom density {', '.join(said)} on"
-            axis.text(0.03, 0.8, level_with, transform=axis.transAxes, fontsize=8, va="top")
+    title = f"{SWEEPS['density']}\n{_setting(lines)}, {_tokens(lines)}, random 128 x 128 blocks"
+    figure, found = _panels(lines, title)
+    for axis, panel in found:
+        curves, dense = sparse_curves(panel), dense_times(panel)
+        for by, curve in curves.items():
+            _curve(axis, curve, "density", by, colour(by))
+        for line in dense.itertuples():
+            axis.axhline(line.ms, color=colour(line.by), linestyle="--", linewidth=1, label=f"dense, {line.by}")
+        levels = []
+        for by, curve in sparse_curves(select(panel, is_ours=True)).items() if len(dense) else ():
+            fastest = dense["ms"].iloc[0]
+            crossing = break_even(curve["density"], curve["ms"], fastest)
+            if crossing is not None:
+                axis.plot([crossing], [fastest], marker="o", markersize=9, markerfacecolor="none", color=colour(by))
+                levels.append(f"{crossing:.0%} ({curve['backend'].iloc[0]})")
+        if levels:
+            text = f"as slow as the fastest dense\nfrom density {', '.join(levels)} on"
+            axis.text(0.03, 0.8, text, transform=axis.transAxes, fontsize=8, va="top")
         axis.set_xscale("log")
         axis.set_xticks([0.01, 0.03, 0.1, 0.3, 1.0], ["1%", "3%", "10%", "30%", "100%"])
         axis.set_xticks([], minor=True)
         _plain_log(axis)
         axis.set_xlabel("share of blocks stored")
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def change(lines: Sequence[Line]) -> Any:
-    """Bars: a synchronised step (mask, forward, backward) with one mask and with new ones; a panel per length."""
+def change(lines: pd.DataFrame) -> Any:
+    """Bars: a synchronized step (mask, forward, backward) with one mask and with new ones; a panel per length."""
     lines = select(lines, direction="step")
-    cases = sorted({(line["n"], -line["head_dim"]) for line in lines})
-    title = f"{SWEEPS['change']}\n{_where(lines)}; wall clock of mask, forward and backward"
+    cases = [*lines.assign(largest_first=-lines["head_dim"]).groupby(["n", "largest_first"])]
+    title = f"{SWEEPS['change']}\n{_setting(lines)}; wall clock of mask, forward and backward"
     figure, axes = _figure(len(cases), 1, title)
-    # names of ways are long
+    # the names of the ways are long
     figure.set_figwidth(9)
-    for axis, (n, minus_head_dim) in zip(axes[:, 0], cases, strict=True):
-        found = select(lines, n=n, head_dim=-minus_head_dim)
-        ways = [*dict.fromkeys(line["pattern"] for line in found)]
-        providers = measured(found)
-        for place, provider in enumerate(providers):
-            mine = select(found, provider)
-            heights = [line["ms"] for line in mine]
-            rows = [ways.index(line["pattern"]) - 0.42 + (place + 0.5) * 0.84 / len(providers) for line in mine]
-            bars = axis.barh(rows, heights, 0.78 / len(providers), color=colour(provider), label=label(provider))
-            axis.bar_label(bars, [f"{height:.3g}" for height in heights], padding=3, fontsize=8)
+    for axis, ((n, _), found) in zip(axes[:, 0], cases, strict=True):
+        ways, names = [*found["pattern"].unique()], providers(found)
+        for place, by in enumerate(names):
+            mine = select(found, by=by)
+            rows = [ways.index(way) - BARS / 2 + (place + 0.5) * BARS / len(names) for way in mine["pattern"]]
+            bars = axis.barh(rows, mine["ms"], 0.78 / len(names), color=colour(by), label=by)
+            axis.bar_label(bars, [f"{ms:.3g}" for ms in mine["ms"]], padding=3, fontsize=8)
         axis.set_yticks(range(len(ways)), ways)
         axis.invert_yaxis()
         axis.grid(visible=False, axis="y")
-        axis.set_title(f"{n:,} tokens, head_dim {-minus_head_dim}", fontsize=10)
-        slowest, fastest = (bound(line["ms"] for line in found) for bound in (max, min))
-        # a rebuild that looks at every pair may take a hundred times as long as a step
-        axis.set_xscale("log" if slowest > 20 * fastest else "linear")
+        axis.set_title(f"{n:,} tokens, head_dim {found['head_dim'].iloc[0]}", fontsize=10)
+        # a rebuild that evaluates every pair may take a hundred times as long as a step
+        axis.set_xscale("log" if found["ms"].max() > 20 * found["ms"].min() else "linear")
         axis.set_xlabel("milliseconds a step")
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def masks(lines: Sequence[Line]) -> Any:
+def masks(lines: pd.DataFrame) -> Any:
     """Curves: time to build each mask that peers build too, over its length."""
-    shared = [*dict.fromkeys(line["pattern"] for line in lines if line["provider"] != "blocksparse_flash")]
-    devices = ", ".join(sorted({line["device"] for line in lines}))
-    figure, axes = _figure(
-        1, len(shared), f"Time to build a mask, lower is better\none core of {devices}, blocks of 128"
-    )
+    shared = lines.loc[~lines["is_ours"], "pattern"].unique()
+    devices = ", ".join(sorted(lines["device"].unique()))
+    title = f"Time to build a mask, lower is better\none core of {devices}, blocks of 128"
+    figure, axes = _figure(1, len(shared), title)
     for axis, pattern in zip(axes[0], shared, strict=True):
-        for provider, (name, hue) in MASK_LOOKS.items():
-            mine = select(lines, provider=provider, pattern=pattern)
-            if mine:
-                _curve(axis, mine, lambda line: line["n"], name, hue)
-        lengths = sorted({line["n"] for line in select(lines, pattern=pattern)})
+        found = select(lines, pattern=pattern)
+        for provider, (name, hue) in MASK_STYLES.items():
+            mine = select(found, provider=provider)
+            if len(mine):
+                _curve(axis, mine, "n", name, hue)
+        lengths = sorted(found["n"].unique())
         _ticks(axis, lengths, [short(n) for n in lengths])
         _plain_log(axis)
         axis.set_title(pattern, fontsize=10)
         axis.set_xlabel("tokens")
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def io(lines: Sequence[Line], expected: Mapping[str, Callable[[Line], float]], counted: Callable[[Line], float]) -> Any:
-    """Curves: bytes moved over density, per backend, with the `expected` bytes of each line; both axes logarithmic.
-
-    counted  the bytes between L2 and the SMs
-    """
-    heads = max(line["heads"] for line in lines)
-    lines = select(lines, heads=heads)
-    where = f"{lines[0]['device']}, bf16, batch {lines[0]['batch']}, {heads} heads, {lines[0]['n']:,} tokens"
-    figure, panels = _panels(lines, f"Bytes moved against the share of stored blocks\n{where}")
-    for axis, found in panels:
-        for provider in measured(found):
-            mine = sorted(select(found, provider), key=lambda line: line["density"])
-            places, hue, name = [line["density"] for line in mine], colour(provider), label(provider)
-            axis.plot(places, [counted(line) for line in mine], marker="o", color=hue, label=f"L2 to SMs, {name}")
-            memory = [line["dram_read_bytes"] + line["dram_write_bytes"] for line in mine]
-            axis.plot(
-                places, memory, marker="s", markersize=4, linestyle="--", color=hue, label=f"device memory, {name}"
-            )
-            for (what, of), style in zip(expected.items(), (":", "-."), strict=False):
-                axis.plot(
-                    places, [of(line) for line in mine], linestyle=style, color="#555555", label=f"{what}, {name}"
-                )
-        densities = sorted({line["density"] for line in found})
+def bytes_moved(lines: pd.DataFrame) -> Any:
+    """Curves: bytes moved over density, per backend, with the expected bytes; both axes logarithmic."""
+    lines = io.counted(select(lines, heads=lines["heads"].max()))
+    where = "{device}, bf16, batch {batch}, {heads} heads, {n:,} tokens".format_map(lines.iloc[0])
+    figure, found = _panels(lines, f"Bytes moved against the share of stored blocks\n{where}")
+    for axis, panel in found:
+        for by in providers(panel):
+            mine = select(panel, by=by).sort_values("density", kind="stable")
+            for column, name, style in (
+                ("on_chip", "L2 to SMs", {"marker": "o", "color": colour(by)}),
+                ("memory", "device memory", {"marker": "s", "markersize": 4, "linestyle": "--", "color": colour(by)}),
+                ("bound", "bound", {"linestyle": ":", "color": "#555555"}),
+                ("tiles", "what tiles load", {"linestyle": "-.", "color": "#555555"}),
+            ):
+                axis.plot(mine["density"], mine[column], label=f"{name}, {by}", **style)
+        densities = sorted(panel["density"].unique())
         _ticks(axis, densities, [f"{density:.3g}" for density in densities])
         axis.set_yscale("log")
         axis.set_xlabel("share of blocks stored")
         axis.set_ylabel("bytes")
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def context(lines: Sequence[Line]) -> Any:
+def context(lines: pd.DataFrame) -> Any:
     """Speed-ups of a forward and backward over one GPU: a panel for each number of ranks, length and key heads."""
-    lines = select(lines, direction="step")
-    cases = [*dict.fromkeys((line["ranks"], line["n"], line["kv_heads"]) for line in lines)]
+    cases = context_parallel.settings(lines, direction="step")
     across = min(len(cases), 2)
-    where = f"{lines[0]['device']}, {lines[0]['dtype']}"
+    where = "{device}, {dtype}".format_map(cases[0].iloc[0])
     title = f"Forward and backward on several GPUs, times as fast as one; a dash is the bound ({where})"
     figure, axes = _figure(-(-len(cases) // across), across, title)
-    for axis, (ranks, n, kv_heads) in zip(axes.flat, cases, strict=False):
-        shown = select(lines, ranks=ranks, n=n, kv_heads=kv_heads)
-        patterns = [*dict.fromkeys(line["pattern"] for line in shown)]
-        for i, (name, (legend, hue)) in enumerate(CONTEXT_LOOKS.items()):
-            mine = select(shown, provider=name)
-            places = [patterns.index(line["pattern"]) + 0.2 * (i - 1.5) for line in mine]
-            if not mine:
-                continue
-            axis.bar(places, [line["speedup"] for line in mine], 0.18, color=hue, label=legend)
-            bounds = [line["speedup"] * line["ms"] / line["bound_ms"] for line in mine]
-            axis.hlines(bounds, [place - 0.09 for place in places], [place + 0.09 for place in places], color="black")
-        axis.axhline(ranks, color="#888888", linewidth=0.7, linestyle=":")
+    for axis, shown in zip(axes.flat, cases, strict=False):
+        patterns = [*shown["pattern"].unique()]
+        for i, (provider, hue) in enumerate(CONTEXT_HUES.items()):
+            mine = select(shown, provider=provider)
+            places = [patterns.index(pattern) + 0.2 * (i - 1.5) for pattern in mine["pattern"]]
+            if places:
+                axis.bar(places, mine["speedup"], 0.18, color=hue, label=context_parallel.LABELS[provider])
+                ends = [[place + side for place in places] for side in (-0.09, 0.09)]
+                axis.hlines(mine["bound"], *ends, color="black")
+        case = shown.iloc[0]
+        axis.axhline(case["ranks"], color="#888888", linewidth=0.7, linestyle=":")
         axis.set_xticks(range(len(patterns)), patterns)
         axis.set_xlim(-0.5, len(patterns) - 0.5)
-        axis.set_title(f"{ranks} GPUs, {short(n)} tokens, {shown[0]['heads']} on {kv_heads} heads", fontsize=9)
+        heads = f"{case['heads']} on {case['kv_heads']} heads"
+        axis.set_title(f"{case['ranks']} GPUs, {short(case['n'])} tokens, {heads}", fontsize=9)
     for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)
-    _legend(figure)
-    return figure
+    return _legend(figure)
 
 
-def figures(
-    attention: Sequence[Line], mask_lines: Sequence[Line], context_lines: Sequence[Line] = ()
-) -> dict[str, Any]:
-    """Name -> Figure of everything that was measured; a sweep that was not run has none."""
+def figures(lines: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    """Name -> Figure of everything that was measured, from the lines of each result file."""
     found: dict[str, Any] = {}
-    if of_speed := select(attention, bench="attention"):
-        shown = next(iter(measurements.settings(of_speed).values()))
+    attention = most(lines["attention"])
+    if (attention["bench"] == "attention").any():
+        shown = main_lines(attention)
         found["speed"] = speed(shown, measurements.matmul_rate(attention, shown))
-    drawings = {"length": length, "density": density, "block-size": block_sizes, "change": change}
-    for name, draw in drawings.items():
-        if shown := swept(attention, name):
-            found[name] = draw(shown)
-    found["masks"] = masks(mask_lines)
-    if shared := select(context_lines, bench="context_parallel"):
-        found["context_parallel"] = context(shared)
+    for name in SWEEPS:
+        shown = swept(attention, name)
+        if len(shown):
+            found[name] = curves(shown, name) if name in CURVES else {"density": density, "change": change}[name](shown)
+    found["masks"] = masks(lines["masks"])
+    if (lines["context_parallel"]["bench"] == "context_parallel").any():
+        found["context_parallel"] = context(lines["context_parallel"])
+    if len(lines["io"]):
+        found["io"] = bytes_moved(lines["io"])
     return found

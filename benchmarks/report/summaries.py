@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from .lines import (
-    DIRECTIONS,
-    SAME_MASK,
-    TIMED,
-    Line,
-    break_even,
-    is_ours,
-    label,
-    measured,
-    ours,
-    provider_of,
-    select,
-)
-from .lines import settings as by_setting
+import numpy as np
+import pandas as pd
+
+from ..run.sweeps import SAME_MASK, TIMED
+from .lines import DIRECTIONS, SETTING, break_even, panels, providers, select
 from .markdown import table
 
 SPEEDUP = "speed-up"
@@ -42,155 +33,125 @@ class Value(NamedTuple):
     value: float
 
 
-def mean(values: Iterable[float]) -> float:
-    """The geometric mean."""
-    return statistics.geometric_mean(values)
-
-
-def ranges(values: Iterable[Value], *by: str) -> str:
+def ranges(values: Sequence[Value], *by: str) -> str:
     """A row per group of values: cases, min, geometric mean, max and, for speed-ups, cases slower; "" without values.
 
     by  the fields of Value that make a group
     """
-    groups: dict[tuple[str, ...], list[Value]] = {}
-    for value in values:
-        groups.setdefault(tuple(getattr(value, name) for name in by), []).append(value)
-    if not groups:
+    if not values:
         return ""
-    has_slower = any(value.measurement.startswith(SPEEDUP) for group in groups.values() for value in group)
-    rows = [[*by, "cases", "min", "mean", "max", *(["slower"] if has_slower else [])]]
-    for names, group in groups.items():
-        found = [value.value for value in group]
-        cells = [f"{each:.2f}" for each in (min(found), mean(found), max(found))]
-        is_speedup = group[0].measurement.startswith(SPEEDUP)
-        slower = [str(sum(each < 1 for each in found)) if is_speedup else "-"] if has_slower else []
+    has_slower = any(value.measurement.startswith(SPEEDUP) for value in values)
+    rows = []
+    for names, group in pd.DataFrame(values).groupby([*by], sort=False):
+        found = group["value"]
+        cells = [f"{each:.2f}" for each in (found.min(), statistics.geometric_mean(found), found.max())]
+        is_speedup = group["measurement"].iloc[0].startswith(SPEEDUP)
+        slower = [str((found < 1).sum()) if is_speedup else "-"] if has_slower else []
         rows.append([*names, str(len(found)), *cells, *slower])
-    return table(rows)
+    return table([*by, "cases", "min", "mean", "max", *(["slower"] if has_slower else [])], rows)
 
 
-def _value(measurement: str, line: Line, baseline: str, value: float) -> Value:
-    direction = str(DIRECTIONS.get(line["direction"], line["direction"]))
-    return Value(measurement, label(provider_of(line)), baseline, direction, str(line["head_dim"]), value)
+def _value(measurement: str, line: Any, baseline: str, value: float) -> Value:
+    """A value of a line, which is a row of a DataFrame."""
+    direction = DIRECTIONS.get(line.direction, line.direction)
+    return Value(measurement, line.by, baseline, direction, str(line.head_dim), value)
 
 
-def speedups(lines: Sequence[Line], measurement: str = SPEEDUP) -> list[Value]:
+def speedups(lines: pd.DataFrame, measurement: str = SPEEDUP) -> list[Value]:
     """Time of each peer over ours, for every forward, backward or step that both measured."""
-    keys = ("pattern", "n", "head_dim", "direction", "clock")
-    shown = [line for line in lines if line["direction"] in (*DIRECTIONS, "step")]
-    times = {(provider_of(line), *(line.get(key) for key in keys)): line["ms"] for line in shown}
+    shown = lines[lines["direction"].isin([*DIRECTIONS, "step"])]
+    keys = ["pattern", "n", "head_dim", "direction", "clock"]
+    both = shown[shown["is_ours"]].merge(shown[~shown["is_ours"]], on=keys, suffixes=("", "_peer"))
+    both = both.sort_values(["by", "by_peer"], kind="stable")
+    return [_value(measurement, line, line.by_peer, line.ms_peer / line.ms) for line in both.itertuples()]
+
+
+def growth(lines: pd.DataFrame) -> list[Value]:
+    """Time at the greatest length over time at the smallest, with a fixed number of keys per query."""
+    found = []
+    local = select(lines, pattern="local", is_ours=True)
+    for _, _, panel in panels(local[local["n"] >= LINEAR_FROM]):
+        for _, curve in panel.groupby("by", observed=True):
+            first, last = curve.loc[curve["n"].idxmin()], curve.loc[curve["n"].idxmax()]
+            if first.n < last.n:
+                name = f"time at {last.n:,} tokens, {last.n // first.n} times as many, fixed keys per query"
+                found.append(_value(name, last, f"{first.n:,} tokens", last.ms / first.ms))
+    return found
+
+
+def dense_times(panel: pd.DataFrame) -> pd.DataFrame:
+    """The dense lines of one panel, fastest first."""
+    return select(panel, pattern="dense").sort_values("ms", kind="stable")
+
+
+def sparse_curves(panel: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The sparse lines of one panel by provider, by ascending density."""
+    sparse = panel[panel["pattern"] != "dense"].sort_values("density", kind="stable")
+    return dict(iter(sparse.groupby("by", observed=True)))
+
+
+def break_evens(lines: pd.DataFrame) -> list[Value]:
+    """The density up to which ours beats the fastest dense call, or the highest measured if it always does."""
+    found = []
+    for _, _, panel in panels(lines):
+        dense = dense_times(panel)
+        for curve in sparse_curves(select(panel, is_ours=True)).values() if len(dense) else ():
+            level = break_even(curve["density"], curve["ms"], dense["ms"].iloc[0])
+            density = curve["density"].iloc[-1] if level is None else level
+            baseline = f"dense {dense['by'].iloc[0]}"
+            found.append(_value("density up to which sparse is faster", curve.iloc[-1], baseline, density))
+    return found
+
+
+def small_blocks(lines: pd.DataFrame) -> list[Value]:
+    """Time in blocks smaller than a tile over time in blocks of 128, at the same density."""
+    shown = lines[lines["is_ours"] & lines["direction"].isin(DIRECTIONS)]
+    shape_and_side = shown["pattern"].str.extract(r"(.*), (\d+)$")
+    shown = shown.assign(shape=shape_and_side[0], side=shape_and_side[1].astype(int))
+    tiles = select(shown, side=TILE)
+    both = shown[shown["side"] < TILE].merge(tiles, on=["shape", "by", "head_dim", "direction"], suffixes=("", "_tile"))
+    both = both.sort_values(["shape", "side"], ascending=[True, False], kind="stable")
     return [
-        _value(measurement, line, label(peer), times[case] / line["ms"])
-        for backend in ours(shown)
-        for peer in measured(shown)
-        for line in select(shown, backend)
-        if not is_ours(peer) and (case := (peer, *(line.get(key) for key in keys))) in times
+        _value(f"time in blocks of {line.side}, {line.shape}", line, f"blocks of {TILE}", line.ms / line.ms_tile)
+        for line in both.itertuples()
     ]
 
 
-def _panels(lines: Sequence[Line]) -> Iterator[list[Line]]:
-    """The lines of each head_dim, the largest first, and direction."""
-    for head_dim in sorted({line["head_dim"] for line in lines}, reverse=True):
-        for direction in DIRECTIONS:
-            yield select(lines, head_dim=head_dim, direction=direction)
-
-
-def growth(lines: Sequence[Line]) -> list[Value]:
-    """Time at the greatest length over time at the smallest, with a fixed number of keys per query."""
-    found = []
-    for panel in _panels([line for line in select(lines, pattern="local") if line["n"] >= LINEAR_FROM]):
-        for backend in ours(panel):
-            first, last = (pick(select(panel, backend), key=lambda line: line["n"]) for pick in (min, max))
-            if first["n"] < last["n"]:
-                times = last["n"] // first["n"]
-                name = f"time at {last['n']:,} tokens, {times} times as many, fixed keys per query"
-                found.append(_value(name, last, f"{first['n']:,} tokens", last["ms"] / first["ms"]))
-    return found
-
-
-def dense_times(panel: Sequence[Line]) -> list[Line]:
-    """The dense lines of one panel, fastest first."""
-    return sorted(select(panel, pattern="dense"), key=lambda line: line["ms"])
-
-
-def level_with_dense(panel: Sequence[Line], provider: tuple[str, str]) -> float | None:
-    """The density at which a provider's sparse call takes as long as the fastest dense one of the panel."""
-    mine = [line for line in select(panel, provider) if line["pattern"] != "dense"]
-    mine.sort(key=lambda line: line["density"])
-    dense = dense_times(panel)
-    if not mine or not dense:
-        return None
-    return break_even([line["density"] for line in mine], [line["ms"] for line in mine], dense[0]["ms"])
-
-
-def break_evens(lines: Sequence[Line]) -> list[Value]:
-    """The density up to which ours beats the fastest dense call, or the highest measured if it always does."""
-    found = []
-    for panel in _panels(lines):
-        for backend in ours(panel):
-            mine = [line for line in select(panel, backend) if line["pattern"] != "dense"]
-            if mine and dense_times(panel):
-                density, densest = level_with_dense(panel, backend), max(mine, key=lambda line: line["density"])
-                baseline = f"dense {label(provider_of(dense_times(panel)[0]))}"
-                density = densest["density"] if density is None else density
-                found.append(_value("density up to which sparse is faster", densest, baseline, density))
-    return found
-
-
-def small_blocks(lines: Sequence[Line]) -> list[Value]:
-    """Time in blocks smaller than a tile over time in blocks of 128, at the same density."""
-    keys = ("head_dim", "direction", "pattern")
-    times = {(provider_of(line), *(line[key] for key in keys)): line["ms"] for line in lines}
-    found = []
-    for line in sorted(lines, key=lambda line: -int(line["pattern"].rpartition(", ")[2])):
-        pattern, _, side = line["pattern"].rpartition(", ")
-        case = (provider_of(line), line["head_dim"], line["direction"], f"{pattern}, {TILE}")
-        if is_ours(case[0]) and int(side) < TILE and line["direction"] in DIRECTIONS and case in times:
-            name = f"time in blocks of {side}, {pattern}"
-            found.append(_value(name, line, f"blocks of {TILE}", line["ms"] / times[case]))
-    return sorted(found, key=lambda value: value.measurement.rpartition(", ")[2])
-
-
-def deterministic(lines: Sequence[Line]) -> list[Value]:
+def deterministic(lines: pd.DataFrame) -> list[Value]:
     """Time of a backward with deterministic=True over its time without."""
-    found = []
-    for line in sorted(select(lines, direction="bwd"), key=lambda line: -line["head_dim"]):
-        by = (line["provider"], line["backend"] + DETERMINISTIC)
-        for equal in select(lines, by, direction="bwd", head_dim=line["head_dim"], pattern=line["pattern"]):
-            found.append(
-                _value("backward time, deterministic=True", line, "deterministic=False", equal["ms"] / line["ms"])
-            )
-    return found
+    shown = select(lines, direction="bwd").sort_values("head_dim", ascending=False, kind="stable")
+    is_equal = shown["backend"].str.endswith(DETERMINISTIC)
+    equal = shown[is_equal].assign(backend=shown["backend"].str.removesuffix(DETERMINISTIC))
+    keys = ["provider", "backend", "head_dim", "pattern"]
+    both = shown[~is_equal].merge(equal, on=keys, suffixes=("", "_equal"))
+    name = "backward time, deterministic=True"
+    return [_value(name, line, "deterministic=False", line.ms_equal / line.ms) for line in both.itertuples()]
 
 
-def change_cost(lines: Sequence[Line], line: Line) -> str:
-    """Milliseconds that a changed mask adds to a step, `< noise` within the percentiles of the steps, `-` if unknown.
+def change_costs(lines: pd.DataFrame) -> list[str]:
+    """Milliseconds that a changed mask adds to each step, `< noise` within the spread of the steps, `-` if unknown.
 
     lines  of one setting and direction
     """
-    same = select(lines, provider_of(line), pattern=SAME_MASK, head_dim=line["head_dim"])
-    if line["pattern"] == SAME_MASK or not same:
-        return "-"
-    noise = max(each["ms_p80"] - each["ms_p20"] for each in (line, same[0]))
-    cost = line["ms"] - same[0]["ms"]
-    return f"{cost:.2f}" if cost > noise else f"< {noise:.2f}"
+    same = select(lines, pattern=SAME_MASK)
+    both = lines.merge(same, on=["by", "head_dim"], how="left", suffixes=("", "_same"))
+    costs = (both["ms"] - both["ms_same"]).mask(both["pattern"] == SAME_MASK)
+    noises = np.maximum(both["ms_p80"] - both["ms_p20"], both["ms_p80_same"] - both["ms_p20_same"])
+    texts = (f"{cost:.2f}" if cost > noise else f"< {noise:.2f}" for cost, noise in zip(costs, noises, strict=True))
+    return ["-" if is_unknown else text for is_unknown, text in zip(costs.isna(), texts, strict=True)]
 
 
-def changes(lines: Sequence[Line]) -> str:
+def changes(lines: pd.DataFrame) -> str:
     """Milliseconds added by a new mask: rows for our first backend and peers, a column per length and clock."""
     columns = {
-        f"{setting.n:,} tokens, {name}": select(found, direction=direction)
-        for setting, found in sorted(by_setting(lines).items())
-        for direction, name in TIMED.items()
-        if select(found, direction=direction)
+        f"{group['n'].iloc[0]:,} tokens, {TIMED[direction]}": group.assign(cost=change_costs(group))
+        for (*_, direction), group in lines.groupby([*SETTING, "direction"])
     }
-    shown = [provider for provider in measured(lines) if not is_ours(provider) or provider == ours(lines)[0]]
-    rows = [["library", "change", *columns]]
-    for provider in shown:
-        for way in dict.fromkeys(line["pattern"] for line in select(lines, provider)):
-            cells = []
-            for found in columns.values():
-                costs = [change_cost(found, line) for line in select(found, provider, pattern=way)]
-                cells.append(" / ".join(costs) or "-")
+    ours = providers(select(lines, is_ours=True))
+    rows = []
+    for by in [*ours[:1], *providers(lines[~lines["is_ours"]])]:
+        for way in select(lines, by=by)["pattern"].unique():
+            cells = [" / ".join(select(found, by=by, pattern=way)["cost"]) or "-" for found in columns.values()]
             if way != SAME_MASK:
-                rows.append([label(provider), way, *cells])
-    return table(rows) if len(rows) > 1 else ""
+                rows.append([by, way, *cells])
+    return table(["library", "change", *columns], rows) if rows else ""

@@ -1,4 +1,5 @@
-"""Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line a figure.
+"""Speed of attention and its peers: `python -m benchmarks.run.attention` on a CUDA GPU, one JSON line per figure.
+
 Peers: FlexAttention, compiled and with full blocks (for causal a partial diagonal); for dense and causal the kernels
 of scaled_dot_product_attention, cuDNN, FlashAttention-2 and "math"; and, where installed, FlashAttention-4,
 FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Outputs and gradients are compared with float32 on
@@ -25,17 +26,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..report.lines import SAME_MASK, TIMED
-from . import correctness, measure, sweeps
+from . import measure, sweeps
+from .correctness import is_right
 from .patterns import Pattern
 from .peers import Call, Peer, Prepare, Shape, ours, peers
+from .sweeps import SAME_MASK
+
+# products of a direction, relative to the two of a forward
+FACTORS = {"fwd": 1.0, "bwd": 2.5, "step": 3.5}
 
 
 class Run(NamedTuple):
@@ -50,6 +56,9 @@ class Run(NamedTuple):
     @property
     def shape(self) -> Shape:
         return Shape(self.batch, self.hidden // self.head_dim, self.head_dim, self.device)
+
+    def tflops(self, pattern: Pattern, direction: str, ms: float) -> float:
+        return FACTORS[direction] * pattern.flops(self.batch, self.shape.heads, self.head_dim) / ms * 1e-9
 
 
 def inputs(run: Run, length: int, *, tokens_first: bool = False) -> tuple[list[Tensor], Tensor]:
@@ -76,26 +85,20 @@ def facts(bench: str, name: str, pattern: Pattern, peer: Peer, run: Run) -> dict
     }  # fmt: skip
 
 
-def is_right(call: Call, tensors: list[Tensor], pattern: Pattern, said: str) -> bool:
-    """Whether output and gradients are right; prints their errors if not."""
-    q, k, v = tensors
-    errors = correctness.worst_errors(call, (q, k, v), pattern)
-    if all(error <= correctness.TOLERANCE for error in errors.values()):
-        return True
-    found = ", ".join(f"{name} {error:.3g}" for name, error in errors.items())
-    print(f"{said}: WRONG, relative errors {found}; not timed", flush=True)
-    return False
+def for_each(among: Iterable[Peer], name: str, pattern: Pattern, run: Run, work: Callable[[Peer, str], None]) -> None:
+    """Calls work(peer, label) for every peer that supports the pattern, and prints why the others are not timed."""
+    for peer in among:
+        label = f"{peer.provider:22} {peer.backend:6} {name:14} {pattern.length:8} head_dim {run.head_dim:3}"
+        refusal = peer.refuses(pattern, run.shape)
+        if refusal is None:
+            measure.guarded(label, peer.is_ours, functools.partial(work, peer, label))
+        else:
+            print(f"{label}: {refusal}; not timed", flush=True)
 
 
 def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
-    """Measures every peer that supports the pattern, forward and backward, and prints a row each."""
-    for peer in among:
-        said = f"{peer.provider:22} {peer.backend:6} {case.name:14} {case.pattern.length:8} head_dim {run.head_dim:3}"
-        refusal = peer.refuses(case.pattern, run.shape)
-        if refusal is None:
-            measure.guarded(said, peer.is_ours, functools.partial(time_one, case, peer, run, said))
-        else:
-            print(f"{said}: {refusal}; not timed", flush=True)
+    """Measures every peer that supports the pattern, forward and backward."""
+    for_each(among, case.name, case.pattern, run, functools.partial(time_one, case, run))
 
 
 def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
@@ -109,32 +112,22 @@ def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> No
         compare(case, among, run)
 
 
-def time_one(case: sweeps.Case, peer: Peer, run: Run, said: str) -> None:
+def time_one(case: sweeps.Case, run: Run, peer: Peer, label: str) -> None:
     """Times mask, forward and backward of one peer on one pattern: a line each."""
     pattern = case.pattern
     tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
-    q, k, v = tensors
     call = peer.prepare(pattern, run.shape)
-    forward = functools.partial(call, q, k, v)
-    setup_ms = measure.first_call_milliseconds(forward)
-    if not is_right(call, tensors, pattern, said):
+    setup_ms = measure.first_call_milliseconds(functools.partial(call, *tensors))
+    if not is_right(call, tensors, pattern.attends, label):
         return
     line = {**facts(case.bench, case.name, pattern, peer, run), "setup_ms": setup_ms}
     built = measure.wall_milliseconds(lambda: peer.prepare(pattern, run.shape))
     measure.append(run.out, {**line, "direction": "mask", **built, "tflops": None, "peak_bytes": None})
-    row = f"{said}   mask {built['ms']:8.3f} ms"
-    result = forward()
-    directions: list[tuple[str, Callable[[], Any], float]] = [("fwd", forward, 1.0)]
-    if result.requires_grad:
-        backward = functools.partial(torch.autograd.grad, result, tensors, dout, retain_graph=True)
-        directions.append(("bwd", backward, 2.5))
-    for direction, timed, factor in directions:
-        peak = measure.peak_bytes(timed)
-        times = measure.milliseconds(timed)
-        tflops = factor * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
+    calls = measure.directions(call, tensors, dout)
+    for direction in [name for name in calls if name != "step"]:
+        peak, times = measure.peak_bytes(calls[direction]), measure.milliseconds(calls[direction])
+        tflops = run.tflops(pattern, direction, times["ms"])
         measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
-        row += f"   {direction} {times['ms']:9.3f} ms {tflops:6.1f} TFLOP/s"
-    print(row, flush=True)
 
 
 def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:
@@ -142,78 +135,73 @@ def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> 
 
     steps  timed one by one, and as many in a row
     """
-    for peer in among:
-        said = f"{peer.provider:22} {peer.backend:6} {length:8} head_dim {run.head_dim:3}"
-        refusal = peer.refuses(sweeps.changing(length, seed=0), run.shape)
-        if refusal is None:
-            measure.guarded(said, peer.is_ours, functools.partial(_time_steps, peer, run, length, steps, said))
-
-
-def _time_steps(peer: Peer, run: Run, length: int, steps: int, said: str) -> None:
-    tensors, dout = inputs(run, length, tokens_first=peer.tokens_first)
-    # drawn in advance, as in a model: only making masks of them is timed
+    # drawn in advance, as in a model: only building masks from them is timed
     drawn = [sweeps.changing(length, seed=seed) for seed in range(steps)]
-    scores = [torch.rand(drawn[0].blocks.shape, device=run.device) for _ in range(steps)]
-    pattern = drawn[0]
+    for_each(among, "random", drawn[0], run, functools.partial(time_changes, drawn, run))
+
+
+def ways_of(peer: Peer, drawn: list[Pattern], run: Run, kept: Call) -> dict[str, Callable[[], Iterator[Call]]]:
+    """`pattern` of result lines -> the calls of successive steps; each way starts with the first mask.
+
+    kept  the call with the first mask
+    """
+    scores = [torch.rand(pattern.blocks.shape, device=run.device) for pattern in drawn]
+    k_blocks = int(drawn[0].blocks[0].sum())
+
+    def rebuilt(prepare: Prepare) -> Iterator[Call]:
+        return (prepare(pattern, run.shape) for pattern in drawn)
+
+    def selected(select: Callable[[Tensor, int], Call]) -> Iterator[Call]:
+        return (select(each, k_blocks) for each in scores)
+
+    prepares = {"new mask from the host": peer.prepare, **peer.rebuilds}
+    found: dict[str, Callable[[], Iterator[Call]]] = {SAME_MASK: lambda: itertools.repeat(kept)}
+    found |= {name: functools.partial(rebuilt, prepare) for name, prepare in prepares.items()}
+    if peer.select is not None:
+        found["new mask selected on the GPU"] = functools.partial(selected, peer.select)
+    return found
+
+
+def time_changes(drawn: list[Pattern], run: Run, peer: Peer, label: str) -> None:
+    """Times every way in which the masks of one peer change: a line each for synchronized steps and steps in a row."""
+    pattern, n_steps = drawn[0], len(drawn)
+    tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
     kept = peer.prepare(pattern, run.shape)
 
     def step(call: Call) -> None:
         torch.autograd.grad(call(*tensors), tensors, dout)
 
-    def first_step(prepare: Prepare) -> float:
-        return measure.first_call_milliseconds(lambda: step(prepare(pattern, run.shape)))
-
-    def changing(prepare: Prepare) -> Callable[[], None]:
-        new = iter(drawn)
-        return lambda: step(prepare(next(new), run.shape))
-
-    def selecting(select: Callable[[Tensor, int], Call]) -> Callable[[], None]:
-        chosen, k_blocks = iter(scores), int(pattern.blocks[0].sum())
-        return lambda: step(select(next(chosen), k_blocks))
+    def in_a_row(calls: Iterator[Call]) -> None:
+        for call in itertools.islice(calls, n_steps):
+            step(call)
 
     if not kept(*tensors).requires_grad:
-        print(f"{said}: has no gradients; not timed", flush=True)
+        print(f"{label}: has no gradients; not timed", flush=True)
         return
     setup_ms = measure.first_call_milliseconds(lambda: step(kept))
-    if not is_right(kept, tensors, pattern, said):
+    if not is_right(kept, tensors, pattern.attends, label):
         return
-    # each way starts with the first mask
-    ways: dict[str, Callable[[], Callable[[], None]]] = {
-        SAME_MASK: lambda: functools.partial(step, kept),
-        "new mask from the host": functools.partial(changing, peer.prepare),
-        **{name: functools.partial(changing, prepare) for name, prepare in peer.rebuilds.items()},
-    }
-    if peer.select is not None:
-        ways["new mask selected on the GPU"] = functools.partial(selecting, peer.select)
-    took: dict[tuple[str, str], float] = {}
 
-    def in_a_row(way: str) -> None:
-        next_step = ways[way]()
-        for _ in range(steps):
-            next_step()
-
-    def time_way(way: str) -> None:
-        rebuild, first_ms, named = peer.rebuilds.get(way), setup_ms, f"{said}   {way:38}"
-        if rebuild is not None:
-            first_ms = first_step(rebuild)
-            if not is_right(rebuild(pattern, run.shape), tensors, pattern, named):
+    def time_way(way: str, calls: Callable[[], Iterator[Call]], label: str) -> None:
+        first_ms = setup_ms
+        if way in peer.rebuilds:
+            first_ms = measure.first_call_milliseconds(lambda: step(next(calls())))
+            if not is_right(next(calls()), tensors, pattern.attends, label):
                 return
-        row = measure.wall_milliseconds(lambda: in_a_row(way), runs=3)
+        row = measure.wall_milliseconds(lambda: in_a_row(calls()), runs=3)
+        successive = calls()
         timed = {
-            "step": measure.wall_milliseconds(ways[way](), warmup=2, runs=steps - 2),
-            "steps": {key: ms / steps for key, ms in row.items()},
+            "step": measure.wall_milliseconds(lambda: step(next(successive)), warmup=2, runs=n_steps - 2),
+            "steps": {key: ms / n_steps for key, ms in row.items()},
         }
         for direction, times in timed.items():
-            took[direction, way] = times["ms"]
-            tflops = 3.5 * pattern.flops(run.batch, run.shape.heads, run.head_dim) / times["ms"] * 1e-9
             line = {**facts("change", way, pattern, peer, run), "direction": direction, **times}
+            tflops = run.tflops(pattern, "step", times["ms"])
             measure.append(run.out, {**line, "tflops": tflops, "peak_bytes": None, "setup_ms": first_ms})
-            same = took.get((direction, SAME_MASK))
-            costs = "" if way == SAME_MASK or same is None else f", {times['ms'] - same:+9.3f} for the change"
-            print(f"{named} {times['ms']:9.3f} ms {TIMED[direction]}{costs}", flush=True)
 
-    for way in ways:
-        measure.guarded(f"{said}   {way:38}", peer.is_ours, functools.partial(time_way, way))
+    for way, calls in ways_of(peer, drawn, run, kept).items():
+        way_label = f"{label}   {way:38}"
+        measure.guarded(way_label, peer.is_ours, functools.partial(time_way, way, calls, way_label))
 
 
 def matmul(run: Run, *, side: int = 8192) -> None:
@@ -224,31 +212,22 @@ def matmul(run: Run, *, side: int = 8192) -> None:
     tflops = 2 * side**3 / times["ms"] * 1e-9
     line = {
         "bench": "matmul", "provider": "torch", "backend": "cublas", "pattern": "dense", "density": 1.0, "n": side,
-        "batch": 1,
-        "heads": 1, "head_dim": side, "dtype": "bf16", "direction": "fwd", **times, "tflops": tflops,
+        "batch": 1, "heads": 1, "head_dim": side, "dtype": "bf16", "direction": "fwd", **times, "tflops": tflops,
         "peak_bytes": measure.peak_bytes(lambda: a @ b), "setup_ms": setup_ms, **measure.environment(),
     }  # fmt: skip
     measure.append(run.out, line)
-    print(f"matrix product {side} x {side} x {side}: {tflops:.1f} TFLOP/s", flush=True)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.parser(__doc__, "attention.jsonl")
     parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
-    parser.add_argument(
-        "--length", type=int, help="tokens, a multiple of 256; default 16384, of --sweep length 1048576"
-    )
+    tokens = "tokens, a multiple of 256; default 16384, of --sweep length 1048576"
+    parser.add_argument("--length", type=measure.multiple_of(256), help=tokens)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
-    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-    options = parser.parse_args(arguments)
+    options = measure.parsed_with_sizes(parser, arguments)
     if options.length is None:
         options.length = 1 << 20 if options.sweep == "length" else 1 << 14
-    if options.length < 256 or options.length % 256:
-        parser.error(f"--length must be a positive multiple of 256, got {options.length}")
-    measure.check_head_dims(parser, options)
     if options.sweep == "change" and options.patterns is not None:
         parser.error("--patterns does not go with --sweep change, which has one pattern, random")
     if options.sweep == "deterministic" and options.providers is not None:
@@ -260,21 +239,17 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def chosen(asked: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
+def chosen(names: list[str] | None, capability: tuple[int, int]) -> list[Peer]:
     """The peers to compare; prints those that are not installed, and refuses unknown names."""
     there, absent = peers(capability)
     for peer in absent:
         print(f"not installed, so not compared: {peer.provider} ({peer.package})")
-    if asked is None:
-        return there
-    for name in asked:
-        if name not in {peer.provider for peer in there}:
-            missing = any(name == peer.provider for peer in absent)
-            why = "is not installed" if missing else "is not known"
-            raise SystemExit(
-                f"--providers: {name} {why}; there are {', '.join(dict.fromkeys(p.provider for p in there))}"
-            )
-    return [peer for peer in there if peer.provider in asked]
+    known = dict.fromkeys(peer.provider for peer in there)
+    for name in names or ():
+        if name not in known:
+            why = "is not installed" if name in {peer.provider for peer in absent} else "is not known"
+            raise SystemExit(f"--providers: {name} {why}; there are {', '.join(known)}")
+    return [peer for peer in there if names is None or peer.provider in names]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -295,8 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
             change(among, run, options.length)
             continue
         cases = sweeps.cases(options.sweep, options.length)
-        asked = options.patterns
-        compare_all((case for case in cases if asked is None or case.pattern.name in asked), among, run)
+        names = options.patterns
+        compare_all((case for case in cases if names is None or case.pattern.name in names), among, run)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`
+"""Fits the coefficients of explain's time predictions: `python -m benchmarks.run.calibrate`.
+
 Reads the result lines of benchmarks.run.attention and writes blocksparse_flash/explanation/calibration.json: for each
 GPU, backend, head_dim and direction the rates of the model in blocksparse_flash/explanation/prediction.py, by least
 squares on log(predicted / measured), so that short times count as much as long ones. A weak prior holds coefficients
@@ -11,11 +12,12 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy import optimize
@@ -30,7 +32,8 @@ from blocksparse_flash.kernels.schedule import padded_dim
 
 from ..report import lines as measurements
 from ..report.lines import Line
-from . import sweeps
+from . import measure, sweeps
+from .patterns import Pattern
 
 Array = NDArray[np.float64]
 
@@ -84,22 +87,12 @@ class Measured(NamedTuple):
     moved: Moved
 
 
-class Asked(NamedTuple):
-    """The arguments of attention in a case of benchmarks.run.attention."""
-
-    layout: BlockLayout | None
-    causal: bool
-    density: float
-
-
 @functools.cache
-def asked(bench: str, name: str, length: int) -> Asked:
-    """The arguments of the case that a line names."""
-    sweep = None if bench == "attention" else bench
-    for case in sweeps.cases(sweep, length):
-        pattern = case.pattern
-        if (case.bench, case.name, pattern.length) == (bench, name, length):
-            return Asked(pattern.layout(), pattern.causal, pattern.density)
+def asked(bench: str, name: str, length: int) -> tuple[Pattern, BlockLayout | None]:
+    """The pattern that a line names, and its layout."""
+    for case in sweeps.cases(None if bench == "attention" else bench, length):
+        if (case.bench, case.name, case.pattern.length) == (bench, name, length):
+            return case.pattern, case.pattern.layout()
     raise ValueError(f"benchmarks.run.attention has no pattern {name} of {length} tokens in {bench}")
 
 
@@ -110,16 +103,16 @@ def device_of(line: Line) -> Device:
 
 def call_of(line: Line) -> Call:
     """The call that a line timed, with tensors on the meta device."""
-    layout, causal, density = asked(line["bench"], line["pattern"], line["n"])
-    if abs(density - line["density"]) > 1e-6:
+    pattern, layout = asked(line["bench"], line["pattern"], line["n"])
+    if abs(pattern.density - line["density"]) > 1e-6:
         raise ValueError(
-            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {density:.6g}, but a line says "
-            f"{line['density']:.6g}: the pattern was another one when it was measured; measure it again"
+            f"{line['bench']} {line['pattern']} of {line['n']} tokens has density {pattern.density:.6g}, but a line "
+            f"says {line['density']:.6g}: the pattern was another one when it was measured; measure it again"
         )
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
     # shape and strides that TMA can load
     x = torch.empty(shape, dtype=DTYPES[line["dtype"]], device="meta")
-    return Call(x, x, x, layout, causal, False, 0.0, False, x.dtype, line["backend"])
+    return Call(x, x, x, layout, pattern.causal, False, 0.0, False, x.dtype, line["backend"])
 
 
 def measured(line: Line) -> Measured:
@@ -133,28 +126,23 @@ def measured(line: Line) -> Measured:
 
 
 def usable(
-    lines: Sequence[Line], devices: Container[str] = DEVICES.keys()
+    lines: pd.DataFrame, devices: Collection[str] = DEVICES.keys()
 ) -> dict[tuple[str, str, int, str], list[Line]]:
     """Our lines of these devices by (device, backend, head_dim, direction); prints devices that are unknown."""
-    found: dict[tuple[str, str, int, str], list[Line]] = {}
-    unused: set[str] = set()
-    for line in lines:
-        if not measurements.is_ours(measurements.provider_of(line)) or line["direction"] not in ("fwd", "bwd"):
-            continue
-        is_short = line["n"] * line["batch"] < prediction.FEWEST_TOKENS
-        if line["bench"] not in BENCHES or line["dtype"] not in DTYPES or is_short:
-            continue
-        if line["device"] not in devices:
-            unused.add(line["device"])
-            continue
-        kernels = cost.kernels_of(call_of(line))[line["direction"]]
-        key = line["device"], kernels, padded_dim(kernels, line["head_dim"]), line["direction"]
-        if key[1:] not in KERNELS:
-            print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
-            continue
-        found.setdefault(key, []).append(line)
-    for device in sorted(unused - DEVICES.keys() - SCALED.keys()):
+    lines = lines[lines["is_ours"] & lines["bench"].isin(BENCHES) & lines["dtype"].isin(DTYPES)]
+    lines = lines[lines["direction"].isin(["fwd", "bwd"]) & (lines["n"] * lines["batch"] >= prediction.FEWEST_TOKENS)]
+    for device in sorted({*lines["device"]} - DEVICES.keys() - SCALED.keys()):
         print(f"{device} is not in DEVICES of benchmarks/run/calibrate.py: its lines are not used")
+    lines = lines[lines["device"].isin(devices)]
+    records = lines[measure.KEYS].to_dict("records")
+    kernels = [cost.kernels_of(call_of(line))[line["direction"]] for line in records]
+    head_dims = [padded_dim(*call) for call in zip(kernels, lines["head_dim"], strict=True)]
+    found = {}
+    for key, group in lines.groupby([lines["device"], kernels, head_dims, lines["direction"]], sort=False):
+        if key[1:] in KERNELS:
+            found[key] = group[measure.KEYS].to_dict("records")
+        else:
+            print(f"{key[1:]} is not in KERNELS of benchmarks/run/calibrate.py: its lines are not used")
     return found
 
 
@@ -168,9 +156,8 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
-    device = device_of(one.line)
-    beside = one.moved.walk
-    return prediction.direction_ms(rates, one.sides, device, beside=beside, passes=one.moved.passes)
+    moved, device = one.moved, device_of(one.line)
+    return prediction.direction_ms(rates, one.sides, device, beside=moved.walk, passes=moved.passes)
 
 
 def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:
@@ -208,7 +195,7 @@ def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend
     return worst
 
 
-def calibrate(lines: Sequence[Line]) -> list[Calibration]:
+def calibrate(lines: pd.DataFrame) -> list[Calibration]:
     """A calibration for each device, backend, head_dim and direction of the lines; prints how well it fits."""
     made = []
     for (device, backend, head_dim, direction), group in usable(lines).items():

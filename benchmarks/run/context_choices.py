@@ -7,21 +7,18 @@ line.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from blocksparse_flash.distributed import cost_model
-from blocksparse_flash.distributed.cost_model import Costs
 from blocksparse_flash.distributed.ownership import Pairs
 
 from ..report import context_parallel
 from ..report import lines as measurements
-from ..report.lines import Line
-from ..report.markdown import table
+from ..report.markdown import listing
 from .patterns import Pattern, patterns
 
 RESULTS = Path(__file__).parents[1] / "results" / "context_parallel.jsonl"
@@ -29,100 +26,57 @@ ELEMENT_BYTES = 2
 SCHEMES = ("exchange", "ulysses", "all_gather")
 
 
-class Cell(NamedTuple):
-    """One measured cell.
+def cell_of(pattern: Pattern, lines: pd.DataFrame) -> dict[str, Any]:
+    """The cell of a pattern's measurements, compared with the choice for a contiguous order, see cells."""
+    names = ("ranks", "n", "kv_heads", "heads", "head_dim")
+    ranks, length, kv_heads, heads, head_dim = (int(lines[name].iloc[0]) for name in names)
+    pairs, n_tiles = Pairs(*np.nonzero(pattern.blocks)), len(pattern.blocks)
+    owner = np.arange(n_tiles) * ranks // n_tiles
+    costs = cost_model.costs_of(pairs, owner, length, (heads, kv_heads), ranks, requested="auto", without_pass_q=False)
+    by_scheme = lines.set_index("provider")
+    chosen, best, ms = costs.scheme, str(by_scheme["ms"].idxmin()), by_scheme["ms"].to_dict()
+    received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "all_gather": costs.all_gather}[chosen]
+    n_bytes = None if received is None else int(received.max()) * head_dim * ELEMENT_BYTES
+    return {
+        "ranks": ranks, "length": length, "kv_heads": kv_heads, "pattern": pattern.name, **ms, "costs": costs,
+        "chosen": chosen, "best": best, "loss": ms[chosen] / ms[best], "speedup": by_scheme.loc[chosen, "speedup"],
+        "is_as_measured": n_bytes == by_scheme.loc[chosen, "received_bytes"],
+    }  # fmt: skip
 
-    costs  predictions of the cost model, and its chosen scheme
-    lines  measured steps by scheme
+
+def cells(path: Path = RESULTS) -> pd.DataFrame:
+    """A row for each cell with measurements of all schemes: ranks, length, kv_heads, pattern, and
+
+    SCHEMES       measured milliseconds of a step
+    costs         predictions of the cost model
+    chosen, best  the scheme that the cost model chooses, and the fastest one
+    loss          measured time of the chosen scheme over that of the best one
+    speedup       measured, of the chosen scheme
+    is_as_measured  whether the chosen scheme would receive as many bytes as in its measurement
     """
-
-    ranks: int
-    length: int
-    kv_heads: int
-    pattern: str
-    costs: Costs
-    lines: dict[str, Line]
-
-    @property
-    def chosen(self) -> str:
-        return self.costs.scheme
-
-    @property
-    def best(self) -> str:
-        """The scheme that was fastest when it was measured."""
-        return min(self.lines, key=lambda scheme: self.lines[scheme]["ms"])
-
-    @property
-    def loss(self) -> float:
-        """Measured time of the chosen scheme over that of the best one."""
-        return self.lines[self.chosen]["ms"] / self.lines[self.best]["ms"]
-
-    @property
-    def speedup(self) -> float:
-        """Measured, of the chosen scheme."""
-        return self.lines[self.chosen]["speedup"]
-
-    @property
-    def is_as_measured(self) -> bool:
-        """Whether the chosen scheme would receive as many bytes as in its measurement, with or without pass-Q."""
-        received = {
-            "exchange": self.costs.exchange, "ulysses": self.costs.ulysses, "all_gather": self.costs.all_gather,
-        }[self.chosen]  # fmt: skip
-        line = self.lines[self.chosen]
-        return received is not None and int(received.max()) * line["head_dim"] * ELEMENT_BYTES == line["received_bytes"]
+    found = []
+    for setting in context_parallel.settings(measurements.read(path), direction="step"):
+        known = {pattern.name: pattern for pattern in patterns(int(setting["n"].iloc[0]))}
+        for name, lines in setting[setting["provider"].isin(SCHEMES)].groupby("pattern"):
+            if len(lines) == len(SCHEMES):
+                found.append(cell_of(known[name], lines))
+    return pd.DataFrame(found).sort_values(["ranks", "length", "kv_heads", "pattern"])
 
 
-def costs_of(pattern: Pattern, heads: tuple[int, int], n_ranks: int) -> Costs:
-    """The costs that scheme="auto" compares, for a contiguous order."""
-    n_tiles = len(pattern.blocks)
-    owner = np.arange(n_tiles) * n_ranks // n_tiles
-    pairs = Pairs(*np.nonzero(pattern.blocks))
-    return cost_model.costs_of(pairs, owner, pattern.length, heads, n_ranks, requested="auto", without_pass_q=False)
-
-
-def cells(path: Path = RESULTS) -> list[Cell]:
-    """Every cell with measurements of all schemes."""
-    found: dict[tuple[int, str, int, int, int], dict[str, Line]] = {}
-    for line in measurements.of_bench(measurements.read(path, context_parallel.IDENTITY), "context_parallel"):
-        if line["direction"] == "step" and line["provider"] in SCHEMES:
-            key = line["n"], line["pattern"], line["ranks"], line["heads"], line["kv_heads"]
-            found.setdefault(key, {})[line["provider"]] = line
-    known = {length: {one.name: one for one in patterns(length)} for length in {key[0] for key in found}}
-    made = [
-        Cell(n_ranks, length, kv_heads, name, costs_of(known[length][name], (q_heads, kv_heads), n_ranks), lines)
-        for (length, name, n_ranks, q_heads, kv_heads), lines in found.items()
-        if lines.keys() == set(SCHEMES)
-    ]
-    return sorted(made, key=lambda cell: cell[:4])
-
-
-def report(found: Sequence[Cell]) -> str:
+def report(found: pd.DataFrame) -> str:
     """A table with a row per cell, and the share of fastest choices."""
-    rows = [
-        ["GPUs", "tokens", "key heads", "pattern", *SCHEMES, "chosen", "predicted, ms", "best", "loss", "speed-up",
-         "predicted"]
-    ]  # fmt: skip
-    for cell in found:
-        seconds, speedup = cell.costs.seconds[cell.chosen], cell.costs.speedup
-        assert seconds is not None and speedup is not None
-        rows.append(
-            [
-                str(cell.ranks), f"{cell.length:,}", str(cell.kv_heads), cell.pattern,
-                *(f"{cell.lines[scheme]['ms']:.2f}" for scheme in SCHEMES), cell.chosen,
-                f"{1e3 * seconds:.2f}", cell.best,
-                f"{cell.loss - 1:.1%}", f"{cell.speedup:.2f}", f"{speedup:.2f}",
-            ]
-        )  # fmt: skip
-    losses = [cell.loss for cell in found]
-    right = sum(cell.chosen == cell.best for cell in found)
-    return "\n\n".join(
-        [
-            table(rows),
-            (
-                f"The fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
-                f"{statistics.mean(losses) - 1:.1%} in the mean and {max(losses) - 1:.1%} at most."
-            ),
-        ]
+    columns = {
+        "GPUs": "{ranks}", "tokens": "{length:,}", "key heads": "{kv_heads}", "pattern": "{pattern}",
+        **{scheme: f"{{{scheme}:.2f}}" for scheme in SCHEMES}, "chosen": "{chosen}",
+        "predicted, ms": "{predicted_ms:.2f}", "best": "{best}", "loss": "{extra:.1%}", "speed-up": "{speedup:.2f}",
+        "predicted": "{costs.speedup:.2f}",
+    }  # fmt: skip
+    seconds = [costs.seconds[costs.scheme] for costs in found["costs"]]
+    shown = found.assign(predicted_ms=1e3 * np.array(seconds), extra=found["loss"] - 1)
+    right, losses = (found["chosen"] == found["best"]).sum(), shown["extra"]
+    return (
+        f"{listing(shown, columns)}\n\nThe fastest scheme is chosen in {right} of {len(found)} cells; the loss is "
+        f"{losses.mean():.1%} in the mean and {losses.max():.1%} at most."
     )
 
 

@@ -10,19 +10,18 @@ the slowest rank, medians over samples.
 The bound of a figure is max(attention of the busiest rank, its received bytes / link). For "exchange" without pass-Q
 rows the forward is also timed in parts: overlap = (messages + attention - both) / the shorter one.
 
-Strong scaling shares --lengths tokens among all ranks; weak scaling gives that number to each. Without a GPU it runs
-on gloo.
+--lengths tokens are shared among all ranks (strong scaling). Without a GPU it runs on gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,8 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout, attention
 
 from . import measure
-from .context_providers import PROVIDERS, CannotRun, Provider, parts, provider, whole_layout
+from .context_providers import PROVIDERS, NotTimed, Provider, parts, provider, whole_layout
+from .correctness import relative_error
 from .patterns import BLOCK, Pattern, patterns
 
 # keys of a result line
@@ -41,11 +41,12 @@ KEYS = [
     "bench", "scaling", "provider", "pattern", "density", "n", "ranks", "heads", "kv_heads", "head_dim", "dtype",
     "order", "chunks", "priority", "direction", "ms", "one_ms", "speedup", "efficiency", "bound_ms", "bound_by",
     "messages_ms", "attention_ms", "overlap", "received_bytes", "bound_bytes", "all_gather_bytes", "link_gb_s",
-    "device", "torch",
-    "triton", "commit",
+    "device", "torch", "triton", "commit",
 ]  # fmt: skip
 # keys of a line about the link
 LINK_KEYS = ["bench", "what", "ranks", "bytes", "ms", "gb_s", "device", "torch", "triton", "commit"]
+# bytes of the messages that measure the link
+LINK_BYTES = 512 * 2**20
 DIRECTIONS = ("fwd", "bwd", "step")
 # largest error relative to the largest value; bf16 has 0.01
 TOLERANCE = 0.03
@@ -124,35 +125,13 @@ def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
         rates.append(moved / ms / 1e6)
         line = {"bench": "link", "what": what, "ranks": n_ranks, "bytes": moved, "ms": ms, "gb_s": rates[-1]}
         if ranks.is_first:
-            print(f"link: {what} of {moved / 2**20:.0f} MiB a rank: {ms:.3f} ms, {rates[-1]:.0f} GB/s", flush=True)
             measure.append(out, line | measure.environment(torch.device(ranks.device)), LINK_KEYS)
     return rates[0]
-
-
-def calls(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
-    """The calls to time, by direction."""
-    out = call(*inputs)
-    return {
-        "fwd": partial(call, *inputs),
-        "bwd": partial(torch.autograd.grad, out, inputs, dout, retain_graph=True),
-        "step": lambda: torch.autograd.grad(call(*inputs), inputs, dout),
-    }
 
 
 def results(call: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
     out = call(*inputs)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))
-
-
-def wrong(found: dict[str, Tensor], expected: dict[str, Tensor], one: Provider) -> str:
-    """Results of this rank that differ from one process, with relative errors; "" for none."""
-    said = []
-    for name, tensor in found.items():
-        wanted = one.plan.shard(expected[name], dim=2)
-        if tensor.numel():
-            error = ((tensor.float() - wanted.float()).abs().max() / wanted.float().abs().max()).item()
-            said += [f"{name} {error:.3g}"] if not error < TOLERANCE else []
-    return ", ".join(said)
 
 
 class Case(NamedTuple):
@@ -164,7 +143,6 @@ class Case(NamedTuple):
     whole: list[Tensor]
     expected: dict[str, Tensor]
     one_ms: dict[str, float]
-    one_tiles: int
 
 
 def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> list[Tensor]:
@@ -177,56 +155,69 @@ def drawn(length: int, heads: tuple[int, int], head_dim: int, device: str) -> li
     ]
 
 
-def case_of(pattern: Pattern, alone: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
-    """Runs `pattern` in one process for comparison, and times `alone`, the same pattern in strong scaling."""
+def case_of(pattern: Pattern, kv_heads: int, ranks: Ranks, options: argparse.Namespace) -> Case:
+    """Runs and times `pattern` in one process."""
     heads = options.heads, kv_heads
     layout, *whole = whole_layout(pattern), *drawn(pattern.length, heads, options.head_dim, ranks.device)
     *inputs, dout = whole
-    expected = results(lambda q, k, v: attention(q, k, v, layout), [x.clone().requires_grad_() for x in inputs], dout)
-    if alone is not pattern:
-        layout_alone = whole_layout(alone)
-        *inputs, dout = drawn(alone.length, heads, options.head_dim, ranks.device)
-    else:
-        layout_alone = layout
     inputs = [x.clone().requires_grad_() for x in inputs]
-    timed = calls(lambda q, k, v: attention(q, k, v, layout_alone), inputs, dout)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, layout)
+
+    expected = results(call, inputs, dout)
+    timed = measure.directions(call, inputs, dout)
     one_ms = {direction: milliseconds(timed[direction], ranks, options.runs) for direction in DIRECTIONS}
-    return Case(pattern, layout, heads, whole, expected, one_ms, alone.nnz)
+    return Case(pattern, layout, heads, whole, expected, one_ms)
 
 
-def bound(direction: str, one: Provider, case: Case, n_bytes: int, link_gb_s: float) -> tuple[float, str]:
-    """The lower bound in ms, and what limits it: "compute" or "link"."""
-    # received keys are returned as gradients
-    messages = n_bytes / link_gb_s / 1e6 * (2 if direction == "step" else 1)
-    compute = case.one_ms[direction] * one.tiles / case.one_tiles
-    return (messages, "link") if messages > compute else (compute, "compute")
+def shards(one: Provider, case: Case) -> tuple[list[Tensor], Tensor]:
+    """([q, k, v], dout) of this rank."""
+    *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
+    return [tensor.requires_grad_() for tensor in inputs], dout
+
+
+def checked(case: Case, name: str, ranks: Ranks, options: argparse.Namespace) -> Provider:
+    """A provider whose results on this rank are those of one process. Raises NotTimed."""
+    one = provider(
+        name, case.pattern, case.layout, ranks.group, case.heads, options.order, options.chunks, ranks.device
+    )
+    errors = []
+    for result, tensor in results(one.call, *shards(one, case)).items():
+        expected = one.plan.shard(case.expected[result], dim=2)
+        error = relative_error(tensor, expected.float()).item() if tensor.numel() else 0.0
+        errors += [f"{result} {error:.3g}"] if not error < TOLERANCE else []
+    if errors:
+        raise NotTimed(f"WRONG, relative errors: {', '.join(errors)}")
+    return one
 
 
 def lines(
     case: Case, one: Provider, ranks: Ranks, options: argparse.Namespace, link_gb_s: float
 ) -> Iterator[dict[str, Any]]:
     """Measures a provider whose results are correct."""
-    *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+    inputs, dout = shards(one, case)
     costs, size = one.plan.layers[0].costs, options.head_dim * dout.element_size()
     n_ranks = dist.get_world_size(ranks.group)
     line = {
-        "bench": "context_parallel", "scaling": options.scaling, "provider": one.name, "pattern": case.pattern.name,
+        "bench": "context_parallel", "scaling": "strong", "provider": one.name, "pattern": case.pattern.name,
         "density": case.pattern.density, "n": case.pattern.length, "ranks": n_ranks, "heads": case.heads[0],
         "kv_heads": case.heads[1], "head_dim": options.head_dim, "dtype": "bf16" if ranks.device == "cuda" else "fp32",
-        "order": one.plan.order, "chunks": options.chunks, "priority": options.priority,
+        "order": one.plan.order, "chunks": options.chunks, "priority": "high",
         "received_bytes": one.received * size, "bound_bytes": int(costs.bound.max()) * size,
         "all_gather_bytes": int(costs.all_gather.max()) * size, "link_gb_s": link_gb_s,
         "messages_ms": None, "attention_ms": None, "overlap": None,
     }  # fmt: skip
-    timed = calls(one.call, inputs, dout)
+    timed = measure.directions(one.call, inputs, dout)
     for direction in DIRECTIONS:
-        ms = milliseconds(timed[direction], ranks, options.runs)
-        speedup = case.one_ms[direction] / ms * (n_ranks if options.scaling == "weak" else 1)
-        least, binds = bound(direction, one, case, line["received_bytes"], link_gb_s)
+        ms, one_ms = milliseconds(timed[direction], ranks, options.runs), case.one_ms[direction]
+        speedup = one_ms / ms
+        # received keys are returned as gradients
+        messages = line["received_bytes"] / link_gb_s / 1e6 * (2 if direction == "step" else 1)
+        compute = one_ms * one.tiles / case.pattern.nnz
         found = line | {
-            "direction": direction, "ms": ms, "one_ms": case.one_ms[direction], "speedup": speedup,
-            "efficiency": speedup / n_ranks, "bound_ms": least, "bound_by": binds,
+            "direction": direction, "ms": ms, "one_ms": one_ms, "speedup": speedup, "efficiency": speedup / n_ranks,
+            "bound_ms": max(messages, compute), "bound_by": "link" if messages > compute else "compute",
         }  # fmt: skip
         if one.name == "exchange" and direction == "fwd" and not len(costs.pass_q_rows):
             with torch.no_grad():
@@ -238,136 +229,83 @@ def lines(
         yield found
 
 
-def described(line: dict[str, Any]) -> str:
-    parts_of = ""
-    if line["overlap"] is not None:
-        parts_of = (
-            f"; messages {line['messages_ms']:.3f}, attention {line['attention_ms']:.3f}, overlap {line['overlap']:.2f}"
-        )
-    return (
-        f"  {line['provider']:10} {line['direction']:4} {line['ms']:9.3f} ms, {line['speedup']:.2f} times one process "
-        f"({line['one_ms']:.3f}), bound {line['speedup'] * line['ms'] / line['bound_ms']:.2f} "
-        f"by {line['bound_by']}; receives {line['received_bytes'] / 2**20:.4g} MiB{parts_of}"
-    )
-
-
-def agreed(status: str, ranks: Ranks) -> str:
-    """The errors of all ranks; "" for none."""
-    said: list[Any] = [None] * dist.get_world_size(ranks.host)
-    dist.all_gather_object(said, status, group=ranks.host)
-    return "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said) if what)
-
-
-def guarded(make: Callable[[], Any]) -> tuple[Any, str]:
-    """(result, "") or (None, error), so that the other providers are still measured."""
+def on_every_rank(name: str, ranks: Ranks, make: Callable[[], Any]) -> Any:
+    """make() if it succeeded on every rank; otherwise None, and the first rank prints why, so that all continue."""
+    found, status = None, ""
     try:
-        return make(), ""
-    except CannotRun as error:
-        return None, f"cannot run: {error}"
+        found = make()
+    except NotTimed as error:
+        status = str(error)
     except Exception as error:  # noqa: BLE001  reported, and the ranks continue together
-        return None, f"{''.join(traceback.format_exception_only(error)).strip()[:600]}"
+        status = "".join(traceback.format_exception_only(error)).strip()[:600]
+    reasons: list[Any] = [None] * dist.get_world_size(ranks.host)
+    dist.all_gather_object(reasons, status, group=ranks.host)
+    if not any(reasons):
+        return found
+    if ranks.is_first:
+        text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        print(f"  {name:10} not timed: {text}", flush=True)
+    return None
 
 
 def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_gb_s: float) -> None:
-    """Build, check and measure one provider; rank 0 prints and writes."""
-
-    def checked() -> tuple[Provider, str]:
-        one = provider(
-            name, case.pattern, case.layout, ranks.group, case.heads, options.order, options.chunks, ranks.device
-        )
-        *inputs, dout = (one.plan.shard(tensor, dim=2) for tensor in case.whole)
-        return one, wrong(results(one.call, [x.requires_grad_() for x in inputs], dout), case.expected, one)
-
-    made, status = guarded(checked)
-    if made is not None and made[1]:
-        status = f"WRONG, relative errors: {made[1]}"
-    status = agreed(status, ranks)
-    if not status:
-        found, status = guarded(lambda: [*lines(case, made[0], ranks, options, link_gb_s)])
-        status = agreed(status, ranks)
-    if ranks.is_first and status:
-        print(f"  {name:10} not timed: {status}", flush=True)
-    elif ranks.is_first:
-        for line in found:
-            measure.append(options.out, line | measure.environment(torch.device(ranks.device)), KEYS)
-            print(described(line), flush=True)
+    """Builds, checks and measures one provider; rank 0 writes."""
+    one = on_every_rank(name, ranks, lambda: checked(case, name, ranks, options))
+    if one is None:
+        return
+    found = on_every_rank(name, ranks, lambda: [*lines(case, one, ranks, options, link_gb_s)])
+    for line in found if found is not None and ranks.is_first else ():
+        measure.append(options.out, line | measure.environment(torch.device(ranks.device)), KEYS)
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scaling", choices=("strong", "weak"), default="strong")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[65536], help="tokens; of all ranks (strong) or of each (weak)"
-    )
+    parser = measure.parser(__doc__, "context_parallel.jsonl")
+    parser.add_argument("--lengths", type=measure.multiple_of(BLOCK), nargs="+", default=[65536], help="tokens")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[16])
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--patterns", nargs="+", default=["local", "butterfly", "random", "bigbird"])
+    names = [pattern.name for pattern in patterns(8 * BLOCK)]
+    default = ["local", "butterfly", "random", "bigbird"]
+    parser.add_argument("--patterns", nargs="+", choices=names, default=default)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--order", default="contiguous", help="of exchange, ulysses and gathered, see distributed.plan")
     parser.add_argument("--chunks", type=int, help="messages of exchange; default: up to 4")
-    parser.add_argument("--priority", choices=("high", "normal"), default="high", help="of the streams of messages")
     parser.add_argument("--runs", type=int, default=5, help="samples of a measurement")
-    parser.add_argument("--link-mib", type=int, default=512, help="size of the messages that measure the link")
-    parser.add_argument("--seconds", type=float, default=600, help="no further measurement is begun after so long")
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/context_parallel.jsonl"), help="appended to"
-    )
     options = parser.parse_args(arguments)
-    for length in options.lengths:
-        if length < BLOCK or length % BLOCK:
-            parser.error(f"--lengths must be multiples of {BLOCK}, got {length}")
     for kv_heads in options.kv_heads:
         if kv_heads < 1 or options.heads % kv_heads:
             parser.error(f"--heads must be a multiple of --kv-heads, got {options.heads} and {kv_heads}")
-    known = [pattern.name for pattern in patterns(8 * BLOCK)]
-    if not set(options.patterns) <= set(known):
-        parser.error(f"--patterns must be among {known}, got {options.patterns}")
     return options
 
 
-def begun(options: argparse.Namespace) -> Ranks:
+def initialised() -> Ranks:
     """All processes as one group. A hang ends after two minutes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    patience = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=120)
     if device != "cuda":
-        dist.init_process_group("gloo", timeout=patience)
+        dist.init_process_group("gloo", timeout=timeout)
         return Ranks(dist.group.WORLD, dist.group.WORLD, device)
     torch.cuda.set_device(dist.get_node_local_rank())
-    how = dist.ProcessGroupNCCL.Options()
-    how.is_high_priority_stream = options.priority == "high"
-    dist.init_process_group("nccl", timeout=patience, pg_options=how)
-    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo", timeout=patience), device)
+    # messages have priority over attention
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl.is_high_priority_stream = True
+    dist.init_process_group("nccl", timeout=timeout, pg_options=nccl)
+    return Ranks(dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout), device)
 
 
 def main() -> None:
-    options, begin = parsed(), time.monotonic()
-    ranks = begun(options)
-    link_gb_s = link(ranks, options.link_mib * 2**20, options.runs, options.out)
-    n_ranks = dist.get_world_size(ranks.group)
+    options = parsed()
+    ranks = initialised()
+    link_gb_s = link(ranks, LINK_BYTES, options.runs, options.out)
     for length in options.lengths:
-        # patterns of random blocks take seconds to draw: once for all kinds of heads
-        alone = [pattern for pattern in patterns(length) if pattern.name in options.patterns]
-        shared = alone
-        if options.scaling == "weak":
-            shared = [pattern for pattern in patterns(length * n_ranks) if pattern.name in options.patterns]
-        for kv_heads in options.kv_heads:
-            for one, pattern in zip(alone, shared, strict=True):
-                if ranks.worst(time.monotonic() - begin) > options.seconds:
-                    break
-                case = case_of(pattern, one, kv_heads, ranks, options)
-                if ranks.is_first:
-                    took = time.monotonic() - begin
-                    print(
-                        f"{pattern.name}, {pattern.length} tokens, {options.heads} on {kv_heads} heads ({took:.0f} s)",
-                        flush=True,
-                    )
-                for name in options.providers:
-                    if ranks.worst(time.monotonic() - begin) > options.seconds:
-                        break
-                    run(case, name, ranks, options, link_gb_s)
-    if ranks.is_first:
-        print(f"{time.monotonic() - begin:.0f} s", flush=True)
+        # patterns of random blocks take seconds to draw: once for all numbers of heads
+        shown = [pattern for pattern in patterns(length) if pattern.name in options.patterns]
+        for kv_heads, pattern in itertools.product(options.kv_heads, shown):
+            case = case_of(pattern, kv_heads, ranks, options)
+            if ranks.is_first:
+                print(f"{pattern.name}, {pattern.length} tokens, {options.heads} on {kv_heads} heads", flush=True)
+            for name in options.providers:
+                run(case, name, ranks, options, link_gb_s)
     dist.destroy_process_group()
 
 

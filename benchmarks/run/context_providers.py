@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 
 from blocksparse_flash import BlockLayout, attention, dispatch, distributed
 from blocksparse_flash.distributed import functional as shared
@@ -43,8 +44,8 @@ class Provider(NamedTuple):
     tiles: int
 
 
-class CannotRun(Exception):
-    """A provider does not support a case; the message says why."""
+class NotTimed(Exception):
+    """A provider does not support a case, or is wrong; the message says why."""
 
 
 def table_mask(pattern: Pattern, first_query: int, device: str) -> Callable[..., Tensor]:
@@ -71,71 +72,44 @@ def whole_layout(pattern: Pattern) -> BlockLayout:
     )  # fmt: skip
 
 
-# renamed in PyTorch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather of (batch, heads, n, dim) along n; the gradient is a reduce-scatter in its own dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        n_ranks = dist.get_world_size(group)
-        found = x.new_empty(n_ranks * x.shape[0], *x.shape[1:])
-        _all_gather(found, x.contiguous(), group=group)
-        return torch.cat(found.chunk(n_ranks), dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = grads[0].chunk(dist.get_world_size(ctx.group), dim=2)
-        total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        _reduce_scatter(total, torch.cat(parts), group=ctx.group)
-        return total, None
+# renamed in PyTorch 2.13; its gradient is a reduce-scatter in the dtype of the keys
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 def gathered(k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """All keys and values, one differentiable collective each, as in PyTorch's context parallelism."""
-    return _Gather.apply(k, group), _Gather.apply(v, group)
+    return _all_gather(k, gather_dim=2, group=group), _all_gather(v, gather_dim=2, group=group)
 
 
 def provider(
     name: str, pattern: Pattern, layout: BlockLayout, group: Any, heads: tuple[int, int], order: str,
     chunks: int | None, device: str,
 ) -> Provider:  # fmt: skip
-    """The provider of a case on this rank. Raises CannotRun."""
+    """The provider of a case on this rank. Raises NotTimed."""
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     if name in SCHEMES:
         if name == "ulysses" and heads[1] % n_ranks:
-            raise CannotRun(f"{n_ranks} ranks do not divide {heads[1]} key heads")
+            raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {heads[1]} key heads")
         plan = distributed.plan(layout, group, heads=heads, scheme=SCHEMES[name], order=order)
         costs = plan.layers[0].costs
         received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "gathered": costs.all_gather}[name]
         assert received is not None
         # equal work on every rank
         tiles = costs.tiles.sum() // n_ranks if name == "ulysses" else costs.tiles.max()
-        return Provider(name, partial(_shared, plan, chunks), plan, int(received.max()), int(tiles))
+        call: Call = partial(distributed.attention, plan=plan, chunks=chunks)
+        return Provider(name, call, plan, int(received.max()), int(tiles))
     if layout.q_len % (n_ranks * BLOCK):
-        raise CannotRun(f"{n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
+        raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
     plan = distributed.plan(layout, group, heads=heads, scheme="exchange", deterministic=True)
     costs, local = plan.layers[0].costs, layout.q_len // n_ranks
     if name == "all_gather":
         rows = layout.select(rows=slice(rank * local // BLOCK, (rank + 1) * local // BLOCK)).to(device)
-        call: Call = partial(_from_all, rows, group)
+        call = lambda q, k, v: attention(q, *gathered(k, v, group), rows)  # noqa: E731
     elif device == "cuda":
         call = _flex(pattern, rank * local, local, layout.kv_len, group)
     else:
-        raise CannotRun("it needs a GPU")
+        raise NotTimed("cannot run: it needs a GPU")
     return Provider(name, call, plan, int(costs.all_gather.max()), int(costs.tiles.max()))
-
-
-def _shared(plan: distributed.ContextPlan, chunks: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return distributed.attention(q, k, v, plan, chunks=chunks)
-
-
-def _from_all(rows: BlockLayout, group: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, *gathered(k, v, group), rows)
 
 
 def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group: Any) -> Call:

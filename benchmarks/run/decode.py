@@ -1,9 +1,9 @@
-"""Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line a figure.
+"""Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line per figure.
 
 A few queries at the end of many keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or a layout
 shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal. Peers:
 FlexAttention, compiled, with the same layout, and scaled_dot_product_attention, dense only. Outputs are compared with
-float32 on sampled heads before timing; wrong ones are reported and not timed.
+float32 before timing; wrong ones are reported and not timed.
 
 Lines: direction "graph" is the replay of a CUDA graph with a cold L2 cache, without host time; "call" is the wall
 clock of one call. gb_per_s counts the stored blocks of k and v, once per kv head; copy_share is that relative to the
@@ -12,10 +12,8 @@ rate at which a copy of 1 GiB reads and writes. setup_ms is the first call, whic
 
 from __future__ import annotations
 
-import argparse
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +24,14 @@ import masks
 from blocksparse_flash import BlockLayout, attention, interop
 
 from . import measure
-from .correctness import TOLERANCE, relative_error
-from .peers import Call, compiled_flex
+from .correctness import is_right, mask_of
+from .peers import Call, compiled_flex, sdpa_call
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 KEYS = [
     "bench", "provider", "backend", "pattern", "density", "n", "q_len", "batch", "heads", "kv_heads", "head_dim",
-    "dtype",
-    "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device", "torch",
-    "triton",
-    "commit",
+    "dtype", "direction", "ms", "ms_p20", "ms_p80", "gb_per_s", "copy_share", "peak_bytes", "setup_ms", "device",
+    "torch", "triton", "commit",
 ]  # fmt: skip
 
 
@@ -50,11 +46,8 @@ class Case(NamedTuple):
     def layout(self) -> BlockLayout | None:
         if self.pattern == "dense":
             return None
-        lengths = self.q_len, self.kv_len
-        drawn = masks.random(lengths, density=0.1, seed=0, block_size=BLOCK)
-        return (masks.sink_window(lengths, sinks=128, window=1024, block_size=BLOCK) | drawn) & masks.causal(
-            lengths, block_size=BLOCK
-        )
+        mask = "(sink_window(sinks=128, window=1024) | random(density=0.1, seed=0)) & causal"
+        return masks.build(mask, (self.q_len, self.kv_len), block_size=BLOCK)
 
     @property
     def density(self) -> float:
@@ -88,7 +81,7 @@ class Provider(NamedTuple):
 
 def _ours(case: Case, device: str) -> Call:
     layout = case.layout()
-    layout = layout if layout is None else layout.to(device)
+    layout = None if layout is None else layout.to(device)
     return functools.partial(attention, layout=layout, deterministic=False, backend="triton")
 
 
@@ -99,15 +92,7 @@ def _flex(case: Case, device: str) -> Call:
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:
-    if case.pattern != "dense":
-        return None
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, kernel)):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    return call
+    return sdpa_call(kernel, enable_gqa=True) if case.pattern == "dense" else None
 
 
 PROVIDERS = [
@@ -126,21 +111,6 @@ def inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
         for heads, length in ((HEADS, case.q_len), (KV_HEADS, case.kv_len), (KV_HEADS, case.kv_len))
     )
     return q, k, v
-
-
-def worst_error(call: Call, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None) -> float:
-    """The largest relative error against float32, over the first head, the last and one between."""
-    out = call(q, k, v)
-    mask = None if layout is None else layout.to_dense()[0, 0].to(q.device)
-    errors = []
-    for batch, head in ((0, 0), (q.shape[0] // 2, HEADS // 3), (q.shape[0] - 1, HEADS - 1)):
-        kv_head = head * KV_HEADS // HEADS
-        scores = q[batch, head].float() @ k[batch, kv_head].float().T / math.sqrt(HEAD_DIM)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf)
-        expected = scores.softmax(-1) @ v[batch, kv_head].float()
-        errors.append(relative_error(out[batch, head], expected))
-    return torch.stack(errors).max().item()
 
 
 def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -162,18 +132,23 @@ def copy_rate(device: str, *, size: int = 1 << 30) -> float:
     return 2e-6 * size / measure.milliseconds(lambda: target.copy_(source))["ms"]
 
 
+def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -> None:
+    """Measures one case; reports why a peer cannot run it. copied: GB/s of a copy."""
+    label = f"{provider.name:18} {case}"
+    work = functools.partial(time_one, case, provider, device, copied, out, label)
+    measure.guarded(label, provider.name == "blocksparse_flash", work)
+
+
 @torch.no_grad()
-def lines(case: Case, provider: Provider, device: str, copied: float) -> Iterator[dict[str, Any]]:
-    """A line a figure; none if the output is wrong, which is printed."""
+def time_one(case: Case, provider: Provider, device: str, copied: float, out: Path, label: str) -> None:
+    """Writes a line for each clock; reports a wrong output instead."""
     call = provider.prepare(case, device)
     if call is None:
         return
-    q, k, v = inputs(case, device)
-    step = functools.partial(call, q, k, v)
+    tensors = inputs(case, device)
+    step = functools.partial(call, *tensors)
     setup_ms = measure.first_call_milliseconds(step)
-    error = worst_error(call, q, k, v, case.layout())
-    if not error <= TOLERANCE:
-        print(f"{provider.name} {case}: WRONG, relative error {error:.3g}; not timed", flush=True)
+    if not is_right(call, tensors, mask_of(case.layout()), label):
         return
     facts = {
         "bench": "decode", "provider": provider.name, "backend": provider.backend, "pattern": case.pattern,
@@ -184,45 +159,20 @@ def lines(case: Case, provider: Provider, device: str, copied: float) -> Iterato
     times = {"call": measure.wall_milliseconds(step, warmup=3, runs=21), "graph": measure.milliseconds(graphed(step))}
     for direction, found in times.items():
         rate = 1e-6 * case.stored_bytes / found["ms"]
-        yield {**facts, "direction": direction, **found, "gb_per_s": rate, "copy_share": rate / copied}
-
-
-def run(case: Case, provider: Provider, device: str, copied: float, out: Path) -> None:
-    """Measures one case and writes its lines."""
-    said = f"{provider.name:18} {case.pattern:6} batch {case.batch} q_len {case.q_len:2} kv_len {case.kv_len:8}"
-
-    def work() -> None:
-        for line in lines(case, provider, device, copied):
-            measure.append(out, line, KEYS)
-            print(
-                f"{said} {line['direction']:5} {line['ms']:8.4f} ms ({line['ms_p20']:.4f} to {line['ms_p80']:.4f}) "
-                f"{line['gb_per_s']:6.0f} GB/s {line['copy_share']:6.1%} of a copy",
-                flush=True,
-            )
-
-    measure.guarded(said, provider.name == "blocksparse_flash", work)
-
-
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = measure.parser(__doc__, "decode.jsonl")
-    names = [provider.name for provider in PROVIDERS]
-    parser.add_argument("--providers", nargs="+", choices=names, default=names)
-    parser.add_argument("--patterns", nargs="+", choices=["sparse", "dense"], default=["sparse", "dense"])
-    parser.add_argument("--batches", nargs="+", type=int, choices=[1, 8], default=[8, 1], help="8: one shape only")
-    parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
-    parser.add_argument("--q-lens", nargs="+", type=int, choices=[1, 16, 64], default=[1, 16, 64])
-    return parser.parse_args(arguments)
+        line = {**facts, "direction": direction, **found, "gb_per_s": rate, "copy_share": rate / copied}
+        measure.append(out, line, KEYS)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parsed(arguments)
+    parser = measure.parser(__doc__, "decode.jsonl")
+    names = [provider.name for provider in PROVIDERS]
+    parser.add_argument("--providers", nargs="+", choices=names, default=names)
+    parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
+    options = parser.parse_args(arguments)
     measure.require_gpu()
     copied = copy_rate("cuda")
     print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)
-    for case in CASES:
-        asked = case.pattern in options.patterns and case.batch in options.batches
-        if not asked or case.kv_len not in options.kv_lens or case.q_len not in options.q_lens:
-            continue
+    for case in [case for case in CASES if case.kv_len in options.kv_lens]:
         # kernels compiled for other shapes count towards PyTorch's limit
         torch.compiler.reset()
         for provider in PROVIDERS:

@@ -1,4 +1,5 @@
-"""Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, one JSON line a figure.
+"""Training speed of transformers models with a layout: `python -m benchmarks.run.huggingface`, a JSON line per figure.
+
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of GPT-2 small and BERT-large with random weights,
 longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager"; first with the model's own attention
 (causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before
@@ -8,6 +9,7 @@ timing; cases that do not fit into memory are reported.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,10 +49,9 @@ CASES = [Case("gpt2", 4096, 4), Case("gpt2", 16384, 1), Case("bert-large", 512, 
 
 def config_of(case: Case, sizes: Sizes = None) -> Any:
     """The published sizes without dropout, for the length of the case; `sizes` replaces some."""
-    settings: dict[str, Any]
     if case.model == "gpt2":
-        settings = {"n_positions": case.n, "use_cache": False, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        return transformers.GPT2Config(**{**settings, **(sizes or {})})
+        dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        return transformers.GPT2Config(**{"n_positions": case.n, "use_cache": False, **dropouts, **(sizes or {})})
     settings = {
         "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
         "max_position_embeddings": case.n, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -128,17 +129,15 @@ def run(
             print(f"{PROVIDERS[how]:18} {case} {name}: out of memory", flush=True)
             continue
         finally:
-            measure.release(device)
+            measure.release()
         expected = hidden if expected is None else expected
         if line is None:
             continue
         yield {
             "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name,
-            "density": density,
-            "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **line,
-            "tokens_per_s": 1000 * case.batch * case.n / line["ms"],
-            "device": measure.device_name(device), "torch": torch.__version__,
-            "transformers": transformers.__version__, "commit": measure.commit(),
+            "density": density, "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **line,
+            "tokens_per_s": 1000 * case.batch * case.n / line["ms"], "device": measure.device_name(device),
+            "torch": torch.__version__, "transformers": transformers.__version__, "commit": measure.commit(),
         }  # fmt: skip
 
 
@@ -151,18 +150,10 @@ def main() -> None:
     measure.require_gpu()
     transformers.logging.set_verbosity_error()
     register()
-    for case in CASES:
-        if case.model not in arguments.models:
-            continue
-        for pattern in (None, arguments.pattern):
-            for line in run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps):
-                measure.append(arguments.out, line, KEYS)
-                print(
-                    f"{line['provider']:18} {case.model:10} {case.n:6} tokens {line['pattern']:30} {line['ms']:8.1f} "
-                    f"ms  "
-                    f"{line['tokens_per_s']:9.0f} tokens/s  {line['peak_bytes'] / 2**30:6.2f} GiB",
-                    flush=True,
-                )
+    cases = [case for case in CASES if case.model in arguments.models]
+    for case, pattern in itertools.product(cases, (None, arguments.pattern)):
+        lines = run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps)
+        measure.appended(arguments.out, lines, KEYS)
 
 
 if __name__ == "__main__":

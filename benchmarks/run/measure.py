@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,25 @@ KEYS = [
     "bench", "provider", "backend", "pattern", "density", "n", "batch", "heads", "head_dim", "dtype", "direction",
     "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms", "device", "torch", "triton", "commit",
 ]  # fmt: skip
-
-
-def named(times: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile by the keys of a line."""
-    return dict(zip(("ms", "ms_p20", "ms_p80"), times, strict=True))
+# keys that are printed: names, sizes with their key, and figures with theirs
+NAMES = ("bench", "task", "what", "provider", "backend", "model", "pattern", "direction", "clock", "status")
+SIZES = ("n", "q_len", "batch", "heads", "kv_heads", "head_dim")
+FIGURES = (
+    "ms", "ms_p20", "ms_p80", "tflops", "gb_per_s", "gb_s", "copy_share", "tokens_per_s", "speedup", "bound_ms",
+    "overlap", "density", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "peak_bytes", "accuracy",
+)  # fmt: skip
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile of these milliseconds."""
-    return named(np.quantile(times, [0.5, 0.2, 0.8]).tolist())
+    """Median, 20th and 80th percentile of these milliseconds, by the keys of a line."""
+    return dict(zip(("ms", "ms_p20", "ms_p80"), np.quantile(times, [0.5, 0.2, 0.8]).tolist(), strict=True))
 
 
 def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 120) -> dict[str, float]:
     """Median, 20th and 80th percentile of a call's time on the GPU, the L2 cache emptied before each run."""
     import triton
 
-    return named(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, quantiles=[0.5, 0.2, 0.8]))
+    return percentiles(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, return_mode="all"))
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
@@ -52,12 +55,17 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def first_call_milliseconds(call: Callable[[], Any]) -> float:
     """Wall-clock time of a call that may compile."""
-    torch.cuda.synchronize()
+    synchronise()
     start = time.perf_counter()
     call()
-    torch.cuda.synchronize()
+    synchronise()
     return 1000 * (time.perf_counter() - start)
 
 
@@ -69,45 +77,49 @@ def wall_milliseconds(call: Callable[[], Any], *, warmup: int = 1, runs: int = 7
 
 
 def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[str, Any]:
-    """Median and percentiles of a step's wall-clock time, and its peak memory, weights included."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    wait()
-    if device.type == "cuda":
+    """Median and percentiles of a step's wall-clock time, and its peak memory, weights included; None on a CPU."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    took = []
-    for _ in range(n_steps):
-        start = time.perf_counter()
-        step()
-        wait()
-        took.append(1000 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {**percentiles(took), "peak_bytes": peak}
+    times = wall_milliseconds(step, warmup=0, runs=n_steps)
+    return {**times, "peak_bytes": torch.cuda.max_memory_allocated(device) if is_cuda else None}
 
 
-def release(device: torch.device) -> None:
+def directions(
+    call: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dout: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """The calls to time: "fwd" and, if the output has gradients, "bwd" alone and "step", which is both."""
+    forward = functools.partial(call, *inputs)
+    out = forward()
+    if not out.requires_grad:
+        return {"fwd": forward}
+    return {
+        "fwd": forward,
+        "bwd": functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True),
+        "step": lambda: torch.autograd.grad(forward(), inputs, dout),
+    }
+
+
+def release() -> None:
     """Frees unused GPU memory; modules and their hooks are reference cycles."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    # does nothing without a GPU
+    torch.cuda.empty_cache()
 
 
-def guarded(said: str, is_ours: bool, work: Callable[[], None]) -> None:
+def guarded(label: str, is_ours: bool, work: Callable[[], None]) -> None:
     """Does the work; prints the reason if it runs out of memory or if a peer refuses it."""
     try:
         work()
     except torch.OutOfMemoryError:
-        print(f"{said}: out of memory; not timed", flush=True)
+        print(f"{label}: out of memory; not timed", flush=True)
     except REFUSALS as error:
         if is_ours:
             raise
         reason = str(error).strip().partition("\n")[0] or "no reason given"
-        print(f"{said}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
+        print(f"{label}: refused, {type(error).__name__}: {reason}; not timed", flush=True)
     # after the except blocks, which keep the frames of the failed call alive
-    release(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    release()
 
 
 def commit() -> str:
@@ -147,10 +159,28 @@ def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
     return made
 
 
-def check_head_dims(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def multiple_of(number: int) -> Callable[[str], int]:
+    """The type of an option: a positive multiple of a number."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if value < 1 or value % number:
+            raise argparse.ArgumentTypeError(f"must be a positive multiple of {number}, got {text}")
+        return value
+
+    return read
+
+
+def parsed_with_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The options of a parser, of a hidden size, and of the providers to compare."""
+    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], help="divisors of --hidden")
+    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
+    options = parser.parse_args(arguments)
     for head_dim in options.head_dims:
         if head_dim < 1 or options.hidden % head_dim:
             parser.error(f"--head-dims must divide --hidden {options.hidden}, got {head_dim}")
+    return options
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -158,9 +188,27 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def described(line: dict[str, Any]) -> str:
+    """What was measured, and the figures, as a row of text."""
+    names = [str(line[key]) for key in NAMES if line.get(key) is not None]
+    sizes = [f"{key} {line[key]}" for key in SIZES if line.get(key) is not None]
+    figures = [f"{key} {line[key]:.4g}" for key in FIGURES if line.get(key) is not None]
+    return f"{', '.join(names):54} {', '.join(sizes):40} {', '.join(figures)}"
+
+
 def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
-    """One JSON object with exactly these keys, in their order, appended as a line."""
+    """Appends one JSON object with exactly these keys, in their order, as a line, and prints it as a row of text."""
     assert set(line) == set(keys), set(line) ^ set(keys)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps({key: line[key] for key in keys}) + "\n")
+    print(described(line), flush=True)
+
+
+def appended(path: Path, lines: Iterable[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The lines, each appended as soon as it is measured."""
+    found = []
+    for line in lines:
+        append(path, line, keys)
+        found.append(line)
+    return found

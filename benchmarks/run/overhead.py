@@ -14,13 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd import grad
 from torch.nn.functional import scaled_dot_product_attention
 
 import masks
 from blocksparse_flash import attention
 
-Calls = dict[str, Callable[[], Any]]
+from . import measure
 
 
 def microseconds(call: Callable[[], Any], *, runs: int = 300) -> float:
@@ -52,72 +51,51 @@ def launches_of(call: Callable[[], Any]) -> list[Callable[[], None]]:
     return made
 
 
-def tiny() -> Calls:
-    """Calls on backend "triton"."""
-    q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
-    layout = masks.local(256, window=64).to("cuda")
-    wanting = q.clone().requires_grad_()
-    dout = torch.ones_like(q)
-    outs = {
-        "dense": attention(wanting, q, q),
-        "layout": attention(wanting, q, q, layout),
-        "scaled_dot_product_attention": scaled_dot_product_attention(wanting, q, q),
-    }
+def calls(shape: tuple[int, ...], window: int, **options: Any) -> dict[str, Callable[[], Any]]:
+    """Forwards, backwards and both of dense and sparse attention and of SDPA, by name.
 
-    def backward(name: str) -> Any:
-        return grad(outs[name], wanting, dout, retain_graph=True)
-
-    return {
-        "dense": lambda: attention(q, q, q),
-        "causal": lambda: attention(q, q, q, causal=True),
-        "layout": lambda: attention(q, q, q, layout),
-        "layout, wanting gradients": lambda: attention(wanting, q, q, layout),
-        "scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, q, q),
-        **{f"backward of {name}": functools.partial(backward, name) for name in outs},
+    shape   of q, k, v (batch, heads, length, head_dim)
+    window  of the layout
+    options  of attention
+    """
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    inputs, dout = tensors[:3], tensors[3]
+    layout = masks.local(shape[2], window=window).to("cuda")
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "dense": functools.partial(attention, **options),
+        "layout": functools.partial(attention, layout=layout, **options),
+        "scaled_dot_product_attention": scaled_dot_product_attention,
     }
-
-
-def on_hopper() -> tuple[Calls, Calls]:
-    """(forwards on backend "hopper", the same with backwards and SDPA)."""
-    q, k, v = (torch.randn(1, 16, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
-    wanting = q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()
-    layout = masks.local(2048, window=256).to("cuda")
-    dout = torch.ones_like(q)
-    forwards: Calls = {
-        "hopper, dense": lambda: attention(q, k, v, backend="hopper"),
-        "hopper, layout": lambda: attention(q, k, v, layout, backend="hopper"),
-    }
-    return forwards, {
-        **forwards,
-        "its size, scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
-        "hopper, dense, and backward": lambda: grad(attention(*wanting, backend="hopper"), wanting, dout),
-        "hopper, layout, and backward": lambda: grad(attention(*wanting, layout, backend="hopper"), wanting, dout),
-        "its size, SDPA, and backward": lambda: grad(scaled_dot_product_attention(*wanting), wanting, dout),
-    }
+    found = {}
+    for name, function in functions.items():
+        found[name] = measure.directions(function, inputs, dout)["fwd"]
+        with_gradients = measure.directions(function, [x.clone().requires_grad_() for x in inputs], dout)
+        for direction, words in (("fwd", "with gradients"), ("bwd", "backward"), ("step", "forward and backward")):
+            found[f"{name}, {words}"] = with_gradients[direction]
+    return found
 
 
 def show(name: str, took: float) -> None:
-    print(f"{name:41} {took:6.1f} microseconds a call", flush=True)
+    print(f"{name:58} {took:6.1f} microseconds a call", flush=True)
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a CUDA GPU")
-    for name, call in tiny().items():
-        show(name, microseconds(call))
+    measure.require_gpu()
+    for name, call in calls((1, 2, 256, 64), 64).items():
+        show(f"triton, {name}", microseconds(call))
     if torch.cuda.get_device_capability() != (9, 0):
         print('backend "hopper" needs compute capability 9.0; not timed')
         return
-    forwards, calls = on_hopper()
-    took = {name: microseconds(call) for name, call in calls.items()}
+    larger = calls((1, 16, 2048, 128), 256, backend="hopper")
+    took = {name: microseconds(call) for name, call in larger.items()}
     for name, each in took.items():
-        show(name, each)
-    for name, call in forwards.items():
+        show(f"hopper, {name}", each)
+    for name in ("dense", "layout"):
         # the first call of the same kind binds the arguments
-        (launch,) = launches_of(call)
+        (launch,) = launches_of(larger[name])
         alone = microseconds(launch)
-        show(f"{name}, its launch alone", alone)
-        show(f"{name}, beyond its launch", took[name] - alone)
+        show(f"hopper, {name}, its launch alone", alone)
+        show(f"hopper, {name}, beyond its launch", took[name] - alone)
 
 
 if __name__ == "__main__":

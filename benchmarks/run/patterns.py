@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from blocksparse_flash import BlockLayout
 
@@ -44,6 +46,14 @@ class Pattern(NamedTuple):
             return None
         return BlockLayout.from_block_mask(self.blocks, self.length, self.length, block_size=self.block_size)
 
+    def attends(self, rows: Tensor) -> Tensor:
+        """Queries, int64 (rows,), to the keys they attend to, bool (rows, length)."""
+        mask = torch.from_numpy(self.blocks).to(rows.device)[rows // self.block_size]
+        mask = mask.repeat_interleave(self.block_size, dim=1)
+        if self.causal:
+            mask &= torch.arange(self.length, device=rows.device) <= rows[:, None]
+        return mask
+
     def flops(self, batch: int, heads: int, head_dim: int) -> int:
         """FLOPs of a forward: two products of 2 * block_size^2 * head_dim per stored block."""
         return 4 * batch * heads * self.nnz * self.block_size**2 * head_dim
@@ -53,15 +63,10 @@ def dense(length: int, *, block_size: int = BLOCK) -> Pattern:
     return Pattern("dense", np.ones((length // block_size,) * 2, dtype=bool), block_size=block_size)
 
 
-def _distances(n_blocks: int) -> np.ndarray:
-    """Distance of row and col, in blocks."""
-    position = np.arange(n_blocks, dtype=np.int32)
-    return abs(position[:, None] - position[None, :])
-
-
 def local(length: int, *, each_side: int = WINDOW_BLOCKS // 2, block_size: int = BLOCK) -> Pattern:
     """Blocks at most `each_side` blocks away."""
-    return Pattern("local", _distances(length // block_size) <= each_side, block_size=block_size)
+    block = np.arange(length // block_size, dtype=np.int32)
+    return Pattern("local", abs(block[:, None] - block) <= each_side, block_size=block_size)
 
 
 def neighborhood(length: int, *, kernel_blocks: int = WINDOW_BLOCKS) -> Pattern:
@@ -91,8 +96,10 @@ def random(length: int, *, density: float, block_size: int = BLOCK, seed: int = 
 
 
 def in_finer_blocks(pattern: Pattern, block_size: int, *, filled: float = 1.0, seed: int = 0) -> Pattern:
-    """The same mask in blocks of `block_size`; of each block a random share `filled` is stored, rounded so that the
-    total is exact."""
+    """The same mask in blocks of `block_size`, of which a random share `filled` is stored.
+
+    The share of each coarse block is rounded so that the total is exact.
+    """
     each_side = pattern.block_size // block_size
     count = np.diff((filled * each_side**2 * np.arange(pattern.nnz + 1)).round())[:, None]
     rank = np.random.default_rng(seed).random((pattern.nnz, each_side**2)).argsort(axis=1).argsort(axis=1)

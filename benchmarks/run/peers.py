@@ -58,21 +58,26 @@ class Peer(NamedTuple):
         return self.provider == "blocksparse_flash"
 
 
-def _nothing(_pattern: Pattern, _shape: Shape) -> None:
-    return None
+def _unless(can: Callable[[Pattern, Shape], bool], reason: str) -> Callable[[Pattern, Shape], str | None]:
+    """A value of `refuses`: the reason, unless the peer can compute the pattern."""
+    return lambda pattern, shape: None if can(pattern, shape) else reason
 
 
-def _dense_only(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.is_dense else "has no block layouts"
+NOTHING = _unless(lambda pattern, shape: True, "")
+BUT_DENSE = _unless(lambda pattern, shape: pattern.is_dense, "has no block layouts")
+OTHER_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == BLOCK, f"takes blocks of {BLOCK} only")
+BATCHES = _unless(lambda pattern, shape: shape.batch == 1, "takes one sequence, not a batch")
+BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighbourhoods only")
 
 
-def _blocks_of_128(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.block_size == BLOCK else f"takes blocks of {BLOCK} only"
+def _tokens_first(function: Callable[..., Any], **options: Any) -> Call:
+    """A call of a function of (batch, length, heads, head_dim), which may return a tuple that begins with out."""
 
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-def _first(out: Any) -> Tensor:
-    """The output of a function that may return a tuple."""
-    return out[0] if isinstance(out, tuple) else out
+    return call
 
 
 def ours(backend: str, *, deterministic: bool = False) -> Peer:
@@ -93,22 +98,25 @@ def ours(backend: str, *, deterministic: bool = False) -> Peer:
         return functools.partial(attention, layout=layout, backend=backend, deterministic=deterministic)
 
     named = f"{backend}, deterministic" if deterministic else backend
-    return Peer("blocksparse_flash", named, _nothing, prepare, select=select)
+    return Peer("blocksparse_flash", named, NOTHING, prepare, select=select)
+
+
+def sdpa_call(kernel: str, **options: Any) -> Call:
+    """scaled_dot_product_attention restricted to one kernel, a name in SDPBackend."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, kernel)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return call
 
 
 def sdpa(provider: str, backend: str, kernel: str) -> Peer:
-    """scaled_dot_product_attention restricted to one kernel, a name in SDPBackend."""
-
     def prepare(pattern: Pattern, _shape: Shape) -> Call:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+        return sdpa_call(kernel, is_causal=pattern.causal)
 
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(getattr(SDPBackend, kernel)):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pattern.causal)
-
-        return call
-
-    return Peer(provider, backend, _dense_only, prepare)
+    return Peer(provider, backend, BUT_DENSE, prepare)
 
 
 @functools.cache
@@ -159,15 +167,8 @@ def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
     def attends(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return table[q // side, kv // side]
 
-    create = _compiled_create() if is_compiled else create_block_mask
+    create = torch.compile(create_block_mask, dynamic=False, fullgraph=True) if is_compiled else create_block_mask
     return create(attends, None, None, pattern.length, pattern.length, device=device, BLOCK_SIZE=side)
-
-
-@functools.cache
-def _compiled_create() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
 
 
 def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
@@ -190,7 +191,7 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
         "new mask, create_block_mask": functools.partial(rebuild, is_compiled=False),
         "new mask, create_block_mask, compiled": functools.partial(rebuild, is_compiled=True),
     }
-    return Peer("flex", "triton", _nothing, prepare, select=select, rebuilds=rebuilds)
+    return Peer("flex", "triton", NOTHING, prepare, select=select, rebuilds=rebuilds)
 
 
 def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
@@ -204,12 +205,7 @@ def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
         # without the backward's tensors, gradients would be dense
         options["block_sparse_tensors"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors)
         options["block_sparse_tensors_bwd"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors_bwd)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _first(flash_attn_func(q, k, v, **options)).transpose(1, 2)
-
-    return call
+    return _tokens_first(flash_attn_func, **options)
 
 
 def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
@@ -222,13 +218,9 @@ def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
     else:
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=shape.device)
         wrapper = flashinfer.BlockSparseAttentionWrapper(workspace)
-        wrapper.plan(
-            **interop.to_flashinfer(layout.to(shape.device))._asdict(),
-            num_qo_heads=shape.heads,
-            num_kv_heads=shape.heads,
-            head_dim=shape.head_dim,
-            q_data_type=torch.bfloat16,
-        )
+        blocks = interop.to_flashinfer(layout.to(shape.device))._asdict()
+        sizes = {"num_qo_heads": shape.heads, "num_kv_heads": shape.heads, "head_dim": shape.head_dim}
+        wrapper.plan(**blocks, **sizes, q_data_type=torch.bfloat16)
         run = wrapper.run
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -258,42 +250,22 @@ def _block_sparse_attention(pattern: Pattern, shape: Shape) -> Call:
 def _xformers(pattern: Pattern, _shape: Shape) -> Call:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
-    bias = LowerTriangularMask() if pattern.causal else None
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return memory_efficient_attention(q, k, v, attn_bias=bias).transpose(1, 2)
-
-    return call
+    return _tokens_first(memory_efficient_attention, attn_bias=LowerTriangularMask() if pattern.causal else None)
 
 
 def _natten(pattern: Pattern, _shape: Shape) -> Call:
     """With a stride of one block all its queries share a window that starts and ends at block boundaries."""
     from natten import na1d
 
-    kernel = BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks))
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return _first(na1d(q, k, v, kernel_size=kernel, stride=BLOCK)).transpose(1, 2)
-
-    return call
-
-
-def _refused_by_flashinfer(_pattern: Pattern, shape: Shape) -> str | None:
-    return None if shape.batch == 1 else "takes one sequence, not a batch"
-
-
-def _refused_by_natten(pattern: Pattern, _shape: Shape) -> str | None:
-    return None if pattern.name == "neighborhood" else "has neighbourhoods only"
+    return _tokens_first(na1d, kernel_size=BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks)), stride=BLOCK)
 
 
 PACKAGES = (
-    Peer("flash_attention_4", "cute", _blocks_of_128, _flash_attention_4, "flash_attn.cute", tokens_first=True),
-    Peer("flashinfer", "auto", _refused_by_flashinfer, _flashinfer, "flashinfer", tokens_first=True),
-    Peer("block_sparse_attention", "cuda", _blocks_of_128, _block_sparse_attention, "block_sparse_attn", True),
-    Peer("xformers", "auto", _dense_only, _xformers, "xformers", tokens_first=True),
-    Peer("natten", "auto", _refused_by_natten, _natten, "natten", tokens_first=True),
+    Peer("flash_attention_4", "cute", OTHER_BLOCKS, _flash_attention_4, "flash_attn.cute", tokens_first=True),
+    Peer("flashinfer", "auto", BATCHES, _flashinfer, "flashinfer", tokens_first=True),
+    Peer("block_sparse_attention", "cuda", OTHER_BLOCKS, _block_sparse_attention, "block_sparse_attn", True),
+    Peer("xformers", "auto", BUT_DENSE, _xformers, "xformers", tokens_first=True),
+    Peer("natten", "auto", BUT_NEIGHBORHOODS, _natten, "natten", tokens_first=True),
 )  # fmt: skip
 
 
@@ -306,11 +278,7 @@ def is_installed(package: str) -> bool:
 def peers(capability: tuple[int, int]) -> tuple[list[Peer], list[Peer]]:
     """(those that can run on a GPU of this compute capability, those whose package is not installed)."""
     mine = [ours(backend) for backend in (["hopper", "triton"] if capability == (9, 0) else ["triton"])]
-    torches = [
-        flex(),
-        sdpa("cudnn", "cudnn", "CUDNN_ATTENTION"),
-        sdpa("flash_attention_2", "sdpa", "FLASH_ATTENTION"),
-        sdpa("math", "sdpa", "MATH"),
-    ]
+    cudnn = sdpa("cudnn", "cudnn", "CUDNN_ATTENTION")
+    torches = [flex(), cudnn, sdpa("flash_attention_2", "sdpa", "FLASH_ATTENTION"), sdpa("math", "sdpa", "MATH")]
     there = [peer for peer in PACKAGES if peer.package is None or is_installed(peer.package)]
     return [*mine, *torches, *there], [peer for peer in PACKAGES if peer not in there]

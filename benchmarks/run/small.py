@@ -1,4 +1,5 @@
-"""Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line a figure.
+"""Speed of small calls: `python -m benchmarks.run.small` on a CUDA GPU, one JSON line per figure.
+
 At 512 to 2,048 tokens a call takes more host time than GPU time, hence two clocks. "gpu" is GPU time: the GPU sleeps
 until the host has launched the whole call, with a cold L2 cache. "wall" is the wall clock over calls in a row, as in
 an eager model. All calls of a case take turns, so that host noise affects all alike.
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 
 from . import measure, patterns
-from .attention import Run, chosen, facts, inputs, is_right
-from .patterns import Pattern
+from .attention import Run, chosen, facts, for_each, inputs
+from .correctness import is_right
+from .patterns import BLOCK, Pattern
 from .peers import Peer
 
 LENGTHS = (512, 1024, 2048)
 NAMES = ("dense", "causal", "local", "butterfly")
-CLOCKS = ("gpu", "wall")
 KEYS = [*(key for key in measure.KEYS if key not in ("tflops", "peak_bytes", "setup_ms")), "clock"]
 # repetitions of each call, and calls in a row per wall-clock measurement
 ROUNDS = {"gpu": 60, "wall": 12}
@@ -58,23 +59,6 @@ def in_a_row(call: Callable[[], Any]) -> float:
     return measure.first_call_milliseconds(several) / IN_A_ROW
 
 
-def calls_of(pattern: Pattern, peer: Peer, run: Run, said: str) -> dict[str, Callable[[], Any]]:
-    """The calls to time, by direction; none if an output or a gradient is wrong."""
-    tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
-    call = peer.prepare(pattern, run.shape)
-    if not is_right(call, tensors, pattern, said):
-        return {}
-    forward = functools.partial(call, *tensors)
-    out = forward()
-    if not out.requires_grad:
-        return {"fwd": forward}
-    return {
-        "fwd": forward,
-        "bwd": functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True),
-        "step": lambda: torch.autograd.grad(forward(), tensors, dout),
-    }
-
-
 def take_turns(
     calls: Sequence[Callable[[], Any]], clock: Callable[[Callable[[], Any]], float], rounds: int
 ) -> list[dict[str, float]]:
@@ -87,16 +71,14 @@ def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
     """Times all peers that support the pattern, in turns: a line per direction and clock."""
     found: list[tuple[Peer, str, Callable[[], Any]]] = []
 
-    def add(peer: Peer, said: str) -> None:
-        found.extend((peer, direction, call) for direction, call in calls_of(pattern, peer, run, said).items())
+    def add(peer: Peer, label: str) -> None:
+        tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
+        call = peer.prepare(pattern, run.shape)
+        if is_right(call, tensors, pattern.attends, label):
+            calls = measure.directions(call, tensors, dout)
+            found.extend((peer, direction, timed) for direction, timed in calls.items())
 
-    for peer in among:
-        said = f"{peer.provider:22} {peer.backend:6} {pattern.name:10} {pattern.length:5} head_dim {run.head_dim:3}"
-        refusal = peer.refuses(pattern, run.shape)
-        if refusal is None:
-            measure.guarded(said, peer.is_ours, functools.partial(add, peer, said))
-        else:
-            print(f"{said}: {refusal}; not timed", flush=True)
+    for_each(among, pattern.name, pattern, run, add)
     if not found:
         return
     # larger than any L2 cache
@@ -108,29 +90,17 @@ def compare(pattern: Pattern, among: Iterable[Peer], run: Run) -> None:
     calls = [call for *_, call in found]
     for call in calls * 3:
         call()
-    for name in CLOCKS:
-        for (peer, direction, _), times in zip(found, take_turns(calls, clocks[name], ROUNDS[name]), strict=True):
-            line = {**facts("small", pattern.name, pattern, peer, run), "direction": direction, "clock": name, **times}
+    for clock, read in clocks.items():
+        for (peer, direction, _), times in zip(found, take_turns(calls, read, ROUNDS[clock]), strict=True):
+            line = {**facts("small", pattern.name, pattern, peer, run), "direction": direction, "clock": clock, **times}
             measure.append(run.out, line, KEYS)
-            print(
-                f"{peer.provider:22} {peer.backend:6} {pattern.name:10} {pattern.length:5} head_dim {run.head_dim:3} "
-                f"{direction:4} {name:4} {1000 * times['ms']:7.1f} us",
-                flush=True,
-            )
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.parser(__doc__, "small.jsonl")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens, multiples of 128")
-    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
-    parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
-    options = parser.parse_args(arguments)
-    for length in options.lengths:
-        if length < patterns.BLOCK or length % patterns.BLOCK:
-            parser.error(f"--lengths must be positive multiples of {patterns.BLOCK}, got {length}")
-    measure.check_head_dims(parser, options)
-    return options
+    tokens = f"tokens, multiples of {BLOCK}"
+    parser.add_argument("--lengths", type=measure.multiple_of(BLOCK), nargs="+", default=[*LENGTHS], help=tokens)
+    return measure.parsed_with_sizes(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

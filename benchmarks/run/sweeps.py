@@ -20,6 +20,9 @@ FINER = (64, 16)
 FILLED = (1.0, 0.8)
 # of the block-size and change sweeps
 FIXED_DENSITY = 1 / 8
+# of --sweep change: the baseline `pattern`, and the directions
+SAME_MASK = "same mask"
+TIMED = {"step": "a synchronized step", "steps": "one of many steps in a row"}
 
 
 class Case(NamedTuple):
@@ -80,12 +83,6 @@ def over_regrouping(length: int) -> Iterator[Case]:
                 yield Case("regroup", f"{pattern.name}, {block_size}, {filled:.0%} stored", finer)
 
 
-def of_equal_bits(length: int) -> Iterator[Case]:
-    """The patterns at one length, timed with deterministic=True and without."""
-    for pattern in patterns.patterns(length):
-        yield Case("deterministic", pattern.name, pattern)
-
-
 def changing(length: int, *, seed: int) -> Pattern:
     """The mask of step `seed`; all have the same density."""
     return patterns.random(length, density=FIXED_DENSITY, seed=seed)
@@ -94,14 +91,8 @@ def changing(length: int, *, seed: int) -> Pattern:
 def cases(sweep: str | None, length: int) -> Iterator[Case]:
     """The cases of a sweep; None is every pattern at one length. length: tokens, for "length" the longest."""
     if sweep == "change":
-        yield Case("change", "random", changing(length, seed=0))
-    else:
-        made = {
-            None: grid,
-            "length": over_length,
-            "density": over_density,
-            "block-size": over_block_size,
-            "regroup": over_regrouping,
-            "deterministic": of_equal_bits,
-        }
-        yield from made[sweep](length)
+        return iter([Case("change", "random", changing(length, seed=0))])
+    if sweep == "deterministic":
+        return (Case("deterministic", pattern.name, pattern) for pattern in patterns.patterns(length))
+    over = {"length": over_length, "density": over_density, "block-size": over_block_size, "regroup": over_regrouping}
+    return grid(length) if sweep is None else over[sweep](length)

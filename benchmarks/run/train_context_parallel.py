@@ -2,25 +2,23 @@
 
 torchrun --nproc-per-node 4 -m benchmarks.run.train_context_parallel --context 2 --length 4096
 
-The ranks form a mesh (data, context). Each row of it holds its own sequences, each rank of a row its share of their
-tokens. Weights are sharded over all ranks. What to know:
+The ranks form a mesh (data, context). Each row of the mesh holds its own sequences, and each rank of a row its share of
+their tokens. Weights are sharded over all ranks.
 
-    tokens     plan.shard(x, dim) takes this rank's tokens of inputs, labels and anything else by token
-    positions  plan.positions are those of the whole sequence; SelfAttention turns its rotary positions by them
+    tokens     plan.shard(x, dim) takes this rank's tokens of inputs, labels and any other tensor with a value per token
+    positions  plan.positions are positions in the whole sequence; SelfAttention uses them for its rotary positions
     labels     shift them before sharding: the next token may be on another rank
-    loss       FSDP averages gradients over all ranks, and every rank's loss counts. So backpropagate
-               (sum of this rank's losses) * ranks / (tokens of all ranks): the average is the gradient of the mean loss
-               over all tokens, whatever each rank holds. Attention itself adds no factor
+    loss       FSDP averages gradients over all ranks. Backpropagate (sum of this rank's losses) * ranks / (tokens of
+               all ranks): the average is the gradient of the mean loss over all tokens, however many each rank holds
 
-The task: predict the token that came `period` tokens ago. Runs on CPUs (gloo) and GPUs (NCCL). A million tokens on two
-GPUs of 141 GB, every other layer local and butterfly, 16 heads of 128:
+The task is to predict the token that came `period` tokens ago. It runs on CPUs (gloo) and GPUs (NCCL). A million tokens
+on two GPUs of 141 GB, local and butterfly layers in turn, 16 heads of 128:
 
-torchrun --nproc-per-node 2 -m benchmarks.run.train_context_parallel --length 1048576 --layers local butterfly --window
-512
-    --embed-dim 2048 --heads 16 --kv-heads 16 --blocks 4 --bfloat16 --checkpoint --steps 4 --print-every 1
+torchrun --nproc-per-node 2 -m benchmarks.run.train_context_parallel --length 1048576 --layers local butterfly \\
+    --window 512 --embed-dim 2048 --heads 16 --kv-heads 16 --blocks 4 --bfloat16 --checkpoint --steps 4 --print-every 1
 
-A feature vector of each of a rank's 524,288 tokens takes 2 GiB in bfloat16. Checkpointed, each block keeps one; the
-block whose backward runs holds some 35 of them at its peak, half of those in its perceptron.
+The features of a rank's 524,288 tokens take 2 GiB in bfloat16. With --checkpoint, each block keeps them once; the block
+whose backward runs holds about 35 such tensors at its peak, half of them in its perceptron.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ LAYERS = ("local", "butterfly")
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each with its norm and a residual. Checkpointed: computed anew in the backward."""
+    """Attention and a perceptron, each with a norm and a residual; recomputed in the backward if is_checkpointed."""
 
     def __init__(
         self, embed_dim: int, plan: distributed.ContextPlan, *, layer: int = 0, is_checkpointed: bool = False
@@ -67,7 +65,7 @@ class Block(nn.Module):
         return x + self.perceptron(self.norm(x))
 
 
-class Model(nn.Module):
+class Model(nn.Sequential):
     """Tokens to logits, token by token of this rank: (batch, local tokens) to (batch, local tokens, VOCABULARY).
 
     The plan's layers take turns.
@@ -76,18 +74,9 @@ class Model(nn.Module):
     def __init__(
         self, embed_dim: int, n_blocks: int, plan: distributed.ContextPlan, *, is_checkpointed: bool = False
     ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, embed_dim)
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, plan, layer=i % len(plan.layers), is_checkpointed=is_checkpointed) for i in range(n_blocks)
-        )
-        self.logits = nn.Linear(embed_dim, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(x)
+        layers = (i % len(plan.layers) for i in range(n_blocks))
+        blocks = (Block(embed_dim, plan, layer=layer, is_checkpointed=is_checkpointed) for layer in layers)
+        super().__init__(nn.Embedding(VOCABULARY, embed_dim), *blocks, nn.Linear(embed_dim, VOCABULARY))
 
 
 def batches(length: int, batch: int, period: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -141,7 +130,7 @@ def train(options: argparse.Namespace) -> list[float]:
     # weights and gradient reductions stay float32
     half = torch.bfloat16 if options.bfloat16 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    for block in model.blocks:
+    for block in [*model][1:-1]:
         fully_shard(block, mesh=everyone, mp_policy=policy)
     fully_shard(model, mesh=everyone, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
@@ -175,7 +164,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences of each row of the mesh")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["local"], help="of the blocks, in turn")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16, keep weights in float32")
-    parser.add_argument("--checkpoint", action="store_true", help="compute each block anew in the backward")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each block in the backward")
     parser.add_argument("--window", type=int, default=256, help="tokens back which a token sees")
     parser.add_argument("--period", type=int, default=7, help="how many tokens ago the answer came")
     parser.add_argument("--order", default="contiguous", help="which rank holds which tokens, see distributed.plan")

@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import masks
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import lines as measurements
 from benchmarks.report import pages
 from benchmarks.run import calibrate

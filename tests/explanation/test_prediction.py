@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import masks
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import lines as measurements
 from benchmarks.report import pages
 from benchmarks.run import calibrate, measure
@@ -64,8 +67,8 @@ def test_every_measurement_is_predicted(groups: dict[Any, list[measurements.Line
 
 def test_another_gpu_is_predicted_by_scaling() -> None:
     """Measurements of GPUs to which the model is not fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
-    lines = [line for line in measurements.read(pages.RESULTS / "attention.jsonl") if line["n"] * line["batch"] >= 8192]
-    groups, every = calibrate.usable(lines, calibrate.SCALED), []
+    lines = measurements.read(pages.RESULTS / "attention.jsonl")
+    groups, every = calibrate.usable(lines[lines["n"] * lines["batch"] >= 8192], calibrate.SCALED), []
     assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
     for (device, *rest), found in groups.items():
         scaled = calibrate.SCALED[device]
@@ -278,7 +281,8 @@ def line(**changes: Any) -> measurements.Line:
     }  # fmt: skip
     assert set(values) == set(measure.KEYS)
     if changes.keys() & {"bench", "pattern", "n"} and "density" not in changes:
-        values["density"] = calibrate.asked(*({**values, **changes}[key] for key in ("bench", "pattern", "n"))).density
+        pattern, _ = calibrate.asked(*({**values, **changes}[key] for key in ("bench", "pattern", "n")))
+        values["density"] = pattern.density
     return {**values, **changes}
 
 
@@ -327,7 +331,7 @@ def test_only_own_lines_of_a_single_direction_are_used(capsys: pytest.CaptureFix
         line(), line(direction="mask"), line(provider="flex"), line(bench="change", direction="step", density=0.1),
         line(dtype="fp32"), line(device="another"), line(backend="eager"),
     ]  # fmt: skip
-    assert calibrate.usable(lines) == {("NVIDIA H200", "triton", 128, "fwd"): [lines[0]]}
+    assert calibrate.usable(measurements.frame(lines)) == {("NVIDIA H200", "triton", 128, "fwd"): [lines[0]]}
     output = capsys.readouterr().out
     assert "another is not in DEVICES" in output and "eager" in output
     with pytest.raises(ValueError, match="no pattern spiral of 4096 tokens in attention"):

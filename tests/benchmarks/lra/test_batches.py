@@ -12,7 +12,7 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import batches, listops, pathfinder
 from benchmarks.lra.batches import ExampleRows, FreshRows, PairRows, RecordRows, Steps
-from benchmarks.lra.official.places import Example
+from benchmarks.lra.released import Example
 from benchmarks.lra.sources import ListOpsSource, PathfinderSource
 
 SMALL = ListOpsSource(listops.PRESETS["small"])
@@ -23,24 +23,24 @@ def first(steps: Steps, count: int) -> list[list[int]]:
 
 
 def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own() -> None:
-    steps = first(Steps(12, 4, seed=0), 6)
+    steps = first(Steps(n=12, batch_size=4, seed=0), 6)
     epochs = [sum(steps[:3], []), sum(steps[3:], [])]  # noqa: RUF017 - a dozen numbers
     assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 2
     assert epochs[0] != epochs[1]
-    assert first(Steps(12, 4, seed=1), 6) != steps
+    assert first(Steps(n=12, batch_size=4, seed=1), 6) != steps
 
 
 @pytest.mark.parametrize("n", [12, 13, None])
 def test_steps_go_on_anywhere(n: int | None) -> None:
-    whole = first(Steps(n, 4, seed=3), 10)
+    whole = first(Steps(n=n, batch_size=4, seed=3), 10)
     for begin in (1, 3, 7):
-        assert first(Steps(n, 4, seed=3, first_step=begin), 10 - begin) == whole[begin:]
+        assert first(Steps(n=n, batch_size=4, seed=3, first_step=begin), 10 - begin) == whole[begin:]
 
 
 @pytest.mark.parametrize("n", [12, None])
 def test_processes_share_a_step(n: int | None) -> None:
-    whole = first(Steps(n, 4, seed=3), 5)
-    shares = [first(Steps(n, 4, seed=3, rank=rank, world=2), 5) for rank in range(2)]
+    whole = first(Steps(n=n, batch_size=4, seed=3), 5)
+    shares = [first(Steps(n=n, batch_size=4, seed=3, rank=rank, world=2), 5) for rank in range(2)]
     for step, *parts in zip(whole, *shares, strict=True):
         assert [len(part) for part in parts] == [2, 2]
         assert sorted(sum(parts, [])) == sorted(step)  # noqa: RUF017
@@ -48,20 +48,20 @@ def test_processes_share_a_step(n: int | None) -> None:
 
 def test_batches_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be a multiple of the 2 processes, got 5"):
-        Steps(10, 5, seed=0, world=2)
+        Steps(n=10, batch_size=5, seed=0, world=2)
     with pytest.raises(ValueError, match="batch_size must be at most the 10 samples, got 16"):
-        Steps(10, 16, seed=0)
+        Steps(n=10, batch_size=16, seed=0)
 
 
 def test_stages_have_steps_of_their_own_size() -> None:
     stages = [(8, 4), (6, 2)]
-    whole = first(Steps(None, 3, seed=0, stages=stages), 7)
+    whole = first(Steps(n=None, batch_size=3, seed=0, stages=stages), 7)
     assert [len(step) for step in whole] == [4, 4, 2, 2, 2, 3, 3]
     assert sum(whole, []) == list(range(20))  # noqa: RUF017 - a dozen numbers
     for begin in (1, 2, 4, 6):
-        assert first(Steps(None, 3, seed=0, stages=stages, first_step=begin), 7 - begin) == whole[begin:]
+        assert first(Steps(n=None, batch_size=3, seed=0, stages=stages, first_step=begin), 7 - begin) == whole[begin:]
     with pytest.raises(ValueError, match="samples of a stage must be a multiple of its batch_size 4, got 6"):
-        Steps(None, 3, seed=0, stages=[(6, 4)])
+        Steps(n=None, batch_size=3, seed=0, stages=[(6, 4)])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -70,8 +70,8 @@ def test_samples_of_like_lengths_come_together(workers: int) -> None:
     rows = FreshRows([(0, SMALL)])
 
     def loaded(begin: int, count: int) -> list[batches.Batch]:
-        steps = Steps(None, 6, seed=0, first_step=begin, stages=[(8, 4)])
-        loader = batches.training_loader(rows, steps, cut=16, n_together=4, workers=workers)
+        steps = Steps(n=None, batch_size=6, seed=0, first_step=begin, stages=[(8, 4)])
+        loader = batches.TrainingLoader(rows=rows, steps=steps, cut=16, n_together=4, workers=workers)
         return list(itertools.islice(loader, count))
 
     whole = loaded(0, 8)
@@ -90,7 +90,7 @@ def test_samples_of_like_lengths_come_together(workers: int) -> None:
         for one, other in zip(loaded(begin, 8 - begin), whole[begin:], strict=True):
             assert all(torch.equal(*parts) for parts in zip(one, other, strict=True))
     with pytest.raises(ValueError, match="n_together must be 1 or more, got 0"):
-        batches.training_loader(rows, Steps(None, 6, seed=0), n_together=0)
+        batches.TrainingLoader(rows=rows, steps=Steps(n=None, batch_size=6, seed=0), n_together=0)
 
 
 def test_records_become_batches() -> None:
@@ -166,6 +166,6 @@ def test_loaders_leave_the_global_stream_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    next(iter(batches.training_loader(rows, Steps(8, 2, seed=0))))
+    next(iter(batches.TrainingLoader(rows=rows, steps=Steps(n=8, batch_size=2, seed=0))))
     list(batches.evaluation_loader(rows, 2))
     assert torch.equal(torch.rand(1), expected)

@@ -16,7 +16,6 @@ pytest.importorskip("lightning", reason="needs the extra [lra]")
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import listops, pathfinder, scoring, sources
 from benchmarks.lra.data import LraData, Rules, Stage, generator_of
-from benchmarks.lra.official import listops as listops_files
 from benchmarks.lra.tasks import TASKS, Sizes, find
 
 
@@ -78,11 +77,13 @@ def test_a_changed_task_is_changed_in_every_split_and_not_long_range_arena(root:
 
 
 def test_released_files_are_read(tmp_path: Path) -> None:
-    samples = listops.generate(30, preset="small", seed=0)
+    samples = listops.generate(30, listops.PRESETS["small"], seed=0)
     for place, split in enumerate(("train", "val", "test")):
         path = tmp_path / "listops-1000" / f"basic_{split}.tsv"
         path.parent.mkdir(exist_ok=True)
-        listops_files.write(path, samples[10 * place : 10 * place + 10])
+        part = samples[10 * place : 10 * place + 10]
+        lines = [f"{listops.to_text(sample.tokens)}\t{sample.label}\n" for sample in part]
+        path.write_text("".join(["Source\tTarget\n", *lines]))
     module = data("listops", tmp_path, "official")
     batch = next(iter(module.test_dataloader()[0]))
     assert [
@@ -175,7 +176,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     def interrupted(task: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(command.OWN, "generate", interrupted)
+    monkeypatch.setattr(command, "generate", interrupted)
     with pytest.raises(SystemExit, match="130"):
         command.main(["generate", "listops"])
     assert "the same command goes on from here" in capsys.readouterr().err

@@ -12,8 +12,7 @@ import masks
 
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
-from benchmarks.lra import transfer
-from benchmarks.lra.model import Architecture, Classifier, lookup, pool
+from benchmarks.lra.model import Architecture, Classifier, load_fitting, lookup, pool
 from benchmarks.lra.tasks import TASKS, Sizes, Task
 
 TINY = Architecture(embed_dim=16, num_heads=2, n_layers=2, hidden_dim=16, mask="butterfly", block_size=16)
@@ -108,51 +107,37 @@ def test_hidden_tokens_are_hidden_and_asked_for(order: str, pooling: str) -> Non
     classifier = model(PICTURE, order=order, pooling=pooling)
     x, lengths = tokens(PICTURE), torch.full((3, 1), 64, dtype=torch.int32)
     is_hidden = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.4
-    guesses = classifier.guess_hidden(x, lengths, is_hidden)
-    truth = classifier.hidden_tokens(x, is_hidden)
+    guesses, truth = classifier.guess_hidden(x, lengths, is_hidden)
     assert guesses.shape == (int(is_hidden.sum()), 20)
     # what is hidden does not matter
-    torch.testing.assert_close(guesses, classifier.guess_hidden(torch.where(is_hidden, 3, x), lengths, is_hidden))
+    others, _ = classifier.guess_hidden(torch.where(is_hidden, 3, x), lengths, is_hidden)
+    torch.testing.assert_close(guesses, others)
     # guesses and truth are in one order: of the pixels of one image, in the model's
     places = torch.arange(64) if classifier.order is None else classifier.order
     assert truth[: int(is_hidden[0].sum())].tolist() == [int(x[0, 0, p]) for p in places if is_hidden[0, 0, p]]
 
 
-def test_learned_positions_are_laid_out_again_and_again() -> None:
-    weight = torch.arange(4.0)[:, None]
-    large = transfer.grown(weight, (2, 2), (4, 4), "tile").view(4, 4)
-    assert large.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]] * 2
-    stretched = transfer.grown(weight, (2, 2), (4, 4), "interpolate").view(4, 4)
-    assert stretched[0].tolist() == pytest.approx([0, 0.25, 0.75, 1])
-
-
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_weights_go_to_a_larger_image(pooling: str) -> None:
     larger = dataclasses.replace(PICTURE, length=256, grid=(16, 16))
-    small, large = (model(task, positions="learned", pooling=pooling) for task in (PICTURE, larger))
-    assert transfer.carry_over(large, small.state_dict(), grid=(8, 8)) == []
-    extra = int(pooling == "cls")
-    assert small.positions is not None
-    assert large.positions is not None
-    grid = large.positions.weight[extra:].view(16, 16, -1)
-    assert torch.equal(grid[3, 12], small.positions.weight[extra + 3 * 8 + 4])
+    small, large = (model(task, pooling=pooling) for task in (PICTURE, larger))
+    torch.nn.init.zeros_(large.head[0].weight)
+    assert load_fitting(large, small.state_dict()) == []
     assert torch.equal(large.head[0].weight, small.head[0].weight)
 
 
 def test_another_head_starts_afresh_and_is_named() -> None:
     other = dataclasses.replace(WORDS, n_classes=7)
     first, second = model(WORDS), model(other)
-    assert transfer.carry_over(second, first.state_dict(), grid=None) == ["head.2.bias", "head.2.weight"]
+    assert load_fitting(second, first.state_dict()) == ["head.2.bias", "head.2.weight"]
 
 
 def test_another_architecture_is_refused() -> None:
     with pytest.raises(ValueError, match=r"encoder\..* has shape"):
-        transfer.carry_over(model(WORDS, hidden_dim=32), model(WORDS).state_dict(), grid=None)
+        load_fitting(model(WORDS, hidden_dim=32), model(WORDS).state_dict())
     longer = dataclasses.replace(WORDS, length=128)
-    with pytest.raises(ValueError, match="only those of images can grow"):
-        transfer.carry_over(
-            model(longer, positions="learned"), model(WORDS, positions="learned").state_dict(), grid=None
-        )
+    with pytest.raises(ValueError, match=r"positions\.weight has shape \(64, 16\), but \(128, 16\) is needed"):
+        load_fitting(model(longer, positions="learned"), model(WORDS, positions="learned").state_dict())
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
+pytest.importorskip("pandas", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import lines, plots, reporting, scoring, tables
+from benchmarks.lra import reporting, scoring, speed, tables
 from benchmarks.lra.data import LraData, Rules
-from benchmarks.lra.floors import Result
 from benchmarks.lra.published import STEPS
+from benchmarks.lra.scoring import Result
 from benchmarks.lra.tasks import Sizes
 
 RESULT = Result("pathx", 0.70, 0.54, "places of the markers", 0.66, 0.5, 20_000, "generated", 0.6)
@@ -27,7 +28,7 @@ FACTS = {
 
 
 def timing(**changes: Any) -> dict[str, Any]:
-    line = {**dict.fromkeys(lines.SPEED_KEYS), **lines.untimed("ok")}
+    line = {**dict.fromkeys(speed.KEYS), **speed.untimed("ok")}
     line |= {"bench": "lra_speed", "pattern": "dense", "provider": "materialised", "device": "a GPU", "documents": 1}
     return {**line, "n": 1024, "batch": 32, "ms": 10.0, **changes}
 
@@ -47,10 +48,10 @@ def sized(task: str, **changes: Any) -> dict[str, Any]:
 def runs(tmp_path: Path) -> Path:
     """Two runs: one of Path-X, tested twice and taken up once, one of a stand-in."""
     folder = tmp_path / "runs"
-    lines.append_test(folder / "ours" / "pathx", Result(**{**vars(RESULT), "accuracy": 0.123}), **FACTS)
-    lines.append_test(folder / "ours" / "pathx", RESULT, **FACTS)
+    scoring.append_test(folder / "ours" / "pathx", Result(**{**vars(RESULT), "accuracy": 0.123}), **FACTS)
+    scoring.append_test(folder / "ours" / "pathx", RESULT, **FACTS)
     text = Result("text", 0.9, 0.89, "most frequent label", 0.5, 0.5, 100, "synthetic stand-in, not Long Range Arena")
-    lines.append_test(folder / "toy", text, **{**FACTS, "is_lra": False, "source": "stand-in", "mask": None})
+    scoring.append_test(folder / "toy", text, **{**FACTS, "is_lra": False, "source": "stand-in", "mask": None})
     for run, source, version, rows in [
         ("ours/pathx", "fresh", 0, "loss,step,validation_accuracy\n0.7,5,\n,9,0.5\n,19,0.1\n"),
         ("ours/pathx", "fresh", 1, "loss,step,validation_accuracy\n,19,0.6\n"),
@@ -66,7 +67,8 @@ def runs(tmp_path: Path) -> Path:
 def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp_path: Path) -> None:
     speed = tmp_path / "speed.jsonl"
     speed.write_text(json.dumps(runtime()) + "\n" + json.dumps(runtime(batch=1)) + "\n")
-    written = reporting.write(runs, speed, tmp_path / "out")
+    reporting.report(runs=runs, speed=speed, out=tmp_path / "out")
+    written = [*(tmp_path / "out").iterdir()]
     assert sorted(path.name for path in written) == [
         *("accuracy.png", "learning-curves.png", "length-a-gpu-1-8-64.png", "length-a-gpu-16-8-64.png", "report.md")
     ]
@@ -81,11 +83,11 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
 
 
 def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:
-    reporting.write(runs, tmp_path / "none.jsonl", tmp_path / "out")
+    reporting.report(runs=runs, speed=tmp_path / "none.jsonl", out=tmp_path / "out")
     before, after = (tmp_path / "out" / "report.md").read_text().split("## NOT Long Range Arena")
     assert "| toy |" in after and "| toy |" not in before
     assert "**no**" in after
-    figure = plots.learning_curves(reporting.curves_of(runs), reporting.tests_of(runs))
+    figure = reporting.learning_curves(reporting.curves_of(runs), reporting.tests_of(runs))
     assert [axes.get_title() for axes in figure.axes] == [
         "pathx, fresh data",
         "pathx, stand-in data: NOT Long Range Arena",
@@ -114,7 +116,7 @@ def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
         ("listops-small", "generated", {}, False),
         ("pathfinder64", "generated", {}, False),
         ("pathx", "generated", {"rules": Rules(contour_length=6)}, False),
-        ("pathx", "generated", {"rules": Rules(settings="documented")}, False),
+        ("pathx", "generated", {"rules": Rules(changes={"distractor_dashes": 35})}, False),
         ("pathx", "generated", {"sizes": Sizes(10, 10, 19_999)}, False),
     ],
 )
@@ -123,7 +125,7 @@ def test_what_is_long_range_arena(task: str, source: Any, changes: dict[str, Any
 
 
 def test_a_run_that_was_taken_up_has_one_curve(runs: Path) -> None:
-    assert reporting.curves_of(runs)[0] == plots.Curve("ours/pathx", "pathx, fresh data", True, {9: 0.5, 19: 0.6})
+    assert reporting.curves_of(runs)[0] == reporting.Curve("ours/pathx", "pathx, fresh data", True, {9: 0.5, 19: 0.6})
 
 
 @pytest.mark.parametrize(
@@ -139,9 +141,9 @@ def test_a_curve_says_what_is_not_long_range_arena(data: dict[str, Any], tmp_pat
     log.mkdir()
     (log / "metrics.csv").write_text("step,validation_accuracy\n9,0.8\n")
     (log / "config.yaml").write_text(json.dumps({"data": data}))
-    curve = plots.curve_of(tmp_path, "run")
+    curve = reporting.curve_of(tmp_path, "run")
     assert curve is not None and not curve.is_lra
-    assert plots.learning_curves([curve], []).axes[0].get_title().endswith(": NOT Long Range Arena")
+    assert reporting.learning_curves([curve], []).axes[0].get_title().endswith(": NOT Long Range Arena")
 
 
 def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() -> None:
@@ -150,7 +152,7 @@ def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() 
     # 2, 2, 2, 2, 32: 2 * 16 ** (1 / 5) = 3.48
     found += [sized(task, ms=10 / 32 if task == "text" else 5.0, **ours) for task in tables.TASKS]
     found += [sized(task, ms=4.0, pattern="butterfly", **ours) for task in tables.TASKS]
-    rows = {row.split(" | ")[0][2:]: row for row in tables.steps_table(found).splitlines()}
+    rows = {row.split(" | ")[0][2:]: row for row in tables.steps_table(tables.frame(found)).splitlines()}
     assert rows["blocksparse_flash (triton), dense"].endswith(
         "| 0.312 (32.00x) | 5 (2.00x) | 5 (2.00x) | 5 (2.00x) | **3.48x** | 2.4x |"
     )
@@ -161,13 +163,14 @@ def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() 
 def test_what_was_not_timed_has_no_share_in_a_mean() -> None:
     found = [sized(task) for task in tables.TASKS]
     ours = [sized(task, ms=5.0, provider="sdpa") for task in tables.TASKS]
-    missing = {**ours[0], **lines.untimed("out of memory")}
+    missing = {**ours[0], **speed.untimed("out of memory")}
     other_size = {**ours[0], "batch": 16}
     for odd in (missing, other_size):
-        gained = tables.speedups([*found, odd, *ours[1:]])
-        assert set(gained["dense", "sdpa", None]) == set(tables.TASKS[1:])
-        assert "**2.00x**" not in tables.steps_table([*found, odd, *ours[1:]])
-    assert "| out of memory |" in tables.steps_table([*found, missing, *ours[1:]])
+        lines_of_steps = tables.frame([*found, odd, *ours[1:]])
+        gained = tables.speedups(lines_of_steps).dropna(subset="gain")
+        assert {*gained.loc[gained["provider"] == "sdpa", "task"]} == {*tables.TASKS[1:]}
+        assert "**2.00x**" not in tables.steps_table(lines_of_steps)
+    assert "| out of memory |" in tables.steps_table(tables.frame([*found, missing, *ours[1:]]))
 
 
 def test_the_paper_stands_beside_its_own_sizes_only() -> None:
@@ -175,14 +178,14 @@ def test_the_paper_stands_beside_its_own_sizes_only() -> None:
         sized(task, provider=provider) for task in tables.TASKS for provider in ("materialised", "blocksparse_flash")
     ]
     tiny = [{**line, "n": 256} for line in found]
-    assert "2.4x" in tables.steps_table(found) and "2.4x" not in tables.steps_table(tiny)
+    assert "2.4x" in tables.steps_table(tables.frame(found)) and "2.4x" not in tables.steps_table(tables.frame(tiny))
     assert tables.speed_sections(found)[0] == "## Training steps on a GPU"
     assert tables.speed_sections(tiny)[0] == "## Training steps on a GPU, NOT the sizes of Long Range Arena"
 
 
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing to report: no test\.jsonl"):
-        reporting.write(tmp_path, tmp_path / "speed.jsonl", tmp_path / "out")
+        reporting.report(runs=tmp_path, speed=tmp_path / "speed.jsonl", out=tmp_path / "out")
 
 
 def test_the_command_says_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,8 @@ def test_a_set_that_differs_from_the_recorded_one_is_refused(tmp_path: Path, mon
     table.write_text(json.dumps({"squares": {"test-1000": "0" * 64}}))
     with pytest.raises(ValueError, match="cannot be compared"):
         sets.make(Squares(), "test", 1000, root=tmp_path / "third")
-    assert sets.recorded(Squares(), "test", 999) is None
+    # nothing is recorded of another number of samples
+    assert not sets.check(Squares(), "test", sets.make(Squares(), "test", 999, root=tmp_path), root=tmp_path)
 
 
 @dataclass(frozen=True)
@@ -172,19 +173,6 @@ def test_a_flipped_bit_in_a_complete_set_is_noticed(tmp_path: Path) -> None:
             sets.make(Squares(), "test", 2000, root=tmp_path)
     file.unlink()
     assert len(sets.make(Squares(), "test", 2000, root=tmp_path)) == 2000
-
-
-@pytest.mark.usefixtures("squares_are_recorded")
-def test_a_large_set_shows_how_far_its_check_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sets.make(Squares(), "test", 2000, root=tmp_path)
-    capsys.readouterr()
-    sets.make(Squares(), "test", 2000, root=tmp_path)
-    assert not capsys.readouterr().err
-    monkeypatch.setattr(sets, "LARGE", 2000 * 9)
-    sets.make(Squares(), "test", 2000, root=tmp_path)
-    assert "checking squares test: 100%" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("squares_are_recorded")

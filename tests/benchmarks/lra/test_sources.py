@@ -55,7 +55,7 @@ def test_records_of_listops_are_its_samples() -> None:
 
 def test_the_split_of_an_expression_does_not_bend_its_distribution() -> None:
     """One in eight, and lengths and labels as without splits."""
-    samples = listops.generate(4000, preset="small", seed=0)
+    samples = listops.generate(4000, listops.PRESETS["small"], seed=0)
     for split, share in (("test", 1 / 8), ("validation", 1 / 8), ("train", 6 / 8)):
         members = [sample for sample in samples if sources.split_of(sample.tokens) == split]
         assert len(members) / 4000 == pytest.approx(share, abs=0.025)

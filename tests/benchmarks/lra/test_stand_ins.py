@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 
@@ -9,13 +11,19 @@ import numpy as np
 import pytest
 
 from benchmarks.lra import stand_ins
-from benchmarks.lra.official.places import Example
+from benchmarks.lra.released import Example
+from benchmarks.lra.tasks import find
+
+
+def maker(name: str, length: int) -> Callable[[str, int], list[Example]]:
+    return functools.partial(stand_ins.load, dataclasses.replace(find(name), length=length))
+
 
 # maker, documents, numbers possible, labels, shortest and longest document
 TASKS = [
-    (lambda split, count: stand_ins.text(split, count, length=200), 1, 257, 2, 100, 200),
-    (lambda split, count: stand_ins.retrieval(split, count, length=100), 2, 257, 2, 100, 100),
-    (stand_ins.image, 1, 256, 10, 1024, 1024),
+    (maker("text", 200), 1, 257, 2, 100, 200),
+    (maker("retrieval", 100), 2, 257, 2, 100, 100),
+    (maker("image", 1024), 1, 256, 10, 1024, 1024),
 ]
 
 
@@ -47,7 +55,7 @@ def test_examples_follow_from_split_and_place(make: Callable[[str, int], list[Ex
 
 def test_the_chains_can_be_told_apart() -> None:
     """By counting which letter follows which three: else there would be nothing to learn."""
-    train, test = stand_ins.text("train", 60), stand_ins.text("test", 40)
+    train, test = maker("text", 1000)("train", 60), maker("text", 1000)("test", 40)
     counts = np.ones((2, 16**4))
     for example in train:
         np.add.at(counts[example.label], fours(example), 1)

@@ -19,10 +19,11 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
+from lightning.pytorch import Callback
+
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import lines, training
+from benchmarks.lra import scoring, training
 from benchmarks.lra.model import Architecture
-from benchmarks.lra.progress import Deadline
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 from blocksparse_flash.nn import EncoderBlock
 
@@ -94,29 +95,15 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
-class AtStep(Deadline):
-    """A deadline that comes after a step."""
+class StopAt(Callback):
+    """Stops the training after a step."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(at=math.inf)
         self.step = step
 
-    def on_train_batch_end(self, trainer: Any, *more: Any, **named: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.step:
-            self.at = 0.0
-        super().on_train_batch_end(trainer, *more, **named)
-
-
-class WithinStep(Deadline):
-    """A deadline that comes behind the third piece, in the middle of the second step of two pieces."""
-
-    def __init__(self) -> None:
-        super().__init__(at=math.inf)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.at = 0.0
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            trainer.should_stop = True
 
 
 def last(folder: Path) -> dict[str, Any]:
@@ -173,26 +160,24 @@ STAGED = {
 AVERAGED = {"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}
 
 
-def test_a_run_that_its_deadline_stops_goes_on_as_if_it_had_not(tmp_path: Path, root: Path) -> None:
+STOP = "tests.benchmarks.lra.test_training.StopAt"
+
+
+def test_a_stopped_run_resumes_as_if_it_had_not_stopped(tmp_path: Path, root: Path) -> None:
     """Averaged weights are for tests; training resumes with the trained weights. The run stops within three steps drawn
     together, after a stage with another batch size."""
     more = {"default_root_dir": str(tmp_path / "whole"), "callbacks": [AVERAGED]}
     run(tmp_path / "whole", root, **STAGED, trainer=more)
-    stop = {"class_path": "tests.benchmarks.lra.test_training.AtStep", "init_args": {"step": 5}}
-    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0, "floor": 0.3}}
-    more = {"default_root_dir": str(tmp_path / "parts"), "callbacks": [AVERAGED, report, stop]}
+    stop = {"class_path": STOP, "init_args": {"step": 5}}
+    more = {"default_root_dir": str(tmp_path / "parts"), "callbacks": [AVERAGED, stop]}
     run(tmp_path / "parts", root, **STAGED, trainer=more)
     assert last(tmp_path / "parts")["global_step"] == 5
-    more["callbacks"] = [AVERAGED, report]
+    more["callbacks"] = [AVERAGED]
     run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", **STAGED, trainer=more)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     ends = [last(tmp_path / name) for name in ("whole", "parts")]
     for state in ("state_dict", "current_model_state"):
         assert all(torch.equal(ends[0][state][name], weight) for name, weight in ends[1][state].items())
-    said = [json.loads(line) for line in (tmp_path / "parts" / "progress.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in said] == list(range(1, 9))
-    assert [line["samples"] for line in said] == [8, 16, 20, 24, 28, 32, 36, 40]
-    assert said[-1]["floor"] == 0.3
 
 
 def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
@@ -205,37 +190,27 @@ def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
     assert "(root operator alone), balanced accuracy" in printed
     assert "40 samples, generated (by the published rules), not the official release" in printed
     line = json.loads((tmp_path / "test.jsonl").read_text())
-    assert [*line] == lines.TEST_KEYS
+    assert [*line] == scoring.TEST_KEYS
     assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
 
 
-def test_a_step_in_pieces_is_reported_as_a_step(tmp_path: Path, root: Path) -> None:
-    report = {"class_path": "benchmarks.lra.progress.Progress", "init_args": {"every": 0.0}}
-    more = {"default_root_dir": str(tmp_path), "max_steps": 2, "accumulate_grad_batches": 2, "callbacks": [report]}
-    run(tmp_path, root, trainer=more)
-    said = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["samples"]) for line in said] == [(0, 4), (1, 8), (1, 12), (2, 16)]
-    # of the second piece of each step
-    assert [line["loss"] for line in said[1::2]] == [
-        pytest.approx(loss, abs=1e-4) for loss in losses(tmp_path).values()
-    ]
-    run(tmp_path, root, "test", "--ckpt_path", str(tmp_path / "checkpoints" / "last.ckpt"), trainer=more)
-    line = json.loads((tmp_path / "test.jsonl").read_text())
-    assert (line["steps"], line["batch_size"]) == (2, 8)
-
-
-def test_a_deadline_within_a_step_in_pieces_waits_for_its_end(tmp_path: Path, root: Path) -> None:
-    """Gradients of half a step are in no checkpoint: it would go on with those of its other half alone."""
-    stop = {"class_path": "tests.benchmarks.lra.test_training.WithinStep"}
+def test_accumulated_gradients_make_one_step(tmp_path: Path, root: Path) -> None:
+    """Steps of two batches of 4: a stopped run resumes with the next batch, and a test reports batches of 8."""
+    stop = {"class_path": STOP, "init_args": {"step": 2}}
+    more: dict[str, Any] = {"max_steps": 4, "accumulate_grad_batches": 2}
     for name, callbacks in (("whole", []), ("parts", [stop])):
-        more = {"default_root_dir": str(tmp_path / name), "max_steps": 4, "accumulate_grad_batches": 2}
-        run(tmp_path / name, root, trainer={**more, "callbacks": callbacks})
-    assert last(tmp_path / "parts")["global_step"] == 2
-    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last", trainer={**more, "callbacks": []})
-    # which Lightning numbers otherwise when it goes on
-    assert [*losses(tmp_path / "parts").values()] == [*losses(tmp_path / "whole").values()]
+        folder = tmp_path / name
+        run(folder, root, trainer={**more, "callbacks": callbacks, "default_root_dir": str(folder)})
+    assert last(folder)["global_step"] == 2
+    more["default_root_dir"] = str(folder)
+    run(folder, root, "fit", "--ckpt_path", "last", trainer=more)
+    # Lightning numbers the steps differently after resuming
+    assert [*losses(folder).values()] == [*losses(tmp_path / "whole").values()]
     ends = [last(tmp_path / name)["state_dict"] for name in ("whole", "parts")]
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+    run(folder, root, "test", "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), trainer=more)
+    line = json.loads((folder / "test.jsonl").read_text())
+    assert (line["steps"], line["batch_size"]) == (4, 8)
 
 
 def test_weights_go_from_one_resolution_to_the_next(
@@ -308,14 +283,6 @@ def test_trained_weights_are_kept_where_no_checkpoint_came_before(tmp_path: Path
     assert any(not torch.equal(end["state_dict"][name], weight) for name, weight in end["current_model_state"].items())
 
 
-def test_a_profile_says_where_a_step_goes(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = {"class_path": "benchmarks.lra.progress.Profile", "init_args": {"at": 2, "steps": 2, "rows": 3}}
-    run(tmp_path, root, trainer={"max_steps": 5, "callbacks": [profile], "default_root_dir": str(tmp_path)})
-    said = capsys.readouterr().out
-    assert len(re.findall(r"a step takes [\d.]+ ms under the profiler", said)) == 1
-    assert len(re.findall(r"^ +[\d.]+ ms +[\d.]+% +\d+ x ", said, re.MULTILINE)) == 3
-
-
 def test_layers_are_compiled_once_each_when_asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled without changing the code, so that a run has the losses of one that is not compiled: bit for bit."""
     asked = []
@@ -342,10 +309,8 @@ def test_layers_of_images_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_answers_are_in_the_order_of_the_samples() -> None:
-    answers = training.Answers()
-    answers.update(torch.tensor([4, 2]), torch.tensor([[0.0, 1.0], [3.0, 2.0]]))
-    answers.update(torch.tensor([0]), torch.tensor([[5.0, 1.0]]))
-    assert answers.compute().tolist() == [[5.0, 1.0], [3.0, 2.0], [0.0, 1.0]]
+    answers = torch.tensor([[4.0, 0.0, 1.0], [2.0, 3.0, 2.0], [0.0, 5.0, 1.0]])
+    assert training.in_order(answers).tolist() == [[5.0, 1.0], [3.0, 2.0], [0.0, 1.0]]
 
 
 def test_pathfinder_is_tested_on_counterfactual_pairs_too(

@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import context_parallel as context_report
 from benchmarks.report import lines as measurements
 from benchmarks.report import plots
+from benchmarks.report.lines import frame
 from benchmarks.run import context_parallel
 
 
@@ -45,40 +50,40 @@ def test_of_equal_measurements_the_latest_counts(tmp_path: Path) -> None:
     path = tmp_path / "context_parallel.jsonl"
     assert list(LINK) == context_parallel.LINK_KEYS
     path.write_text("".join(json.dumps(one) + "\n" for one in [*LINES, line(ms=4.0)]))
-    found = measurements.read(path, context_report.IDENTITY)
-    assert len(found) == len(LINES) and found[1]["ms"] == 4.0
+    found = measurements.read(path)
+    assert len(found) == len(LINES) and found["ms"][1] == 4.0
 
 
 def test_a_bound_is_a_speed_up() -> None:
-    assert context_report.bound(line()) == 2.0
-    # weak scaling: one process has less to do
-    assert context_report.bound(line(scaling="weak", one_ms=4.5, speedup=1.8)) == 2.0
+    (found,) = context_report.settings(frame([line()]))
+    assert found["bound"].tolist() == [2.0]
 
 
 def test_the_section_has_a_table_for_each_setting() -> None:
-    said = context_report.section(LINES)
+    said = context_report.section(frame(LINES))
     assert "all_to_all of 256 MiB per rank, 268 GB/s" in said
     assert "| local | 9.00 | 1.80 (2.00, compute) | 1.50 (1.80, link) |" in said
     assert "| butterfly | 20.00 | 1.25 (2.00, compute) | - |" in said
     assert "and 4 key heads" in said and "and 16 key heads" in said and "all-gather" not in said
-    assert context_report.section([]) == "" and context_report.section([LINK]) == ""
+    assert context_report.section(frame([])) == "" and context_report.section(frame([LINK])) == ""
 
 
 def test_the_readme_has_a_column_for_each_setting_of_the_most_gpus() -> None:
-    said = context_report.summary([*LINES, line(ranks=4, speedup=3.5), line(ranks=4, provider="all_gather", n=2**20)])
+    four = [line(ranks=4, speedup=3.5), line(ranks=4, provider="all_gather", n=2**20)]
+    said = context_report.summary(frame([*LINES, *four]))
     assert "4 GPU, head_dim 128" in said and "65,536 tokens, 16 query and 4 key heads | 1,048,576 tokens" in said
     assert "| local | 3.50 / - | - / 1.80 |" in said and "butterfly" not in said
-    assert "| local | 1.80 / 1.50 | 1.80 / - |" in context_report.summary(LINES)
-    assert context_report.summary([]) == "" and context_report.summary([LINK]) == ""
+    assert "| local | 1.80 / 1.50 | 1.80 / - |" in context_report.summary(frame(LINES))
+    assert context_report.summary(frame([])) == "" and context_report.summary(frame([LINK])) == ""
 
 
 def test_everything_has_a_row_for_each_line() -> None:
-    said = context_report.everything(LINES)
+    said = context_report.everything(frame(LINES))
     assert said.count("| exchange |") == 4 and "| 0.500 | 1.500 |" in said
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:
-    figure = plots.context(LINES[1:])
+    figure = plots.context(frame(LINES[1:]))
     titles = [axis.get_title() for axis in figure.axes]
     assert titles == ["2 GPUs, 64K tokens, 16 on 4 heads", "2 GPUs, 64K tokens, 16 on 16 heads"]
     figure.savefig(tmp_path / "context.png")

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import decode, front_page, long_range, pages, plots, summaries
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
+from benchmarks.report import attention, pages, plots, summaries, tables
 from benchmarks.report import lines as measurements
+from benchmarks.report.lines import frame
+from benchmarks.report.markdown import replaced
 from benchmarks.run import measure
 
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
@@ -66,16 +70,16 @@ def test_other_gpus_have_their_own_rows() -> None:
     here = [of(one, pattern=name, ms=ms) for one, ms in ((TRITON, 2.0), (FLEX, 4.0)) for name in ("local", "random")]
     there = [{**one, "device": "other", "tflops": 90.0 if one["pattern"] == "local" else 110.0} for one in here[:3]]
     swept = [{**one, "device": "other"} for one in SWEPT[:2]]
-    lines = [*there, *here, *SWEPT, *swept]
-    assert pages.most(lines) == [*here, *SWEPT]
-    assert rows_of(summaries.ranges(pages.elsewhere_values(lines), "measurement", "backend", "baseline")) == [
+    lines = frame([*there, *here, *SWEPT, *swept])
+    assert attention.most(lines)["ms"].tolist() == [one["ms"] for one in [*here, *SWEPT]]
+    assert rows_of(summaries.ranges(attention.other_gpus_values(lines), "measurement", "backend", "baseline")) == [
         "| TFLOP/s on other | blocksparse_flash, triton | GPU | 2 | 0.90 | 0.99 | 1.10 | - |",
         "| speed-up on other | blocksparse_flash, triton | FlexAttention | 1 | 2.00 | 2.00 | 2.00 | 0 |",
     ]
-    section = pages.elsewhere_section(lines)
+    section = attention.other_gpus_section(lines)
     assert "One other, bf16" in section and "| local | 0.1 | 64 | 90 / - | 90 / - |" in section
-    assert pages.elsewhere_values(here) == [] == pages.most([]) and pages.elsewhere_section(here) == ""
-    assert pages.elsewhere_section([*here, *swept]) == ""
+    assert attention.other_gpus_values(frame(here)) == [] and attention.other_gpus_section(frame(here)) == ""
+    assert attention.most(frame([])).empty and attention.other_gpus_section(frame([*here, *swept])) == ""
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
@@ -110,8 +114,7 @@ def test_the_readme_has_a_chart_and_three_sentences() -> None:
         for direction in ("fwd", "bwd")
     ]  # fmt: skip
     longer = [of(HOPPER, bench="length", n=n, ms=ms) for n, ms in ((16384, 1.0), (65536, 5.0))]
-    setting, _ = pages.main_setting(shown)
-    assert front_page.section(setting, shown, [*shown, *longer]).splitlines() == [
+    assert attention.front_page(frame([*shown, *longer])).splitlines() == [
         "![TFLOP/s by mask, forward and backward](benchmarks/results/speed.png)",
         "",
         "One GPU, bf16, 1,024 tokens, batch 1, hidden size 256, PyTorch 2.11, Triton 3.6:",
@@ -127,7 +130,7 @@ def test_the_readme_has_a_chart_and_three_sentences() -> None:
         ),
     ]
     # without a measurement there is no sentence
-    few = front_page.section(setting, [of(TRITON)], [of(TRITON)])
+    few = attention.front_page(frame([of(TRITON)]))
     assert few.count("\n- ") == 0 and "speed.png" in few
 
 
@@ -137,15 +140,15 @@ def test_long_range_has_a_row_for_each_configuration(tmp_path: Path) -> None:
     for name, tests in (("pathx", [{**said, "accuracy": 0.1}, said]), ("dense", [{**said, "mask": None}])):
         (tmp_path / "ours" / name).mkdir(parents=True)
         (tmp_path / "ours" / name / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tests))
-    assert rows_of(long_range.section(long_range.read(tmp_path))) == [
+    assert rows_of(tables.long_range(tables.read_long_range(tmp_path))) == [
         "| `ours/dense` | pathx | dense | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
         "| `ours/pathx` | pathx | butterfly \\| local | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
     ]
-    assert long_range.section(long_range.read(tmp_path / "missing")) == ""
+    assert tables.long_range(tables.read_long_range(tmp_path / "missing")) == ""
 
 
 def test_decoding_has_a_row_for_each_case() -> None:
-    assert decode.section([]) == "" == decode.section([of(TRITON, direction="call", kv_heads=2)])
+    assert tables.decoding(frame([])) == "" == tables.decoding(frame([of(TRITON, direction="call", kv_heads=2)]))
     found = [
         of(by, bench="decode", pattern=pattern, direction="graph", kv_heads=2, q_len=q_len, ms=ms)
         for by, pattern, q_len, ms in (
@@ -154,10 +157,9 @@ def test_decoding_has_a_row_for_each_case() -> None:
             (CUDNN, "dense", 16, 2.0),
         )
     ]
-    section = decode.section(found)
-    assert (
-        "4 query heads and 2 key heads of dimension 64" in section and "stores 10.0% to 10.0% of the blocks" in section
-    )
+    section = tables.decoding(frame(found))
+    assert "4 query heads and 2 key heads of dimension 64" in section
+    assert "stores 10.0% to 10.0% of the blocks" in section
     columns = ["keys", "batch", "queries", "blocksparse_flash, triton, sparse", "blocksparse_flash, triton, dense"]
     assert section.splitlines()[2] == f"| {' | '.join([*columns, 'cuDNN, dense'])} |"
     assert rows_of(section) == ["| 1,024 | 1 | 1 | 10 | 500 | - |", "| 1,024 | 1 | 16 | - | - | 2,000 |"]
@@ -169,23 +171,22 @@ def test_what_was_never_measured_has_no_lines(tmp_path: Path) -> None:
             pages.read(tmp_path)
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(of(TRITON)))
     found = pages.read(tmp_path)
-    assert {name: len(lines) for name, lines in found.items() if lines} == {"attention": 1, "masks": 1}
+    assert {name: len(lines) for name, lines in found.items() if len(lines)} == {"attention": 1, "masks": 1}
 
 
 def test_every_picture_that_is_named_exists() -> None:
     lines = pages.read(pages.RESULTS)
-    named = [*plots.figures(lines["attention"], lines["masks"]), *(["io"] if lines["io"] else [])]
-    assert [name for name in named if not (pages.RESULTS / f"{name}.png").exists()] == []
+    assert [name for name in plots.figures(lines) if not (pages.RESULTS / f"{name}.png").exists()] == []
 
 
 def test_markers_must_be_there_once() -> None:
     marked = "<!-- begin x: by hand -->\nold\nlines\n<!-- end x -->"
-    assert pages.replaced(f"a\n{marked}\nb", {"x": "new"}) == "a\n<!-- begin x: by hand -->\nnew\n<!-- end x -->\nb"
+    assert replaced(f"a\n{marked}\nb", {"x": "new"}) == "a\n<!-- begin x: by hand -->\nnew\n<!-- end x -->\nb"
     # written twice, or with nothing, it is the same
-    assert pages.replaced(pages.replaced(marked, {"x": ""}), {"x": "old\nlines"}) == marked
+    assert replaced(replaced(marked, {"x": ""}), {"x": "old\nlines"}) == marked
     for text in ("", marked + "\n" + marked):
         with pytest.raises(ValueError, match="one pair of markers"):
-            pages.replaced(text, {"x": "new"})
+            replaced(text, {"x": "new"})
 
 
 # ---- tables ----
@@ -193,7 +194,7 @@ def test_markers_must_be_there_once() -> None:
 
 def test_a_cell_is_forward_and_backward_of_its_provider() -> None:
     found = [of(TRITON, tflops=101), of(TRITON, tflops=51, direction="bwd"), of(CUDNN, pattern="dense", tflops=300)]
-    assert pages.speed_table(found).splitlines() == [
+    assert attention.speed_table(frame(found)).splitlines() == [
         "| pattern | density | head_dim | blocksparse_flash, triton | cuDNN |",
         "|---|---|---|---|---|",
         "| local | 0.1 | 64 | 101 / 51 | - |",
@@ -203,7 +204,7 @@ def test_a_cell_is_forward_and_backward_of_its_provider() -> None:
 
 def test_costs_are_columns_of_their_own() -> None:
     found = [of(TRITON), of(TRITON, direction="mask", ms=7.0, tflops=None)]
-    *_, row = pages.cost_table(found, 400.0).splitlines()
+    *_, row = attention.cost_table(frame(found), 400.0).splitlines()
     assert (
         row == "| local | 64 | blocksparse_flash, triton | fwd | 2.000 (1.900 to 2.100) | 100 | 25% | 1 | 7.0 | 5.0 |"
     )
@@ -212,29 +213,27 @@ def test_costs_are_columns_of_their_own() -> None:
 def test_a_later_measurement_replaces_an_earlier_one(tmp_path: Path) -> None:
     said = [of(TRITON, ms=1.0), of(FLEX), of(TRITON, ms=3.0, commit="later")]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
-    assert [(one["backend"], one["ms"]) for one in measurements.read(tmp_path / "lines.jsonl")] == [
-        ("triton", 3.0),
-        ("triton", 2.0),
-    ]
+    found = measurements.read(tmp_path / "lines.jsonl")
+    assert [*zip(found["backend"], found["ms"], strict=True)] == [("triton", 3.0), ("triton", 2.0)]
 
 
 def test_a_matrix_product_stands_beside_what_its_own_run_measured(tmp_path: Path) -> None:
     said = [of(("torch", "cublas"), bench="matmul", tflops=rate, commit=run) for rate, run in ((700, "a"), (800, "b"))]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
     lines = measurements.read(tmp_path / "lines.jsonl")
-    assert [measurements.matmul_rate(lines, [of(TRITON, commit=run)]) for run in "abc"] == [700, 800, None]
-    assert measurements.matmul_rate(lines, [of(TRITON, commit="a"), of(FLEX, commit="b")]) is None
+    assert [measurements.matmul_rate(lines, frame([of(TRITON, commit=run)])) for run in "abc"] == [700, 800, None]
+    assert measurements.matmul_rate(lines, frame([of(TRITON, commit="a"), of(FLEX, commit="b")])) is None
 
 
 def test_speedups_are_over_what_both_measured() -> None:
     found = [of(TRITON, ms=1.0), of(TRITON, ms=2.0, direction="bwd"), of(TRITON, ms=9.0, pattern="dense")]
     found += [of(FLEX, ms=2.0), of(FLEX, ms=16.0, direction="bwd"), of(FLEX, ms=1.0, direction="mask")]
     found += [of(CUDNN, ms=3.0, pattern="dense")]
-    assert rows_of(summaries.ranges(summaries.speedups(found), "backend", "baseline")) == [
+    assert rows_of(summaries.ranges(summaries.speedups(frame(found)), "backend", "baseline")) == [
         "| blocksparse_flash, triton | FlexAttention | 2 | 2.00 | 4.00 | 8.00 | 0 |",
         "| blocksparse_flash, triton | cuDNN | 1 | 0.33 | 0.33 | 0.33 | 1 |",
     ]
-    assert summaries.ranges(summaries.speedups(found[:3]), "backend", "baseline") == ""
+    assert summaries.ranges(summaries.speedups(frame(found[:3])), "backend", "baseline") == ""
 
 
 @pytest.mark.parametrize(
@@ -247,25 +246,25 @@ def test_break_even_is_where_the_curves_cross(dense: float, expected: float | No
 
 
 def test_sweeps_have_pictures_and_tables() -> None:
-    section = pages.sweeps_section(SWEPT)
+    section = attention.sweeps_section(frame(SWEPT))
     # 6 ms lie between 1 ms at density 0.1 and 8 ms at 1
     dense = "blocksparse_flash, triton | dense blocksparse_flash, triton"
     assert f"| density up to which sparse is faster | {dense} | forward | 1 | 0.74 | 0.74 | 0.74 |" in section
-    assert all(f"results/{name}.png" in section for name in plots.SWEEPS)
+    assert all(f"results/{name}.png" in section for name in attention.SWEEPS)
     # 2 ms with a new mask, 1 ms with the same one: the change costs 1 ms, and theirs 1.5 ms
     assert "| blocksparse_flash, triton | new mask | 64 | 2.00 (1.80 to 2.20) | 1.00 | 5.0 |" in section
     assert "| FlexAttention | new mask | 64 | 3.00 (2.70 to 3.30) | 1.50 | 5.0 |" in section
-    assert pages.sweeps_section([]) == ""
-    assert pages.everything(SWEPT).count("## ") == 5
-    commands = [f"`python -m benchmarks.run.attention --sweep {name}`" for name in plots.SWEEPS]
-    assert all(command in pages.everything(SWEPT) for command in commands)
+    assert attention.sweeps_section(frame([])) == ""
+    assert attention.everything(frame(SWEPT)).count("## ") == 5
+    commands = [f"`python -m benchmarks.run.attention --sweep {name}`" for name in attention.SWEEPS]
+    assert all(command in attention.everything(frame(SWEPT)) for command in commands)
 
 
 def test_growth_is_between_the_shortest_and_the_longest_of_each_direction() -> None:
     found = [of(TRITON, bench="length", n=n, ms=ms) for n, ms in ((8192, 1.0), (16384, 2.0), (65536, 9.0))]
     found += [of(TRITON, bench="length", n=65536, direction="bwd"), of(FLEX, bench="length", n=16384)]
     # a backward of one length, FlexAttention's lines and launch-bound lengths say nothing about growth
-    (value,) = summaries.growth(found)
+    (value,) = summaries.growth(frame(found))
     assert value[1:] == ("blocksparse_flash, triton", "16,384 tokens", "forward", "64", 4.5)
     assert value.measurement.startswith("time at 65,536 tokens, 4 times as many")
 
@@ -277,12 +276,12 @@ def test_small_blocks_are_compared_with_those_of_a_tile() -> None:
         for side, ms in ((16, 8.0 * slow**2), (64, 3.0 * slow), (128, slow), (256, slow))
     ]
     peer = of(FLEX, bench="block-size", pattern="random, 64", ms=99.0)
-    assert rows_of(summaries.ranges(summaries.small_blocks([*found, peer]), "measurement", "baseline")) == [
+    assert rows_of(summaries.ranges(summaries.small_blocks(frame([*found, peer])), "measurement", "baseline")) == [
         "| time in blocks of 64, random | blocks of 128 | 2 | 3.00 | 3.00 | 3.00 |",
         "| time in blocks of 16, random | blocks of 128 | 2 | 8.00 | 11.31 | 16.00 |",
     ]
     # without blocks of 128 there is no baseline
-    assert summaries.small_blocks([one for one in found if one["pattern"] != "random, 128"]) == []
+    assert summaries.small_blocks(frame(one for one in found if one["pattern"] != "random, 128")) == []
 
 
 def test_determinism_is_compared_where_both_ways_were_measured() -> None:
@@ -296,31 +295,33 @@ def test_determinism_is_compared_where_both_ways_were_measured() -> None:
             (equal, "local", 1.1),
         )
     ]
-    values = summaries.deterministic([*found, of(TRITON, bench="deterministic", direction="bwd", head_dim=128)])
+    other = of(TRITON, bench="deterministic", direction="bwd", head_dim=128)
+    values = summaries.deterministic(frame([*found, other]))
     assert [(value.backend, value.head_dim, value.value) for value in values] == [
         ("blocksparse_flash, triton", "64", 1.25),
         ("blocksparse_flash, triton", "64", 1.1),
     ]
-    assert summaries.deterministic([of(TRITON, bench="deterministic", direction="bwd")]) == []
+    assert summaries.deterministic(frame([of(TRITON, bench="deterministic", direction="bwd")])) == []
 
 
 def test_a_density_sweep_that_ended_early_tells_no_break_even() -> None:
-    early = [one for one in SWEPT if one["bench"] == "density" and one["pattern"] != "random, 1"]
-    assert plots.swept(early, "density") == [] and "results/density.png" not in pages.sweeps_section(early)
-    # what was measured stands in the table of everything
-    assert "| random, 0.1 |" in pages.everything(early)
+    early = frame(one for one in SWEPT if one["bench"] == "density" and one["pattern"] != "random, 1")
+    assert attention.swept(early, "density").empty
+    assert "results/density.png" not in attention.sweeps_section(early)
+    # the table of all measurements has it
+    assert "| random, 0.1 |" in attention.everything(early)
 
 
 def test_a_break_even_is_at_most_the_highest_density_measured() -> None:
     swept = [one for one in SWEPT if one["bench"] == "density" and one["direction"] == "fwd"]
     ours = [
-        {**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if measurements.provider_of(one) == TRITON
+        {**one, "backend": "hopper", "ms": one["ms"] / 2} for one in swept if one["provider"] == "blocksparse_flash"
     ]
     few, dense = ours[0], ours[-1]
     assert (few["pattern"], dense["pattern"]) == ("random, 0.1", "dense")
 
     def densities(*added: dict[str, Any]) -> list[float]:
-        found = summaries.break_evens([*swept, *added])
+        found = summaries.break_evens(frame([*swept, *added]))
         return [value.value for value in found if value.backend == "blocksparse_flash, hopper"]
 
     assert densities(few, dense) == [0.1]
@@ -339,7 +340,8 @@ def test_the_summary_has_a_row_for_each_benchmark() -> None:
         for way in ("fwd", "bwd")
     ]
     name = "blocksparse_flash, triton"
-    assert rows_of(pages.highlights({"attention": [*SWEPT, *longer, *equal], "small": []})) == [
+    lines = {"attention": frame([*SWEPT, *longer, *equal]), "small": frame([])}
+    assert rows_of(pages.highlights(lines)) == [
         (
             f"| time at 32,768 tokens, 2 times as many, fixed keys per query | {name} | 16,384 tokens | 2 | 1.67 "
             "| 1.83 | 2.00 |"
@@ -350,7 +352,7 @@ def test_the_summary_has_a_row_for_each_benchmark() -> None:
         f"| {name} | new mask | 1.00 |",
         "| FlexAttention | new mask | 1.50 |",
     ]
-    assert pages.highlights({"attention": [], "small": []}) == ""
+    assert pages.highlights({"attention": frame([]), "small": frame([])}) == ""
 
 
 # ---- pictures ----
@@ -358,8 +360,9 @@ def test_the_summary_has_a_row_for_each_benchmark() -> None:
 
 def test_every_sweep_is_drawn_with_everything_in_it() -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    drawn = plots.figures([of(TRITON), of(FLEX), *SWEPT], measurements.read(pages.RESULTS / "masks.jsonl"))
-    assert [*drawn] == ["speed", *plots.SWEEPS, "masks"]
+    lines = {**dict.fromkeys(pages.FILES, frame([])), "masks": measurements.read(pages.RESULTS / "masks.jsonl")}
+    drawn = plots.figures({**lines, "attention": frame([of(TRITON), of(FLEX), *SWEPT])})
+    assert [*drawn] == ["speed", *attention.SWEEPS, "masks"]
     for name, figure in drawn.items():
         shown = {text.get_text() for text in figure.legends[0].get_texts()}
         assert any("blocksparse_flash" in text for text in shown), name
@@ -369,32 +372,33 @@ def test_every_sweep_is_drawn_with_everything_in_it() -> None:
 def test_a_changed_mask_has_a_cost_for_each_length_and_clock() -> None:
     longer = [{**one, "n": 4096, "ms": 10 * one["ms"]} for one in SWEPT if one["bench"] == "change"]
     rows = [{**one, "direction": "steps", "ms": 1 + (one["ms"] - 1) / 4} for one in longer]
-    section = pages.change_section([*longer, *rows])
+    section = attention.change_section(frame([*longer, *rows]))
     assert section.index("A synchronized step:") < section.index("One of many steps in a row:")
-    assert "One of many steps in a row:" not in pages.change_section(longer)
-    assert pages.sweeps_section([*SWEPT, *longer]).count("--sweep change`") == 2
+    assert "One of many steps in a row:" not in attention.change_section(frame(longer))
+    assert attention.sweeps_section(frame([*SWEPT, *longer])).count("--sweep change`") == 2
     shown = [one for one in SWEPT if one["bench"] == "change"]
-    assert summaries.changes([*shown, *longer, *rows]).splitlines()[0] == (
+    table = summaries.changes(frame([*shown, *longer, *rows]))
+    assert table.splitlines()[0] == (
         "| library | change | 1,024 tokens, a synchronized step | 4,096 tokens, a synchronized step "
         "| 4,096 tokens, one of many steps in a row |"
     )
-    assert rows_of(summaries.changes([*shown, *longer, *rows]))[0].startswith(
-        "| blocksparse_flash, triton | new mask | 1.00 |"
-    )
+    assert rows_of(table)[0].startswith("| blocksparse_flash, triton | new mask | 1.00 |")
 
 
 def test_a_cost_within_the_spread_of_the_steps_is_an_upper_bound() -> None:
     same, new = (of(TRITON, bench="change", direction="step", pattern=name) for name in ("same mask", "new mask"))
-    assert summaries.change_cost([same, new], {**new, "ms": 2.1}) == "< 0.20"
-    # a step that seems shorter with a new mask
-    assert summaries.change_cost([same, new], {**new, "ms": 1.9}) == "< 0.20"
-    assert summaries.change_cost([same, new], {**new, "ms": 3.0}) == "1.00"
-    assert summaries.change_cost([same, new], same) == summaries.change_cost([new], new) == "-"
+    # the second step seems shorter with a new mask
+    steps = [same, *({**new, "ms": ms} for ms in (2.1, 1.9, 3.0))]
+    assert summaries.change_costs(frame(steps)) == ["-", "< 0.20", "< 0.20", "1.00"]
+    assert summaries.change_costs(frame([new])) == ["-"]
 
 
 def test_every_provider_has_a_name_and_a_colour() -> None:
-    assert measurements.LABELS.keys() == plots.COLOURS.keys()
-    assert measurements.label(("someone", "new")) == "someone, new"
+    assert [*measurements.LABELS.values()] == [*plots.COLOURS]
+    assert measurements.providers(frame([of(("someone", "new")), of(TRITON)])) == [
+        "blocksparse_flash, triton",
+        "someone, new",
+    ]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(2048, "2K"), (1 << 20, "1M"), (1000, "1000"), (1536, "1536")])

@@ -11,11 +11,7 @@ from benchmarks.run.patterns import patterns
 
 def test_defaults_are_what_the_help_says() -> None:
     options = context_parallel.parsed([])
-    assert (options.scaling, options.lengths, options.providers) == (
-        "strong",
-        [65536],
-        list(context_providers.PROVIDERS),
-    )
+    assert (options.lengths, options.providers) == ([65536], list(context_providers.PROVIDERS))
     assert train_context_parallel.parsed(["--context", "4"]).context == 4
 
 

@@ -41,7 +41,7 @@ def spoiled(name: str) -> Any:
 def test_right_results_pass(case: sweeps.Case) -> None:
     tensors = tuple(x.bfloat16().requires_grad_() for x in inputs(batch=2))
     call = peers.ours("eager").prepare(case.pattern, Shape(2, HEADS, DIM, "cpu"))
-    errors = correctness.worst_errors(call, tensors, case.pattern)
+    errors = correctness.worst_errors(call, tensors, case.pattern.attends)
     assert [*errors] == ["out", "dq", "dk", "dv"] and max(errors.values()) < correctness.TOLERANCE
 
 
@@ -50,7 +50,7 @@ def test_each_wrong_result_is_named(name: str) -> None:
     pattern = CASES[1].pattern
     tensors = tuple(x.requires_grad_() for x in inputs())
     call = functools.partial(spoiled(name), mask=mask_of(pattern))
-    errors = correctness.worst_errors(call, tensors, pattern)
+    errors = correctness.worst_errors(call, tensors, pattern.attends)
     assert [wrong for wrong, error in errors.items() if not error <= correctness.TOLERANCE] == [name]
 
 
@@ -58,13 +58,17 @@ def test_nan_is_wrong_and_an_output_without_gradients_is_compared_alone() -> Non
     pattern = CASES[0].pattern
     tensors = tuple(x.requires_grad_() for x in inputs())
     mask = mask_of(pattern)
-    assert [*correctness.worst_errors(lambda q, k, v: plain(q, k, v, mask).detach(), tensors, pattern)] == ["out"]
-    errors = correctness.worst_errors(lambda q, k, v: plain(q, k, v, mask) * float("nan"), tensors, pattern)
+
+    def errors_of(call: Any) -> dict[str, float]:
+        return correctness.worst_errors(call, tensors, pattern.attends)
+
+    assert [*errors_of(lambda q, k, v: plain(q, k, v, mask).detach())] == ["out"]
+    errors = errors_of(lambda q, k, v: plain(q, k, v, mask) * float("nan"))
     assert not any(error <= correctness.TOLERANCE for error in errors.values())
     # of one head only, the first and the last
     for factors in ([float("nan"), 1.0], [1.0, float("nan")]):
         once = torch.tensor(factors)[:, None, None]
-        found = correctness.worst_errors(lambda q, k, v, once=once: plain(q, k, v, mask) * once, tensors, pattern)
+        found = errors_of(lambda q, k, v, once=once: plain(q, k, v, mask) * once)
         assert not found["out"] <= correctness.TOLERANCE
 
 
@@ -72,5 +76,6 @@ def test_a_mask_that_is_another_is_wrong(capsys: pytest.CaptureFixture[str]) -> 
     run = benchmark.Run(1, HEADS * DIM, DIM, Path(), device="cpu")
     tensors, _ = benchmark.inputs(run, N)
     local, butterfly = (next(case.pattern for case in CASES if case.name == name) for name in ("butterfly", "random"))
-    assert not benchmark.is_right(peers.ours("eager").prepare(local, run.shape), tensors, butterfly, "it")
+    call = peers.ours("eager").prepare(local, run.shape)
+    assert not correctness.is_right(call, tensors, butterfly.attends, "it")
     assert "it: WRONG, relative errors out" in capsys.readouterr().out

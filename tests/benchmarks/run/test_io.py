@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.report import pages, plots
-from benchmarks.run import bounds, io, measure
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
+import pandas as pd
+
+from benchmarks.report import io as report
+from benchmarks.report import plots
+from benchmarks.report.lines import frame
+from benchmarks.run import io, measure
 
 HEAD = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid '
@@ -107,16 +113,19 @@ def test_cases_are_identified_by_their_order() -> None:
     assert {line["sm_bytes"] for line in found} == {None}
 
 
-def test_units_and_order_do_not_matter() -> None:
-    text = log(
-        (SPIN, IGNORED), ("a", counted("1.5", "2", "3", unit="Kbyte")), ("b", counted("4", "0", "1", unit="Mbyte"))
-    )
+def test_the_order_of_rows_does_not_matter() -> None:
+    text = log((SPIN, IGNORED), ("a", counted("1500", "2", "3")), ("b", counted("4", "0", "1")))
     # launches 2, 1, 0
     lines = text.splitlines()
     text = "\n".join([lines[2], *reversed(lines[3:-1])])
-    (call,) = io.calls(io.kernels(text))
-    assert [one.kernel for one in call] == ["a", "b"]
-    assert io.summed(call)["dram_read_bytes"] == 4_001_500
+    assert io.kernels(text)["Kernel Name"].tolist() == [SPIN, "a", "b"]
+    (call,) = io.calls(text)
+    assert (call["dram_read_bytes"], call["n_kernels"]) == (1504, 2)
+
+
+def test_a_counter_that_a_kernel_lacks_is_not_summed() -> None:
+    (call,) = io.calls(log((SPIN, IGNORED), ("a", counted("1", "2", "3", "4")), ("b", counted("1", "2", "3"))))
+    assert (call["l2_bytes"], call["sm_bytes"]) == (6, None)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +135,8 @@ def test_units_and_order_do_not_matter() -> None:
         ("==PROF== Connected\n==WARNING== No kernels were profiled.", "no kernel was profiled"),
         (log(("forward_kernel", IGNORED)), "before any call began"),
         (log((SPIN, IGNORED), ("forward_kernel", IGNORED)), "ncu profiled 1 calls, expected 2"),
-        (log((SPIN, counted("n/a", "1", "1"))), "no value of dram__bytes_read.sum for spin_kernel"),
-        (log((SPIN, counted("1", "1", "1", unit="furlong"))), "in furlong; expected one of byte"),
+        (log((SPIN, counted("n/a", "1", "1"))), "ncu gave n/a byte as dram__bytes_read.sum of spin_kernel"),
+        (log((SPIN, counted("1", "1", "1", unit="furlong"))), "ncu gave 1 furlong as .*; expected bytes"),
     ],
     ids=["permission", "nothing", "no-marker", "too-few", "no-value", "unit"],
 )
@@ -216,8 +225,9 @@ def line(**given: Any) -> dict[str, Any]:
 
 def test_the_bound_is_that_of_the_proposition() -> None:
     # 2 heads, 2 bytes a number, M = 232448 / 2 numbers
-    assert bounds.theorem(line()) == pytest.approx(2 * 2 * (1024 * 64 + 0.25 * 1024**2 * 64**2 / 116224))
-    assert bounds.on_chip(line()) == 6_000_000 and bounds.on_chip(line(sm_bytes=None)) == 9_000_000
+    found = report.counted(frame([line(), line(density=0.5, sm_bytes=None)]))
+    assert found["bound"][0] == pytest.approx(2 * 2 * (1024 * 64 + 0.25 * 1024**2 * 64**2 / 116224))
+    assert found["on_chip"].tolist() == [6_000_000, 9_000_000] and found["memory"][0] == 1_500_000
 
 
 def loaded_by_loop(backend: str, direction: str, n: int, dim: int, blocks: np.ndarray) -> int:
@@ -260,15 +270,14 @@ def loaded_by_loop(backend: str, direction: str, n: int, dim: int, blocks: np.nd
 def test_what_tiles_load_is_counted_program_by_program(backend: str, direction: str, dim: int) -> None:
     blocks = np.random.default_rng(0).random((8, 8)) < 0.4
     given = line(backend=backend, direction=direction, head_dim=dim, density=blocks.mean(), heads=3)
-    assert bounds.of_tiles(given) == 3 * loaded_by_loop(backend, direction, 1024, dim, blocks)
+    assert report.of_tiles(given) == 3 * loaded_by_loop(backend, direction, 1024, dim, blocks)
 
 
 def test_a_straight_line_is_found() -> None:
-    lines = [line(density=density, sm_bytes=round(1e6 + 4e7 * density)) for density in (0.1, 0.25, 0.5, 1.0)]
-    found = bounds.linear(lines, bounds.on_chip)
-    assert found.at_zero == pytest.approx(1e6) and found.slope == pytest.approx(4e7) and found.fit == pytest.approx(1.0)
-    bent = [line(density=density, sm_bytes=round(1e6 * density**3)) for density in (0.1, 0.25, 0.5, 1.0)]
-    assert bounds.linear(bent, bounds.on_chip).fit < 0.95
+    densities = pd.Series([0.1, 0.25, 0.5, 1.0])
+    assert report.straight_line(densities, 1e6 + 4e7 * densities) == pytest.approx((1e6, 4e7, 1.0))
+    *_, fit = report.straight_line(densities, 1e6 * densities**3)
+    assert fit < 0.95
 
 
 # ---- the report ----
@@ -284,16 +293,16 @@ MEASURED = [
 
 
 def test_the_page_shows_bytes() -> None:
-    said = pages.io_section(MEASURED)
+    said = report.section(frame(MEASURED))
     assert said.count("| 1 + 40 s MB, R^2 1.0000 |") == 8 and "results/io.png" in said
-    assert pages.io_section([]) == pages.io_section([line()]) == ""
-    assert pages.every_byte(MEASURED).count("\n| ") == 1 + len(MEASURED)
-    assert "| - |" in pages.every_byte([line(sm_bytes=None)])
+    assert report.section(frame([])) == report.section(frame([line()])) == ""
+    assert report.everything(frame(MEASURED)).count("\n| ") == 1 + len(MEASURED)
+    assert "| - |" in report.everything(frame([line(sm_bytes=None)]))
 
 
 def test_bytes_are_drawn() -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    figure = plots.io(MEASURED, {"bound": bounds.theorem, "what tiles load": bounds.of_tiles}, bounds.on_chip)
+    figure = plots.bytes_moved(frame(MEASURED))
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"L2 to SMs, blocksparse_flash, triton", "bound, blocksparse_flash, hopper"} <= shown
     assert len(figure.axes) == 4

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("pandas", reason="needs the extra [bench]")
+
 from benchmarks.report import lines as measurements
-from benchmarks.report import small as small_report
+from benchmarks.report import tables
+from benchmarks.report.lines import frame
 from benchmarks.run import measure, peers, small
 from benchmarks.run.attention import Run
 from benchmarks.run.patterns import BLOCK, Pattern
@@ -65,7 +68,7 @@ def test_a_line_is_written_for_each_direction_and_clock(tmp_path: Path) -> None:
     assert {(line["direction"], line["clock"], line["ms"]) for line in lines} == {
         (direction, clock, ms) for direction in ("fwd", "bwd", "step") for clock, ms in (("gpu", 2.0), ("wall", 3.0))
     }
-    assert len(measurements.read(run.out, small_report.IDENTITY)) == len(lines)
+    assert len(measurements.read(run.out)) == len(lines)
 
 
 @pytest.mark.usefixtures("untimed")
@@ -112,21 +115,21 @@ LINES = [line(), line(**FLEX), line(direction="bwd", ms=0.16), line(**FLEX, dire
 
 def test_slower_cases_are_counted_by_clock() -> None:
     name = "speed-up of small calls, GPU time | blocksparse_flash, triton | FlexAttention"
-    assert f"| {name} | 2 | 0.25 | 0.71 | 2.00 | 1 |" in small_report.section(LINES)
-    assert f"| {name} | 1 | 2.00 | 2.00 | 2.00 | 0 |" in small_report.section(LINES[:2])
+    assert f"| {name} | 2 | 0.25 | 0.71 | 2.00 | 1 |" in tables.small_calls(frame(LINES))
+    assert f"| {name} | 1 | 2.00 | 2.00 | 2.00 | 0 |" in tables.small_calls(frame(LINES[:2]))
     # no peer was measured by the wall clock
-    assert "wall clock" not in small_report.section(LINES)
+    assert "wall clock" not in tables.small_calls(frame(LINES))
 
 
 def test_the_table_has_every_measurement_and_a_dash_for_what_is_missing() -> None:
-    text = small_report.everything(LINES)
+    text = tables.all_small_calls(frame(LINES))
     assert "| 512 | 128 | dense | forward | 20.0 (10.0 to 30.0) | 40.0 (10.0 to 30.0) |" in text
-    assert small_report.everything([line(), line(**FLEX, clock="wall")]).count("| - |") == 2
-    assert small_report.section([]) == ""
+    assert tables.all_small_calls(frame([line(), line(**FLEX, clock="wall")])).count("| - |") == 2
+    assert tables.small_calls(frame([])) == ""
 
 
 def test_of_equal_measurements_the_latest_counts(tmp_path: Path) -> None:
     path = tmp_path / "small.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in [*LINES, line(ms=7.0)]))
-    found = measurements.read(path, small_report.IDENTITY)
-    assert len(found) == len(LINES) and found[0]["ms"] == 7.0
+    found = measurements.read(path)
+    assert len(found) == len(LINES) and found["ms"][0] == 7.0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from benchmarks.lra import listops as expressions
-from benchmarks.lra.official import image, listops, pathfinder, retrieval, text
+from benchmarks.lra import listops, released
 
 NESTS = ["", "lra_release", "lra_release/lra_release"]
 
@@ -34,18 +32,10 @@ TREE = "( ( ( ( [MAX 4 ) 3 ) ( ( ( [MIN 2 ) 3 ) ] ) ) ] )"
 def test_listops_is_found_in_every_layout(tmp_path: Path, nest: str, folder: str) -> None:
     for split, digit in (("train", "7"), ("val", "8"), ("test", "9")):
         put(tmp_path / nest / folder / f"basic_{split}.tsv", f"Source\tTarget\n{TREE}\t4\n{digit}\t{digit}\n")
-    splits = listops.load(tmp_path)
+    splits = released.listops(tmp_path)
     assert [len(split) for split in splits] == [2, 2, 2]
     assert [split[1].label for split in splits] == [7, 8, 9]
-    assert expressions.to_text(splits.train[0].tokens) == "[MAX 4 3 [MIN 2 3 ] ]"
-
-
-def test_listops_files_are_written_as_they_are_read(tmp_path: Path) -> None:
-    samples = expressions.generate(50, preset="small", seed=0)
-    listops.write(tmp_path / "file.tsv", samples)
-    assert listops.read(tmp_path / "file.tsv") == samples
-    listops.write(tmp_path / "line.tsv", [expressions.Sample(expressions.parse(TREE), 4)])
-    assert (tmp_path / "line.tsv").read_text() == f"Source\tTarget\n{TREE}\t4\n"
+    assert listops.to_text(splits.train[0].documents[0].tolist()) == "[MAX 4 3 [MIN 2 3 ] ]"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +48,7 @@ def test_listops_files_are_written_as_they_are_read(tmp_path: Path) -> None:
 )
 def test_damaged_listops_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        listops.read(put(tmp_path / "file.tsv", content))
+        released.read_listops(put(tmp_path / "file.tsv", content))
 
 
 # ---- Retrieval ----
@@ -69,7 +59,7 @@ def test_damaged_listops_files_are_refused(tmp_path: Path, content: str, message
 def test_retrieval_is_found_in_every_layout(tmp_path: Path, nest: str, folder: str) -> None:
     for split, label in (("train", "1.0"), ("eval", "0.0"), ("test", "1")):
         put(tmp_path / nest / folder / f"new_aan_pairs.{split}.tsv", f'{label}\tP01\tP02\ta "b\tc\x85 é\n')
-    splits = retrieval.load(tmp_path, length=5)
+    splits = released.retrieval(tmp_path, length=5)
     assert [split[0].label for split in splits] == [1, 0, 1]
     first, second = splits.train[0].documents
     assert first.tolist() == [ord(letter) + 1 for letter in 'a "b']
@@ -80,10 +70,10 @@ def test_retrieval_is_found_in_every_layout(tmp_path: Path, nest: str, folder: s
 def test_retrieval_without_texts_is_refused(tmp_path: Path) -> None:
     path = put(tmp_path / "new_aan_pairs.train.tsv", "1.0\tP01\tP02\n")
     with pytest.raises(ValueError, match=r"line 1 must have 5 columns .* got 3\. Copies with identifiers only"):
-        retrieval.read(path)
+        released.read_retrieval(path)
     path = put(tmp_path / "new_aan_pairs.eval.tsv", "1.0\ta\tb\tc\td\nyes\ta\tb\tc\td\n")
     with pytest.raises(ValueError, match=r"line 2 must begin with the label 0\.0 or 1\.0, got b'yes'"):
-        retrieval.read(path)
+        released.read_retrieval(path)
 
 
 # ---- Text ----
@@ -100,33 +90,20 @@ def put_reviews(folder: Path) -> None:
 @pytest.mark.parametrize("folder", ["aclImdb", "imdb/aclImdb"])
 def test_text_is_found_in_every_layout(tmp_path: Path, nest: str, folder: str) -> None:
     put_reviews(tmp_path / nest / folder)
-    splits = text.load(tmp_path, length=13)
+    splits = released.text(tmp_path, length=13)
     assert [example.label for example in splits.train] == [0, 1, 1]
     assert splits.train[1].documents[0].tolist() == [octet + 1 for octet in "good train é".encode()[:13]]
     assert splits.validation is splits.test
-
-
-def test_text_as_characters_knows_the_frequent_ones(tmp_path: Path) -> None:
-    """Of all characters, only n (8 + 15 + 1 times) and e (8 + 8) appear 15 times."""
-    put_reviews(tmp_path / "aclImdb")
-    put(tmp_path / "aclImdb" / "train" / "neg" / "1_2.txt", "n" * 15 + "e" * 8)
-    assert text.vocabulary(["n" * 24, "e" * 16, "a" * 14]) == {"n": 3, "e": 4}
-    bad, many, good, fine = text.load(tmp_path, encoding="characters", length=6).train
-    unknown, end = text.UNKNOWN, text.END
-    assert bad.documents[0].tolist() == [unknown] * 3 + [end]
-    assert many.documents[0].tolist() == [3] * 5 + [end]
-    assert good.documents[0].tolist() == [unknown] * 5 + [end]
-    assert fine.documents[0].tolist() == [unknown, unknown, 3, 4, unknown, end]
 
 
 def test_missing_reviews_are_missed(tmp_path: Path) -> None:
     put_reviews(tmp_path / "aclImdb")
     (tmp_path / "aclImdb" / "test" / "neg" / "0_1.txt").unlink()
     with pytest.raises(FileNotFoundError, match="neg has no file"):
-        text.load(tmp_path)
+        released.text(tmp_path)
     (tmp_path / "aclImdb" / "test" / "neg").rmdir()
     with pytest.raises(FileNotFoundError, match="neg was not found"):
-        text.load(tmp_path)
+        released.text(tmp_path)
 
 
 # ---- Image ----
@@ -138,7 +115,7 @@ def pictures(seed: int, count: int) -> tuple[np.ndarray, list[int]]:
 
 
 def put_batches(folder: Path, is_binary: bool) -> None:
-    for number, name in enumerate((*image.TRAIN, image.TEST)):
+    for number, name in enumerate(released.CIFAR_BATCHES):
         colours, labels = pictures(number, 2)
         if is_binary:
             rows = np.concatenate([np.array(labels, dtype=np.uint8)[:, None], colours], axis=1)
@@ -153,7 +130,7 @@ def put_batches(folder: Path, is_binary: bool) -> None:
 )
 def test_images_are_found_in_every_layout_and_made_gray(tmp_path: Path, folder: str, is_binary: bool) -> None:
     put_batches(tmp_path / folder, is_binary)
-    splits = image.load(tmp_path)
+    splits = released.image(tmp_path)
     assert [len(split) for split in splits] == [9, 1, 2]
     colours, labels = pictures(0, 2)
     red, green, blue = (int(colours[1, channel * 1024 + 33]) for channel in range(3))
@@ -162,26 +139,12 @@ def test_images_are_found_in_every_layout_and_made_gray(tmp_path: Path, folder: 
     assert example.documents[0].dtype == np.uint8
     # the second pixel of the second row
     assert example.documents[0][33] == int(0.2989 * red + 0.587 * green + 0.114 * blue)
-    other = image.load(tmp_path, gray="torchvision").train[1].documents[0]
-    assert other[33] == (299 * red + 587 * green + 114 * blue) // 1000
 
 
 def test_white_stays_within_a_byte(tmp_path: Path) -> None:
     white = np.full((1, 3072), 255, dtype=np.uint8)
     path = put(tmp_path / "data_batch_1", pickle.dumps({b"data": white, b"labels": [3]}, protocol=2))
-    assert image.read(path)[0].documents[0].max() == 254
-    assert image.read(path, gray="torchvision")[0].documents[0].max() == 255
-
-
-def test_random_validation_images_are_those_of_the_pytorch_repositories(tmp_path: Path) -> None:
-    put_batches(tmp_path / "cifar-10-batches-py", is_binary=False)
-    everyone = [*(whole := image.load(tmp_path)).train, *whole.validation]
-    parts = torch.utils.data.random_split(everyone, [9, 1], torch.Generator().manual_seed(42))
-    splits = image.load(tmp_path, split="random")
-    for ours, theirs in zip(splits, parts, strict=False):
-        assert [example.documents[0].tobytes() for example in ours] == [
-            example.documents[0].tobytes() for example in theirs
-        ]
+    assert released.read_cifar(path)[0].documents[0].max() == 254
 
 
 class Harmful:
@@ -192,10 +155,10 @@ class Harmful:
 def test_a_batch_that_is_a_program_is_refused(tmp_path: Path) -> None:
     path = put(tmp_path / "data_batch_1", pickle.dumps({b"data": Harmful()}, protocol=2))
     with pytest.raises(ValueError, match="holds arrays and lists, not"):
-        image.read(path)
+        released.read_cifar(path)
     path = put(tmp_path / "data_batch_1.bin", b"123")
     with pytest.raises(ValueError, match="a multiple of 3073 octets was expected, got 3"):
-        image.read(path)
+        released.read_cifar(path)
 
 
 # ---- Pathfinder ----
@@ -222,7 +185,7 @@ def put_pathfinder(folder: Path, count: int = 20, *, is_array: bool = False, bri
             path.write_text("".join(" ".join(line) + "\n" for line in lines))
 
 
-def firsts(examples: pathfinder.Images) -> list[int]:
+def firsts(examples: Sequence[released.Example]) -> list[int]:
     return [int(example.documents[0][0]) for example in examples]
 
 
@@ -233,7 +196,7 @@ def firsts(examples: pathfinder.Images) -> list[int]:
 )
 def test_pathfinder_is_found_in_every_layout(tmp_path: Path, folder: str, is_array: bool) -> None:
     put_pathfinder(tmp_path / folder / "curv_contour_length_14", is_array=is_array)
-    splits = pathfinder.load(tmp_path, 32)
+    splits = released.pathfinder(tmp_path, 32)
     assert [firsts(split) for split in splits] == [list(range(16)), [16, 17], [18, 19]]
     assert [example.label for example in splits.train] == [0, 1] * 8
     assert splits.train[3].documents[0].shape == (1024,)
@@ -241,27 +204,21 @@ def test_pathfinder_is_found_in_every_layout(tmp_path: Path, folder: str, is_arr
 
 
 def test_of_two_copies_the_one_at_the_top_is_used_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put_pathfinder(tmp_path / "lra_release/lra_release/pathfinder32/curv_baseline", brightness=9)
-    put_pathfinder(tmp_path / "lra_release/pathfinder32/curv_baseline", brightness=5)
-    splits = pathfinder.load(tmp_path, 32, difficulty="curv_baseline")
+    hard = "pathfinder32/curv_contour_length_14"
+    put_pathfinder(tmp_path / "lra_release/lra_release" / hard, brightness=9)
+    put_pathfinder(tmp_path / "lra_release" / hard, brightness=5)
+    splits = released.pathfinder(tmp_path, 32)
     assert splits.test[0].documents[0][1] == 5
-    assert str(tmp_path / "lra_release/pathfinder32/curv_baseline") in capsys.readouterr().out
+    assert str(tmp_path / "lra_release" / hard) in capsys.readouterr().out
 
 
 def test_empty_images_are_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     put_pathfinder(folder)
     (folder / "imgs" / "2" / "sample_4.png").write_bytes(b"")
-    splits = pathfinder.load(tmp_path, 32)
+    splits = released.pathfinder(tmp_path, 32)
     assert firsts(splits.train) == [0, 1, 2, 3, *range(5, 16)]
     assert "1 empty image(s) left out" in capsys.readouterr().out
-
-
-def test_random_splits_are_those_of_the_pytorch_repositories(tmp_path: Path) -> None:
-    put_pathfinder(tmp_path / "pathfinder32" / "curv_contour_length_14")
-    parts = torch.utils.data.random_split(range(20), [16, 2, 2], torch.Generator().manual_seed(42))
-    splits = pathfinder.load(tmp_path, 32, split="random")
-    assert [firsts(split) for split in splits] == [list(part) for part in parts]
 
 
 def test_damaged_pathfinder_files_are_refused(tmp_path: Path) -> None:
@@ -269,14 +226,14 @@ def test_damaged_pathfinder_files_are_refused(tmp_path: Path) -> None:
     put_pathfinder(folder)
     Image.new("L", (16, 16)).save(folder / "imgs" / "2" / "sample_0.png")
     with pytest.raises(ValueError, match="expected 32 x 32 pixels, got"):
-        _ = pathfinder.load(tmp_path, 32).train[0]
+        _ = released.pathfinder(tmp_path, 32).train[0]
     (folder / "metadata" / "2.npy").write_text("imgs/2 sample_0.png 0 yes\n")
     with pytest.raises(ValueError, match="line 1 must be a folder, a file, an index and a label 0 or 1"):
-        pathfinder.load(tmp_path, 32)
+        released.pathfinder(tmp_path, 32)
     for file in (folder / "metadata").iterdir():
         file.unlink()
     with pytest.raises(FileNotFoundError, match="metadata has no file"):
-        pathfinder.load(tmp_path, 32)
+        released.pathfinder(tmp_path, 32)
 
 
 # ---- what is not there ----
@@ -285,11 +242,11 @@ def test_damaged_pathfinder_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("load", "named"),
     [
-        (listops.load, "lra_release/lra_release/listops-1000/basic_train.tsv"),
-        (retrieval.load, "aan/tsv_data/new_aan_pairs.train.tsv"),
-        (text.load, "aclImdb/train/pos"),
-        (image.load, "cifar-10-batches-py/data_batch_1"),
-        (lambda root: pathfinder.load(root, 128), "lra_release/pathfinder128/curv_contour_length_14/metadata"),
+        (released.listops, "lra_release/lra_release/listops-1000/basic_train.tsv"),
+        (released.retrieval, "aan/tsv_data/new_aan_pairs.train.tsv"),
+        (released.text, "aclImdb/train/pos"),
+        (released.image, "cifar-10-batches-py/data_batch_1"),
+        (lambda root: released.pathfinder(root, 128), "lra_release/pathfinder128/curv_contour_length_14/metadata"),
     ],
     ids=["listops", "retrieval", "text", "image", "pathfinder"],
 )
@@ -297,17 +254,3 @@ def test_what_is_missing_is_named_with_every_place(tmp_path: Path, load: Callabl
     with pytest.raises(FileNotFoundError, match="Looked for") as error:
         load(tmp_path)
     assert str(tmp_path / named) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda root: text.load(root, encoding="words"), "encoding must be"),
-        (lambda root: image.load(root, gray="mean"), "gray must be"),
-        (lambda root: image.load(root, split="first"), "split must be"),
-        (lambda root: pathfinder.load(root, 32, split="first"), "split must be"),
-    ],
-)
-def test_unknown_options_are_refused(tmp_path: Path, call: Callable[[Path], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(tmp_path)

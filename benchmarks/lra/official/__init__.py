@@ -1,1 +1,0 @@
-"""The released files of Long Range Arena's six tasks, one task a file, in every layout in which they are passed on."""

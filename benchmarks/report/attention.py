@@ -1,0 +1,257 @@
+"""Tables of the main benchmark and its sweeps, from attention.jsonl."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+import pandas as pd
+
+from ..run.sweeps import TIMED
+from . import lines as measurements
+from . import summaries
+from .lines import DIRECTIONS, SETTING, groups, providers, select
+from .markdown import joined, listing, table
+from .summaries import Value, ranges
+
+# sweeps with a picture -> its title
+SWEEPS = {
+    "length": "Time against length, at a fixed number of keys for each query",
+    "density": "Time against density, and where sparse stops paying",
+    "block-size": "Time against the block size of the layout",
+    "change": "A step with one mask for all steps, and with a new mask each step",
+}
+CHART = "![TFLOP/s by mask, forward and backward](benchmarks/results/speed.png)"
+
+
+def most(lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines of the GPU with the most measurements, which tables and pictures show."""
+    return next(iter(groups(lines, "device")), lines)
+
+
+def main_lines(lines: pd.DataFrame) -> pd.DataFrame:
+    """Forwards and backwards of the main benchmark, in the setting with the most measurements."""
+    shown = groups(select(lines, bench="attention"), SETTING)[0]
+    return shown[shown["direction"].isin(DIRECTIONS)]
+
+
+def swept(lines: pd.DataFrame, sweep: str) -> pd.DataFrame:
+    """The lines of a sweep. Of density only head_dims measured up to half of all blocks: fewer show no break-even."""
+    found = select(lines, bench=sweep)
+    if sweep == "density":
+        reached = found[(found["pattern"] != "dense") & (found["density"] >= 0.5)]
+        found = found[found["head_dim"].isin(reached["head_dim"])]
+    return found
+
+
+def _setting(lines: pd.DataFrame) -> str:
+    text = "One {device}, {dtype}, {n:,} tokens, batch {batch}, hidden size {hidden}"
+    return text.format_map(lines.iloc[0])
+
+
+def caption(lines: pd.DataFrame) -> str:
+    bench = lines["bench"].iloc[0]
+    sweep = "" if bench == "attention" else f" --sweep {bench}"
+    versions = measurements.versions(lines, "torch", "triton")
+    return f"{_setting(lines)}, `python -m benchmarks.run.attention{sweep}`, {versions}."
+
+
+def short_ms(value: float) -> str:
+    """1,510 or 71 or 1.0: few digits."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def speed_table(lines: pd.DataFrame) -> str:
+    """TFLOP/s, forward / backward, a column for each provider; the largest head_dim first."""
+    columns, case = providers(lines), ["pattern", "density", "head_dim"]
+    rows = []
+    lines = lines.sort_values("head_dim", ascending=False, kind="stable")
+    for (pattern, density, head_dim), found in lines.groupby(case, sort=False):
+        rates = {(line.by, line.direction): f"{line.tflops:.0f}" for line in found.itertuples()}
+        cells = [" / ".join(rates.get((by, direction), "-") for direction in DIRECTIONS) for by in columns]
+        rows.append([pattern, f"{density:.3g}", str(head_dim), *(cell.replace("- / -", "-") for cell in cells)])
+    return table([*case, *columns], rows)
+
+
+def speed_section(lines: pd.DataFrame) -> str:
+    """Caption, table and speed-ups of the main benchmark on one GPU."""
+    shown = main_lines(lines)
+    rate = measurements.matmul_rate(lines, shown)
+    product = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s."
+    return joined(
+        f"{caption(shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
+        f"measured.{product}",
+        speed_table(shown),
+        "Speed-up: time of the baseline divided by our time, over forward and backward and both head dimensions. The "
+        "mean is geometric; `slower` counts the cases in which ours takes longer.",
+        ranges(summaries.speedups(shown), "backend", "baseline"),
+    )
+
+
+def cost_table(lines: pd.DataFrame, rate: float | None) -> str:
+    """Times with percentiles, memory, and the times of making the mask and of the first call."""
+    keys = ["by", "pattern", "head_dim"]
+    masks = select(lines, direction="mask")[[*keys, "ms"]]
+    shown = lines[lines["direction"].isin(DIRECTIONS)].merge(masks, "left", on=keys, suffixes=("", "_mask"))
+    shown["mask"] = ["-" if pd.isna(ms) else short_ms(ms) for ms in shown["ms_mask"]]
+    shown["setup"] = shown["setup_ms"].map(short_ms)
+    shown["share"] = ["-" if rate is None else f"{tflops / rate:.0%}" for tflops in shown["tflops"]]
+    shown["peak_mb"] = shown["peak_bytes"] / 1e6
+    columns = {
+        "pattern": "{pattern}", "head_dim": "{head_dim}", "by": "{by}", "direction": "{direction}",
+        "ms (p20 to p80)": "{ms:.3f} ({ms_p20:.3f} to {ms_p80:.3f})", "TFLOP/s": "{tflops:.0f}",
+        "of a matrix product": "{share}", "peak MB": "{peak_mb:,.0f}", "mask ms": "{mask}", "first call ms": "{setup}",
+    }  # fmt: skip
+    return listing(shown, columns)
+
+
+def everything(lines: pd.DataFrame) -> str:
+    """The text of results/attention.md: every setting, every sweep."""
+    parts = [
+        "# Attention, all measurements",
+        (
+            "Written by `python -m benchmarks.report` from attention.jsonl. Peak memory is what a call allocates, "
+            "without its inputs; for a backward it includes the gradients. The first call compiles, unless an earlier "
+            "pattern has compiled the same kernel. Mask ms: from a bool per block on the host to the mask on the "
+            "device. `-`: not measured."
+        ),
+    ]
+    for bench in lines["bench"][lines["bench"] != "matmul"].unique():
+        for shown in groups(select(lines, bench=bench), SETTING):
+            parts.append(f"## {bench}, {shown['n'].iloc[0]:,} tokens, batch {shown['batch'].iloc[0]}")
+            if bench == "change":
+                parts.append(change_section(shown))
+            else:
+                parts += [caption(shown), cost_table(shown, measurements.matmul_rate(lines, shown))]
+    return "\n\n".join(parts) + "\n"
+
+
+def change_section(lines: pd.DataFrame) -> str:
+    """Wall-clock milliseconds of a step with one mask and with new masks: the tables of each setting."""
+    parts = ["p20 and p80 are percentiles. `< x`: the change costs less than x, the variation between steps."]
+    if (lines["provider"] == "flex").any():
+        parts.append(
+            "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
+            "every pair. The other new masks of FlexAttention are `BlockMask.from_kv_blocks` of block lists prepared "
+            "in advance."
+        )
+    columns = {
+        "library": "{by}", "mask": "{pattern}", "head_dim": "{head_dim}",
+        "ms per step (p20 to p80)": "{ms:.2f} ({ms_p20:.2f} to {ms_p80:.2f})", "ms for the change": "{cost}",
+        "first call ms": "{setup}",
+    }  # fmt: skip
+    for found in groups(lines, SETTING):
+        parts.append(caption(found))
+        for direction, name in TIMED.items():
+            shown = select(found, direction=direction)
+            if len(shown):
+                shown = shown.assign(cost=summaries.change_costs(shown), setup=shown["setup_ms"].map(short_ms))
+                parts += [f"{name[0].upper()}{name[1:]}:", listing(shown, columns)]
+    return joined(*parts)
+
+
+def sweeps_section(lines: pd.DataFrame) -> str:
+    """The pictures and tables of the sweeps that were run."""
+    by = ("measurement", "backend", "baseline")
+    tables = {
+        "length": lambda shown: ranges(summaries.growth(shown), "measurement", "backend", "direction"),
+        "density": lambda shown: ranges(summaries.break_evens(shown), *by, "direction"),
+        "block-size": lambda shown: ranges(summaries.small_blocks(shown), *by),
+        "change": change_section,
+    }
+    parts = []
+    for name, title in SWEEPS.items():
+        shown = swept(lines, name)
+        if len(shown):
+            parts += [f"![{title}](benchmarks/results/{name}.png)", tables[name](shown)]
+    equal = summaries.deterministic(select(lines, bench="deterministic"))
+    return joined(*parts, ranges(equal, *by, "head_dim"))
+
+
+# ---- other GPUs ----
+
+
+def _other_gpus(lines: pd.DataFrame) -> list[pd.DataFrame]:
+    """The lines of each GPU but the first on which the main benchmark ran."""
+    return [found for found in groups(lines, "device")[1:] if (found["bench"] == "attention").any()]
+
+
+def other_gpus_values(lines: pd.DataFrame) -> list[Value]:
+    """Rates on other GPUs relative to the first one, and speed-ups there."""
+    keys = [key for key in measurements.IDENTITY if key != "device"]
+    found = []
+    for each in _other_gpus(lines):
+        shown = main_lines(each)
+        both = select(shown, is_ours=True).merge(most(lines), on=keys, suffixes=("", "_first"))
+        for line in both.sort_values("by", kind="stable").itertuples():
+            ratio = line.tflops / line.tflops_first
+            found.append(Value(f"TFLOP/s on {line.device}", line.by, line.device_first, line.direction, "", ratio))
+        found += summaries.speedups(shown, f"{summaries.SPEEDUP} on {shown['device'].iloc[0]}")
+    return found
+
+
+def other_gpus_section(lines: pd.DataFrame) -> str:
+    """The tables of the main benchmark on other GPUs; "" without any."""
+    return joined(*map(speed_section, _other_gpus(lines)))
+
+
+# ---- the speed section of README.md ----
+
+HOPPER, FLEX, CUDNN = (
+    measurements.LABELS[by] for by in (("blocksparse_flash", "hopper"), ("flex", "triton"), ("cudnn", "cudnn"))
+)
+# the mask of the second sentence
+SPARSE = "bigbird"
+
+
+def _against_flex(shown: pd.DataFrame) -> str:
+    """How many times as fast as FlexAttention, over all masks of the chart; "" if it was not measured."""
+    speedups = summaries.speedups(shown)
+    found = [value.value for value in speedups if (value.backend, value.baseline) == (HOPPER, FLEX)]
+    if not found:
+        return ""
+    return (
+        f"- `hopper` is {min(found):.2f} to {max(found):.2f} times as fast as compiled FlexAttention with the same "
+        f"masks (geometric mean {statistics.geometric_mean(found):.2f})."
+    )
+
+
+def _against_dense(shown: pd.DataFrame) -> str:
+    """Milliseconds with a sparse mask and with dense attention by cuDNN; "" if either was not measured."""
+    head_dim = shown["head_dim"].max()
+    sparse, dense = (
+        select(shown, by=by, pattern=pattern, head_dim=head_dim) for by, pattern in ((HOPPER, SPARSE), (CUDNN, "dense"))
+    )
+    if len(sparse) < 2 or len(dense) < 2:
+        return ""
+    return (
+        f"- With a BigBird mask that stores {sparse['density'].iloc[0]:.1%} of the blocks, forward and backward take "
+        f"{sparse['ms'].sum():.1f} ms together at head dimension {head_dim}; dense attention with cuDNN takes "
+        f"{dense['ms'].sum():.1f} ms."
+    )
+
+
+def _growth(lines: pd.DataFrame) -> str:
+    """How time grows with the length; "" if one length was measured."""
+    found = [value.value for value in summaries.growth(lines) if value.backend == HOPPER]
+    if not found:
+        return ""
+    lengths = select(lines, pattern="local")["n"]
+    first, last = lengths[lengths >= summaries.LINEAR_FROM].min(), lengths.max()
+    return (
+        f"- With a fixed number of keys per query, {last // first} times as many tokens ({last:,} instead of "
+        f"{first:,}) take {min(found):.0f} to {max(found):.0f} times as long."
+    )
+
+
+def front_page(lines: pd.DataFrame) -> str:
+    """What was measured on, three sentences and the chart; sentences about what was not measured are left out.
+
+    lines  all lines of one GPU
+    """
+    shown = main_lines(lines)
+    sentences = [_against_flex(shown), _against_dense(shown), _growth(select(lines, bench="length"))]
+    versions = measurements.versions(shown, "torch", "triton").replace("torch", "PyTorch").replace("triton", "Triton")
+    # without the CUDA version of the wheel: 2.11.0+cu130
+    versions = re.sub(r"\+\w+", "", versions)
+    return joined(CHART, f"{_setting(shown)}, {versions}:", "\n".join(filter(None, sentences)))

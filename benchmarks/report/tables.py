@@ -1,0 +1,164 @@
+"""Tables of decoding, small calls, mask construction and the accuracies of Long Range Arena."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from . import lines as measurements
+from .attention import short_ms
+from .lines import frame, providers, select
+from .markdown import joined, listing, table
+from .summaries import SPEEDUP, Value, ranges, speedups
+
+# clocks and directions of small calls
+CLOCKS = {"gpu": "GPU time", "wall": "wall clock of calls in a row"}
+DIRECTIONS = {**measurements.DIRECTIONS, "step": "both"}
+# providers of masks
+MASK_COLUMNS = {
+    "blocksparse_flash": "blocksparse_flash",
+    "flex, compiled": "`create_block_mask`, compiled (first call)",
+    "flex": "`create_block_mask`",
+    "dense": "dense boolean mask, then blocks",
+}
+
+
+def decoding(lines: pd.DataFrame) -> str:
+    """Decoding: rows by length, batch and number of queries, a column for each provider and mask; "" without lines.
+
+    The clock that is shown is the replay of a CUDA graph, without host time.
+    """
+    shown = select(lines, direction="graph")
+    if shown.empty:
+        return ""
+    columns = [
+        (by, pattern) for pattern in shown["pattern"].unique() for by in providers(select(shown, pattern=pattern))
+    ]
+    rows = []
+    for case, found in shown.groupby(["n", "batch", "q_len"]):
+        times = {(line.by, line.pattern): f"{1000 * line.ms:,.0f}" for line in found.itertuples()}
+        rows.append([*(f"{each:,}" for each in case), *(times.get(column, "-") for column in columns)])
+    densities = select(shown, pattern="sparse")["density"]
+    sparse = f" The sparse layout stores {densities.min():.1%} to {densities.max():.1%} of the blocks."
+    caption = (
+        "Microseconds of one call on one {device}, {dtype}, {heads} query heads and {kv_heads} key heads of "
+        "dimension {head_dim}, in a CUDA graph (`python -m benchmarks.run.decode`, "
+    ).format_map(shown.iloc[0])
+    return joined(
+        f"{caption}{measurements.versions(shown, 'torch', 'triton')}).{sparse if len(densities) else ''} `-`: not "
+        "measured.",
+        table(["keys", "batch", "queries", *(", ".join(column) for column in columns)], rows),
+    )
+
+
+def small_values(lines: pd.DataFrame) -> list[Value]:
+    """Speed-ups of small calls by each clock."""
+    return [
+        value
+        for clock, name in CLOCKS.items()
+        for value in speedups(select(lines, clock=clock), f"{SPEEDUP} of small calls, {name}")
+    ]
+
+
+def _small_caption(lines: pd.DataFrame) -> str:
+    return (
+        f"Small calls, {lines['n'].min()} to {lines['n'].max():,} tokens, batch 1, hidden size "
+        f"{lines['hidden'].iloc[0]}, {' and '.join(sorted(lines['device'].unique()))}, "
+        f"`python -m benchmarks.run.small`, {measurements.versions(lines, 'torch', 'triton')}"
+    )
+
+
+def small_calls(lines: pd.DataFrame) -> str:
+    """Speed-ups of small calls; "" without lines."""
+    if lines.empty:
+        return ""
+    return joined(
+        f"{_small_caption(lines)} ([all of them](benchmarks/results/small.md)). Speed-up: time of the baseline divided "
+        "by our time; `slower` counts the cases in which ours takes longer.",
+        ranges(small_values(lines), "measurement", "backend", "baseline"),
+    )
+
+
+def all_small_calls(lines: pd.DataFrame) -> str:
+    """The text of results/small.md."""
+    columns = providers(lines)
+    parts = [
+        "# Small calls, all measurements",
+        f"Written by `python -m benchmarks.report` from small.jsonl. {_small_caption(lines)}.",
+    ]
+    for clock, name in CLOCKS.items():
+        rows = []
+        cases = select(lines, clock=clock).groupby(["n", "head_dim", "pattern", "direction"], sort=False)
+        for (n, head_dim, pattern, direction), found in cases:
+            cells = {
+                line.by: f"{1000 * line.ms:.1f} ({1000 * line.ms_p20:.1f} to {1000 * line.ms_p80:.1f})"
+                for line in found.itertuples()
+            }
+            texts = [cells.get(by, "-") for by in columns]
+            rows.append([f"{n:,}", str(head_dim), pattern, DIRECTIONS[direction], *texts])
+        header = ["tokens", "head_dim", "pattern", "direction", *columns]
+        parts += [f"## Microseconds, {name}, p20 to p80", table(header, rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _mask_cell(lines: pd.DataFrame, provider: str) -> str:
+    """Time, and in brackets peak memory or the time of the first call."""
+    found, first = (select(lines, provider=name) for name in (provider, f"{provider}, first call"))
+    if found.empty:
+        return "-"
+    inside = first["ms"].iloc[0] if len(first) else found["peak_bytes"].iloc[0] / 1e6
+    return f"{short_ms(found['ms'].iloc[0])} ({inside:,.0f})"
+
+
+def _mask_name(pattern: str) -> str:
+    """`documents, 10000, causal` -> `documents`, 10,000, causal; | would end a cell."""
+    name, *rest = pattern.split(", ")
+    rest = [f"{int(word):,}" if word.isdecimal() else word for word in rest]
+    return ", ".join(["`" + name.replace("|", "\\|") + "`", *rest])
+
+
+def mask_building(lines: pd.DataFrame) -> str:
+    """Building masks at the greatest length that peers can build, and at the greatest of all."""
+    lengths = lines.loc[~lines["is_ours"], "n"].max(), lines["n"].max()
+    shown = lines[lines["n"].isin(lengths)]
+    rows = [
+        [_mask_name(pattern), f"{n:,}", *(_mask_cell(found, provider) for provider in MASK_COLUMNS)]
+        for n in lengths
+        for pattern, found in select(shown, n=n).groupby("pattern", sort=False)
+    ]
+    return joined(
+        f"Building a mask, milliseconds of one CPU core (`python -m benchmarks.run.masks`, "
+        f"{' and '.join(sorted(shown['device'].unique()))}, {measurements.versions(shown, 'torch')}, blocks of 128):",
+        table(["mask", "tokens", *MASK_COLUMNS.values()], rows),
+        "In brackets: peak memory in MB, or for the compiled function the milliseconds of the first call, which "
+        "compiles. `-`: not measured, since time and memory grow with the square of the length.",
+        "![Time to build a mask against its length](benchmarks/results/masks.png)",
+    )
+
+
+def read_long_range(folder: Path) -> pd.DataFrame:
+    """The latest test of each configuration, with its name as `configuration`; none without the folder."""
+    found = []
+    for path in sorted(folder.glob("*/*/test.jsonl")):
+        latest = path.read_text(encoding="utf-8").splitlines()[-1]
+        found.append({**json.loads(latest), "configuration": "/".join(path.parts[-3:-1])})
+    return frame(found)
+
+
+def long_range(lines: pd.DataFrame) -> str:
+    """Long Range Arena: a row for each configuration; "" without lines."""
+    if lines.empty:
+        return ""
+    # without its arguments the mask fits into the page; the configuration has them
+    masks = lines["mask"].fillna("dense").str.replace(r"\([^|]*\)", "", regex=True).str.replace("|", "\\|")
+    columns = {
+        "configuration": "`{configuration}`", "task": "{task}", "mask": "{mask}", "test samples": "{n:,}",
+        "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "shortcut": "{floor:.1%}",
+        "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}",
+    }  # fmt: skip
+    return (
+        f"Trained and tested on one {' and '.join(sorted(lines['device'].unique()))}, one seed, on data made by the "
+        f"published rules:\n\n{listing(lines.assign(mask=masks), columns)}"
+    )
