@@ -69,7 +69,8 @@ def test_another_gpu_is_predicted_by_scaling() -> None:
     """Measurements of GPUs to which the model is not fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
     lines = measurements.read(pages.RESULTS / "attention.jsonl")
     groups, every = calibrate.usable(lines[lines["n"] * lines["batch"] >= 8192], calibrate.SCALED), []
-    assert {key[1:] for key in groups} == calibrate.KERNELS.keys()
+    # the kernels for tiles of 64 x 64 were measured on an H200 only
+    assert {key[1:] for key in groups} == {key for key in calibrate.KERNELS if key[0] != "hopper-64"}
     for (device, *rest), found in groups.items():
         scaled = calibrate.SCALED[device]
         near = prediction.find(prediction.calibrations(), scaled, *rest)
@@ -273,8 +274,8 @@ def test_another_gpu_of_the_same_architecture_is_scaled_with_a_caveat() -> None:
 
 def line(**changes: Any) -> measurements.Line:
     values = {
-        "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local", "density": 0.1,
-        "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0,
+        "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local",
+        "density": 268 / 1024, "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0,
         "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0,
         "device": "NVIDIA H200", "torch": "2.11",
         "triton": "3.6", "commit": "abc",
