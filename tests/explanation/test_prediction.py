@@ -275,10 +275,9 @@ def test_another_gpu_of_the_same_architecture_is_scaled_with_a_caveat() -> None:
 def line(**changes: Any) -> measurements.Line:
     values = {
         "bench": "attention", "provider": "blocksparse_flash", "backend": "triton", "pattern": "local",
-        "density": 268 / 1024, "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd", "ms": 1.0,
-        "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0,
-        "device": "NVIDIA H200", "torch": "2.11",
-        "triton": "3.6", "commit": "abc",
+        "density": 268 / 1024, "n": 4096, "batch": 1, "heads": 16, "head_dim": 128, "dtype": "bf16", "direction": "fwd",
+        "ms": 1.0, "ms_p20": 1.0, "ms_p80": 1.0, "tflops": 1.0, "peak_bytes": 0, "setup_ms": 1.0,
+        "device": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "commit": "abc",
     }  # fmt: skip
     assert set(values) == set(measure.KEYS)
     if changes.keys() & {"bench", "pattern", "n"} and "density" not in changes:
