@@ -37,9 +37,11 @@ def _attend(
     scores: ScoreOptions | None,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments, choose a backend, and run it."""
+    is_direct = tracing.can_launch_directly(q, k, v, kv_lengths, seed)
+    is_plain = is_direct and tracing.is_without_autocast(q)
     # None for a call that torch traces or transforms
-    specs = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v, kv_lengths, seed) else None
-    autocast = None if specs is not None and tracing.is_without_autocast(q) else validation.autocast_dtype(q)
+    specs = specs_of(q, k, v) if is_direct else None
+    autocast = None if is_plain else validation.autocast_dtype(q)
     dtype, scale = validation.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, specs
     )

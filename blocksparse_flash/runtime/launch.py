@@ -1,4 +1,8 @@
-"""Prepared kernel launches: grid, constants, TMA descriptors, output memory and device limits."""
+"""Prepared kernel launches: grid, constants, TMA descriptors, output memory and device limits.
+
+The functions `*_launches` and `*_launch` beside the kernels make them and cache them with functools.lru_cache. Their
+keys are the specs of the tensors (tensor_spec.py), and PlanSpecs, Options and ScoreSpecs (kernels/arguments.py).
+"""
 
 from __future__ import annotations
 
