@@ -236,7 +236,7 @@ def decide(
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
 
-def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
+def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int = TILE) -> str:
     """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes.
 
     tile  of its plan; only `hopper` has kernels for tiles of 64 x 64, and copies what TMA cannot load
