@@ -319,7 +319,7 @@ def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: b
     return "computes all q_len * kv_len pairs; meant for tests, ask for it by name"
 
 
-def explained_determinism(deterministic: bool | None, backend: str, tile: int) -> str:
+def explained_determinism(deterministic: bool | None, backend: str, tile: int = TILE) -> str:
     """Which bits of the results are equal in every run. tile: of the call's plan."""
     asked = str(deterministic)
     if deterministic is None:

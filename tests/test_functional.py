@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import masks
 from blocksparse_flash import BlockLayout, dispatch, functional, interop, ops, reference, validation
 from blocksparse_flash.functional import attention, attention_with_lse, explain
+from blocksparse_flash.plan_format import tile_of
 from blocksparse_flash.runtime.tensor_spec import specs_of
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM, V_DIM = 2, 4, 2, 32, 48, 16, 8
@@ -1207,10 +1208,35 @@ def test_determinism_reaches_the_backward_of_hopper(deterministic):
 
 def test_only_hopper_is_not_bitwise_reproducible_by_default():
     assert "except in dq" in dispatch.explained_determinism(False, "hopper")
-    for deterministic, backend in ((True, "hopper"), (False, "triton"), (False, "eager")):
-        assert dispatch.explained_determinism(deterministic, backend).startswith(
+    for deterministic, *call in ((True, "hopper"), (False, "hopper", 64), (False, "triton"), (False, "eager")):
+        assert dispatch.explained_determinism(deterministic, *call).startswith(
             "every run gives equal bits, forward and backward"
         )
+
+
+@pytest.mark.parametrize(("backend", "block_size", "expected"), [
+    ("hopper", 64, 64), ("auto", 64, 64), ("hopper", 128, 128), ("triton", 64, 128),
+])  # fmt: skip
+def test_fine_layouts_get_a_plan_of_fine_tiles(monkeypatch, backend, block_size, expected):
+    """Which kernels run follows from the plan; "auto" is a traced call on a Hopper GPU."""
+    plans = []
+    monkeypatch.setattr(dispatch, "decide", lambda *_, **__: backend)
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, plan, *_, **__: plans.append(plan) or (q, q))
+    q = torch.zeros(1, 16, 1024, 64)
+    layout = BlockLayout.from_blocks(list(range(8)), list(range(8)), 1024, 1024, block_size=block_size)
+    attention(q, q, q, layout)
+    (plan,) = plans
+    assert tile_of(plan) == expected
+    if expected == 64:
+        assert dispatch.resolve(q, q, q, 64) == "hopper"
+
+
+def test_fine_tiles_have_kernels_of_their_own():
+    pytest.importorskip("triton", reason="needs Triton")
+    forward, backward = ops._kernels("hopper", False, 64)
+    assert (forward.__module__.split(".")[-1], backward.__module__.split(".")[-1]) == ("fine_forward", "fine_backward")
+    with pytest.raises(AssertionError, match="triton has no kernels for tiles of 64 x 64"):
+        ops._kernels("triton", False, 64)
 
 
 def test_without_triton_auto_is_eager_and_says_why(monkeypatch):
