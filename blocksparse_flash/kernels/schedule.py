@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import TILE, n_split_of
+from ..plan_format import TILE, n_split_of, tile_of
 
 # most splits of a line
 MAX_PARTS = 16
@@ -36,10 +36,14 @@ def padded_dim(backend: str, head_dim: int) -> int:
 
 
 class Split(NamedTuple):
-    """The first n_lines lines of every head in launch order, the longest ones, are split into `parts` programs each."""
+    """The first n_lines lines of every head in launch order, the longest ones, are split into `parts` programs each.
+
+    side  tokens of a line
+    """
 
     n_lines: int
     parts: int
+    side: int = TILE
 
     def n_programs(self, n_lines: int, n_batch_heads: int) -> int:
         """Number of programs for n_lines lines of each of n_batch_heads heads."""
@@ -47,7 +51,7 @@ class Split(NamedTuple):
 
     def floats(self, columns: int, n_batch_heads: int) -> int:
         """Number of float32 values in the workspace of the splits, with `columns` values per token of a line."""
-        return self.n_lines * self.parts * n_batch_heads * TILE * columns if self.parts > 1 else 0
+        return self.n_lines * self.parts * n_batch_heads * self.side * columns if self.parts > 1 else 0
 
 
 WHOLE = Split(0, 1)
@@ -97,16 +101,17 @@ def _of_shapes(
     k_shape: tuple[int, ...],
     causal: bool,
     n_sms: int,
+    side: int,
 ) -> Split:
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
-    n_lines, n_others, n_batch_heads, group = -(-q_len // TILE), -(-kv_len // TILE), batch * heads, 1
+    n_lines, n_others, n_batch_heads, group = -(-q_len // side), -(-kv_len // side), batch * heads, 1
     if not is_of_rows:
         n_lines, n_others, n_batch_heads, group = n_others, n_lines, batch * kv_heads, heads // max(1, kv_heads)
     of_head, long = n_lines * n_others / (2 if causal else 1), 0
     if lists:
         record_shape, (n_indices,), (n_ids,) = lists
         of_head, long = n_indices / (record_shape[0] * record_shape[1]), n_split_of(n_indices, n_ids)
-    return choose(
+    split = choose(
         n_lines,
         n_batch_heads,
         longest=n_others * group,
@@ -115,6 +120,7 @@ def _of_shapes(
         is_even=bool(lists) or not causal,
         n_sms=n_sms,
     )
+    return split if split == WHOLE else split._replace(side=side)
 
 
 def split_of(
@@ -129,9 +135,10 @@ def split_of(
 
     plan              the tensors of a Plan; empty for dense or causal calls
     q_shape, k_shape  (batch, heads, length, head_dim)
+    n_sms             SMs, or programs that run at a time if several share an SM
     """
     if first == 0 and not (plan and n_split_of(plan[1].shape[0], plan[2].shape[0])):
         # rows are split only where some are long
         return WHOLE
     lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
-    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms)
+    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms, tile_of(plan))

@@ -69,7 +69,7 @@ def launches(
         split_kv.split_kv_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
-        fine_forward.forward_launch,
+        fine_forward.forward_launches,
         fine_backward.backward_launches,
     ):
         launches_of.cache_clear()
@@ -83,6 +83,10 @@ def launches(
         mock.patch.object(hopper_backward, "num_sms", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, num_splits)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, num_splits)),
+        mock.patch.object(fine_forward, "num_sms", lambda _: 132),
+        mock.patch.object(fine_backward, "num_sms", lambda _: 132),
+        mock.patch.object(fine_forward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),
+        mock.patch.object(fine_backward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
     ):
         run_both(**call)
@@ -515,7 +519,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": "fine", **option}
         for head_dim in (64, 128)
-        for option in ({}, {"limited": True}, {"group": 4}, *SIGNS)
+        for option in ({}, {"limited": True}, {"group": 4}, {"num_splits": 3}, *SIGNS)
     ]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]

@@ -211,6 +211,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     elif name.startswith("fine_"):
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         yield name, dim, given["kv_lengths_ptr"] is not None, rest["maxnreg"]
+        yield name, dim, "split" if rest["num_splits"] > 1 else "whole"
     elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
 
@@ -254,14 +255,14 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     """The configurations that a call would use on a GPU; launches nothing."""
     batch, heads, q_len, kv_len = call.shape
     variant, dim = call.variant, call.head_dim
-    modules = (forward, backward, split_kv, hopper_forward, hopper_backward)
+    modules = (forward, backward, split_kv, hopper_forward, hopper_backward, fine_forward, fine_backward)
     for launches_of in (
         forward.forward_launch,
         backward.backward_launches,
         split_kv.split_kv_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
-        fine_forward.forward_launch,
+        fine_forward.forward_launches,
         fine_backward.backward_launches,
     ):
         launches_of.cache_clear()
@@ -377,6 +378,8 @@ def _known_hopper() -> Iterator[Key]:
         yield "fine_forward", dim, has_lengths, fine_forward.CONFIGS[dim].registers
         for name, registers in zip(("fine_dkdv", "fine_dq"), fine_backward.REGISTERS[dim], strict=True):
             yield name, dim, has_lengths, registers
+    for name, dim, word in itertools.product(("fine_forward", "fine_dkdv", "fine_dq"), (64, 128), ("split", "whole")):
+        yield name, dim, word
 
 
 # ---- calls that reach all configurations ----

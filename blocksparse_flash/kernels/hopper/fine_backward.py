@@ -13,7 +13,8 @@ Each computes scores and dp for itself: seven products per tile, where a single 
 stays in registers and every run gives equal bits; dQ needs no float32 sum in memory, whose clearing, atomic additions
 and conversion take longer than two products.
 
-As in fine_forward.py, a program has one warpgroup, and several programs share an SM.
+As in fine_forward.py, a program has one warpgroup, and several programs share an SM. Long tile rows and tile columns
+are split: each program writes float32 sums to a workspace, which another launch adds in order (combine_splits.py).
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import padded_dim
+from ..schedule import Split, padded_dim, split_of
 from ..triton.backward_preprocess import preprocess_launch
-from ..triton.tile import BEGIN, N_PARTIAL, N_TILES, NUMBER, find_line_record, find_work_record
+from ..triton.combine_splits import sum_cols
+from ..triton.tile import NUMBER, find_line_record
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import load_mask_words, mask_columns, transposed_mask
-from .fine_tiles import SIDE, load_tile, start_of, zero_rows_from
-from .registers import accumulator, clamped_kv_len, round_p_ds
+from .fine_tiles import PROGRAMS_PER_SM, SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
+from .registers import accumulator, clamped_kv_len, round_p_ds, store_split
 from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
 
 # buffers of q and dO in the kernel for dk and dv
@@ -137,17 +139,19 @@ def add_dkdv(
     return b_dk, b_dv
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_tile_cols", "kv_len", "n_padded"])
+@gluon.jit(
+    do_not_specialize=["n_heads", "n_batch_heads", "n_tile_cols", "n_split_cols", "num_splits", "kv_len", "n_padded"]
+)
 def fine_dkdv_kernel(
     # inputs; Pointers describes those that may be None
     q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
     lse_ptr, delta_ptr,
     # outputs
-    dk_desc, dv_desc,
+    dk_desc, dv_desc, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes; n_heads of keys, n_batch_heads = batch * n_heads, n_padded: queries per head in lse and delta
-    n_heads, n_batch_heads, n_tile_cols, kv_len, n_padded, scale_log2, scale,
+    # sizes, see Lines; heads are those of the keys; n_padded: queries per head in lse and delta
+    n_heads, n_batch_heads, n_tile_cols, n_split_cols, num_splits, kv_len, n_padded, scale_log2, scale,
     # compile time; GROUP: query heads per key head
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -173,10 +177,18 @@ def fine_dkdv_kernel(
         lse_ptr=lse_ptr,
         delta_ptr=delta_ptr,
     )
-    batch_head, p_record, _ = find_work_record(
-        records_ptr, record_strides, gl.program_id(0), n_lines=n_tile_cols, n_heads=n_heads,
-        n_batch_heads=n_batch_heads, SPLIT=1, GROUP=GROUP,
-    )  # fmt: skip
+    lines = Lines(
+        records_ptr=records_ptr,
+        record_strides=record_strides,
+        n_lines=n_tile_cols,
+        n_heads=n_heads,
+        n_batch_heads=n_batch_heads,
+        n_split_lines=n_split_cols,
+        num_splits=num_splits,
+        splits_ptr=splits_ptr,
+    )
+    work_tile = find_work_tile(lines, GROUP=GROUP)
+    batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_kv_head = batch_head // n_heads, batch_head % n_heads
     i_col = gl.load(p_record + NUMBER)
     kv_start = i_col * SIDE
@@ -197,8 +209,7 @@ def fine_dkdv_kernel(
         if GROUP > 1:
             # the heads of a group may have layouts, and hence launch orders, of their own
             p_record = find_line_record(records_ptr, record_strides, i_batch, i_head, i_col)
-        begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
-        n_partial = gl.load(p_record + N_PARTIAL)
+        begin, n_tiles, n_partial = tiles_of(lines, p_record, work_tile.i_split)
         if kv_lengths_ptr is not None:
             n_tiles = gl.where(kv_start < kv_limit, n_tiles, 0)
             n_partial = gl.minimum(n_partial, n_tiles)
@@ -227,14 +238,19 @@ def fine_dkdv_kernel(
             )
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_start, stage, has_more)
         n_done += n_tiles
-    # every warp has read the keys and values
-    thread_barrier()
-    buffers.k.reshape([SIDE, DIM]).store((b_dk * scale).to(dtype))
-    buffers.v.reshape([SIDE, DIM_V]).store(b_dv.to(dtype))
-    fence_async_shared()
-    tma_store(dk_desc, [i_batch, i_kv_head, kv_start, 0], buffers.k)
-    tma_store(dv_desc, [i_batch, i_kv_head, kv_start, 0], buffers.v)
-    tma.store_wait(0)
+    if work_tile.i_split < 0:
+        # every warp has read the keys and values
+        thread_barrier()
+        buffers.k.reshape([SIDE, DIM]).store((b_dk * scale).to(dtype))
+        buffers.v.reshape([SIDE, DIM_V]).store(b_dv.to(dtype))
+        fence_async_shared()
+        tma_store(dk_desc, [i_batch, i_kv_head, kv_start, 0], buffers.k)
+        tma_store(dv_desc, [i_batch, i_kv_head, kv_start, 0], buffers.v)
+        tma.store_wait(0)
+    elif splits_ptr is not None:
+        p_split = splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * (DIM + DIM_V))
+        store_split(p_split, b_dk, 0)
+        store_split(p_split + SIDE * DIM, b_dv, 0)
 
 
 # ---- dq ----
@@ -295,17 +311,21 @@ def add_dq(
     return b_dq
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_tile_rows", "kv_len", "n_padded", "group"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_heads", "n_batch_heads", "n_tile_rows", "n_split_rows", "num_splits", "kv_len", "n_padded", "group",
+    ]
+)  # fmt: skip
 def fine_dq_kernel(
     # inputs; Pointers describes those that may be None
     q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
     lse_ptr, delta_ptr,
-    # output
-    dq_desc,
+    # outputs
+    dq_desc, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes; group: query heads per key head, n_padded: queries per head in lse and delta
-    n_heads, n_batch_heads, n_tile_rows, kv_len, n_padded, group, scale_log2, scale,
+    # sizes, see Lines; group: query heads per key head, n_padded: queries per head in lse and delta
+    n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, kv_len, n_padded, group, scale_log2, scale,
 ):  # fmt: skip
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
@@ -329,14 +349,22 @@ def fine_dq_kernel(
         lse_ptr=lse_ptr,
         delta_ptr=delta_ptr,
     )
-    batch_head, p_record, _ = find_work_record(
-        records_ptr, record_strides, gl.program_id(0), n_lines=n_tile_rows, n_heads=n_heads,
-        n_batch_heads=n_batch_heads, SPLIT=1, GROUP=1,
-    )  # fmt: skip
+    lines = Lines(
+        records_ptr=records_ptr,
+        record_strides=record_strides,
+        n_lines=n_tile_rows,
+        n_heads=n_heads,
+        n_batch_heads=n_batch_heads,
+        n_split_lines=n_split_rows,
+        num_splits=num_splits,
+        splits_ptr=splits_ptr,
+    )
+    work_tile = find_work_tile(lines, GROUP=1)
+    batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     i_kv_head = i_head // group
-    q_start, begin = gl.load(p_record + NUMBER) * SIDE, gl.load(p_record + BEGIN)
-    n_steps, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
+    q_start = gl.load(p_record + NUMBER) * SIDE
+    begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
     kv_start = start_of(indices_ptr, begin)
@@ -364,27 +392,35 @@ def fine_dq_kernel(
             begin + i_step, i_step, n_steps, kv_limit, MASKED=False,
         )  # fmt: skip
         kv_start = next_start
-    # every warp has read the queries
-    thread_barrier()
-    buffers.q.reshape([SIDE, DIM]).store((b_dq * scale).to(dtype))
-    fence_async_shared()
-    tma_store(dq_desc, [i_batch, i_head, q_start, 0], buffers.q)
-    tma.store_wait(0)
+    if work_tile.i_split < 0:
+        # every warp has read the queries
+        thread_barrier()
+        buffers.q.reshape([SIDE, DIM]).store((b_dq * scale).to(dtype))
+        fence_async_shared()
+        tma_store(dq_desc, [i_batch, i_head, q_start, 0], buffers.q)
+        tma.store_wait(0)
+    elif splits_ptr is not None:
+        store_split(splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * DIM), b_dq, 0)
 
 
 # ---- launches ----
 
 
 class BackwardLaunches(NamedTuple):
-    """The launches of a backward and its memory.
+    """The launches of a backward and its memory; None where no line is split.
 
-    outputs  dq, dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
+    sum_cols, sum_rows  sum dk and dv of split tile columns, dq of split tile rows
+    outputs     dq, dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
+    workspaces  of the splits of the tile columns and of the tile rows
     """
 
     preprocess: Launch
     dkdv: Launch
     dq: Launch
+    sum_cols: Launch | None
+    sum_rows: Launch | None
     outputs: tuple[Memory, ...]
+    workspaces: tuple[Memory | None, Memory | None]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -392,6 +428,8 @@ def backward_launches(
     specs: TensorSpecs,
     by_rows: PlanSpecs,
     by_cols: PlanSpecs,
+    of_rows: Split,
+    of_cols: Split,
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
 ) -> BackwardLaunches:
@@ -399,6 +437,7 @@ def backward_launches(
 
     specs    of q, k, v and dout
     by_rows, by_cols  of the plan
+    of_rows, of_cols  splits of its tile rows and tile columns
     others   of out, lse, dlse and kv_lengths
     """
     q, k, v, dout = specs.tensors
@@ -429,6 +468,8 @@ def backward_launches(
         "n_heads": kv_heads,
         "n_batch_heads": batch * kv_heads,
         "n_tile_cols": n_tile_cols,
+        "n_split_cols": of_cols.n_lines,
+        "num_splits": of_cols.parts,
         "GROUP": heads // kv_heads,
         "maxnreg": dkdv_registers,
     }
@@ -438,14 +479,29 @@ def backward_launches(
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_tile_rows": n_padded // side,
+        "n_split_rows": of_rows.n_lines,
+        "num_splits": of_rows.parts,
         "group": heads // kv_heads,
         "maxnreg": dq_registers,
     }
+    col_programs = of_cols.n_programs(n_tile_cols, batch * kv_heads)
+    row_programs = of_rows.n_programs(n_padded // side, batch * heads)
+    col_floats, row_floats = of_cols.floats(dim + dim_v, batch * kv_heads), of_rows.floats(dim, batch * heads)
+    col_sizes = {**dkdv_arguments, "n_split_lines": of_cols.n_lines}
+    # dq is summed as dk is, over query heads without groups
+    row_sizes = {**dq_arguments, "n_split_lines": of_rows.n_lines, "kv_len": q_len, "GROUP": 1}
+    dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded),
-        dkdv=Launch(fine_dkdv_kernel, (n_tile_cols * batch * kv_heads,), dkdv_arguments, {**inputs, **col_outputs}),
-        dq=Launch(fine_dq_kernel, (n_padded // side * batch * heads,), dq_arguments, {**inputs, **row_outputs}),
+        dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, {**inputs, **col_outputs}),
+        dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, {**inputs, **row_outputs}),
+        sum_cols=sum_cols(of_cols, by_cols[0], dk_spec, dv_spec, col_sizes, (dim, dim_v)),
+        sum_rows=sum_cols(of_rows, by_rows[0], dq.spec._replace(shape=q.shape), None, row_sizes, (dim, 16)),
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
+        workspaces=(
+            contiguous(torch.float32, col_floats) if of_cols.parts > 1 else None,
+            contiguous(torch.float32, row_floats) if of_rows.parts > 1 else None,
+        ),
     )
 
 
@@ -471,12 +527,20 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     by_rows, by_cols, empty = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q)
     others = tuple(cache_key_of(each) for each in (out, lse, dlse, kv_lengths))
-    ready = backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), others, scale)
+    n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
+    of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (0, 3))
+    lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
+    ready = backward_launches(specs, *lists, of_rows, of_cols, others, scale)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
+    col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
-    ready.dkdv(q, k, v, dout, *by_cols, kv_lengths, lse_line, delta_line, dk, dv)
-    ready.dq(q, k, v, dout, *by_rows, kv_lengths, lse_line, delta_line, dq)
+    ready.dkdv(q, k, v, dout, *by_cols, kv_lengths, lse_line, delta_line, dk, dv, col_splits)
+    if ready.sum_cols is not None:
+        ready.sum_cols(col_splits, by_cols[0], dk, dv)
+    ready.dq(q, k, v, dout, *by_rows, kv_lengths, lse_line, delta_line, dq, row_splits)
+    if ready.sum_rows is not None:
+        ready.sum_rows(row_splits, by_rows[0], dq, None)
     if dim % 8 or dim_v % 8:
         return dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
     return dq, dk, dv

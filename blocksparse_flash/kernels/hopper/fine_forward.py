@@ -7,8 +7,9 @@ while one waits for memory or computes exponentials, the others multiply. Each s
 
     wait for k | s = q k^T | load the next k | mask, online softmax | wait for v | out += p v | load the next v
 
-Partial tiles come first and have a loop of their own, so that full tiles pay for no mask. Rows without keys get out 0
-and lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
+Partial tiles come first and have a loop of their own, so that full tiles pay for no mask. Long tile rows are split, as
+in forward.py. Rows without keys get out 0 and lse -inf. Scores and the running maximum are in base 2, `lse` in memory
+is natural.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
-from ..schedule import padded_dim
-from ..triton.tile import BEGIN, LN_2, N_PARTIAL, N_TILES, NUMBER, find_work_record
+from ..schedule import Split, padded_dim, split_of
+from ..triton.combine_splits import merge_rows
+from ..triton.tile import LN_2, NUMBER
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import load_mask_words, mask_columns
-from .fine_tiles import SIDE, load_tile, start_of, zero_rows_from
-from .registers import accumulator, clamped_kv_len
+from .fine_tiles import PROGRAMS_PER_SM, SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
+from .registers import accumulator, clamped_kv_len, store_split
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
 
@@ -145,16 +147,20 @@ def step(
 # ---- kernel ----
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_tile_rows", "q_len", "kv_len", "group"])
+@gluon.jit(
+    do_not_specialize=[
+        "n_heads", "n_batch_heads", "n_tile_rows", "n_split_rows", "num_splits", "q_len", "kv_len", "group",
+    ]
+)  # fmt: skip
 def fine_forward_kernel(
     # inputs; Pointers describes those that may be None
     q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
     # outputs
-    out_desc, lse_ptr,
+    out_desc, lse_ptr, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes; group: query heads per key head
-    n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, scale_log2,
+    # sizes, see Lines; group: query heads per key head
+    n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, group, scale_log2,
     # compile time; SIGN of the scale
     SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -180,14 +186,22 @@ def fine_forward_kernel(
         kv_lengths_ptr=kv_lengths_ptr,
         lse_ptr=lse_ptr,
     )
-    batch_head, p_record, _ = find_work_record(
-        records_ptr, record_strides, gl.program_id(0), n_lines=n_tile_rows, n_heads=n_heads,
-        n_batch_heads=n_batch_heads, SPLIT=1, GROUP=1,
-    )  # fmt: skip
+    lines = Lines(
+        records_ptr=records_ptr,
+        record_strides=record_strides,
+        n_lines=n_tile_rows,
+        n_heads=n_heads,
+        n_batch_heads=n_batch_heads,
+        n_split_lines=n_split_rows,
+        num_splits=num_splits,
+        splits_ptr=splits_ptr,
+    )
+    work_tile = find_work_tile(lines, GROUP=1)
+    batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     i_kv_head = i_head // group
-    q_start, begin = gl.load(p_record + NUMBER) * SIDE, gl.load(p_record + BEGIN)
-    n_steps, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
+    q_start = gl.load(p_record + NUMBER) * SIDE
+    begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
     kv_start = start_of(indices_ptr, begin)
@@ -220,36 +234,45 @@ def fine_forward_kernel(
     m_empty = b_sum == 0.0
     b_sum = gl.where(m_empty, 1.0, b_sum)
     b_lse = gl.where(m_empty, float("-inf"), state.max + gl.log2(b_sum))
-    o_q = q_start + gl.arange(0, SIDE, layout=query_layout)
-    gl.store(lse_ptr + batch_head.to(gl.int64) * q_len + o_q, b_lse * LN_2, mask=o_q < q_len)
     b_out = state.out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
-    # every warp has read the values
-    thread_barrier()
-    buffers.v.reshape([SIDE, DIM_V]).store(b_out.to(dtype))
-    fence_async_shared()
-    tma_store(out_desc, [i_batch, i_head, q_start, 0], buffers.v)
-    tma.store_wait(0)
+    o_q = gl.arange(0, SIDE, layout=query_layout)
+    if work_tile.i_split < 0:
+        p_lse = lse_ptr + batch_head.to(gl.int64) * q_len + q_start
+        gl.store(p_lse + o_q, b_lse * LN_2, mask=q_start + o_q < q_len)
+        # every warp has read the values
+        thread_barrier()
+        buffers.v.reshape([SIDE, DIM_V]).store(b_out.to(dtype))
+        fence_async_shared()
+        tma_store(out_desc, [i_batch, i_head, q_start, 0], buffers.v)
+        tma.store_wait(0)
+    elif splits_ptr is not None:
+        p_split = splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * (DIM_V + 1))
+        store_split(p_split, b_out, 0)
+        gl.store(p_split + SIDE * DIM_V + o_q, b_lse)
 
 
 # ---- launch ----
 
 
-class ForwardLaunch(NamedTuple):
-    """The launch of a forward and its outputs; rows of out are padded so that TMA can write them."""
+class ForwardLaunches(NamedTuple):
+    """The launches of a forward and its memory, as in forward.ForwardLaunches."""
 
     out: Memory
     lse: Memory
     kernel: Launch
+    combine: Launch | None
+    n_split_floats: int
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_launch(
+def forward_launches(
     specs: TensorSpecs,
     lists: PlanSpecs,
+    split: Split,
     lengths: tuple[torch.dtype, bool] | None,  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
-) -> ForwardLaunch:
-    """The launch for all calls with these cache keys.
+) -> ForwardLaunches:
+    """The launches for all calls with these cache keys.
 
     specs    of q, k and v
     lists    cache key of the plan's tile rows
@@ -265,6 +288,8 @@ def forward_launch(
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_tile_rows": n_tile_rows,
+        "n_split_rows": split.n_lines,
+        "num_splits": split.parts,
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
@@ -282,10 +307,14 @@ def forward_launch(
         "v_desc": DescriptorFactory(v, block_v),
         "out_desc": DescriptorFactory(out.spec, block_v),
     }
-    return ForwardLaunch(
+    n_programs = split.n_programs(n_tile_rows, batch * heads)
+    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_lines}
+    return ForwardLaunches(
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
-        kernel=Launch(fine_forward_kernel, (n_tile_rows * batch * heads,), arguments, descriptor_factories),
+        kernel=Launch(fine_forward_kernel, (n_programs,), arguments, descriptor_factories),
+        combine=merge_rows(split, lists[0], out.spec, combined, dim_v),
+        n_split_floats=split.floats(dim_v + 1, batch * heads),
     )
 
 
@@ -311,7 +340,12 @@ def forward(
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = tma_loadable(q, k, v)
     lists, empty = tile_lists(plan, 0), allocator(q)
-    launch = forward_launch(specs, plan_specs_of(lists), cache_key_of(kv_lengths), scale)
+    n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
+    split = split_of(plan, 0, q.shape, k.shape, False, n_at_once)
+    launch = forward_launches(specs, plan_specs_of(lists), split, cache_key_of(kv_lengths), scale)
     out, lse = empty(*launch.out), empty(*launch.lse)
-    launch.kernel(q, k, v, *lists, kv_lengths, out, lse)
+    splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
+    launch.kernel(q, k, v, *lists, kv_lengths, out, lse, splits)
+    if launch.combine is not None:
+        launch.combine(splits, lists[0], out, lse)
     return out.contiguous(), lse

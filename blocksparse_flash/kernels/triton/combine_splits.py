@@ -1,8 +1,9 @@
-"""Combining splits: out and lse of split tile rows by their lse, dk and dv of split tile columns by sums.
+"""Combining splits: out and lse of split tile rows by their lse; dk and dv of split tile columns, or dq, by sums.
 
 Split p of a tile row is block (p * n_split_lines + i) * n_batch_heads + batch_head of a float32 workspace, where i
-counts the split tile rows of a head: (128, DIM_V) values of out, then 128 of lse in base 2; for tile columns (128, DIM)
-values of dk, then (128, DIM_V) of dv. Splits are combined in order, so results are bitwise reproducible.
+counts the split tile rows of a head: (SIDE, DIM_V) values of out, then SIDE of lse in base 2; for tile columns
+(SIDE, DIM) values of dk, then (SIDE, DIM_V) of dv; for dq (SIDE, DIM). SIDE is 128 or 64, the tokens of a tile. Splits
+are combined in order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import triton.language as tl
 
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
-from ..arguments import TILE as TILE_SIDE
 from ..arguments import Shape, strides_of_records
 from ..schedule import MAX_PARTS, Split
-from .tile import NUMBER, TILE, head_base, log_sum, record_pointer
+from .tile import NUMBER, head_base, log_sum, record_pointer
 
 # rows per program of sum_cols_kernel
 SUM_ROWS = 16
@@ -54,24 +54,24 @@ def merge_rows_kernel(
     # sizes, as in the kernel that wrote the splits
     n_heads, n_batch_heads, n_lines, n_split_lines, num_splits, q_len,
     # compile time
-    V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr, SIDE: tl.constexpr,
 ):
     # one query
-    i_row = tl.program_id(0) % TILE
-    i_line = tl.program_id(0) // TILE
+    i_row = tl.program_id(0) % SIDE
+    i_line = tl.program_id(0) // SIDE
     batch_head = i_line % n_batch_heads
     if records_ptr is not None:
         p_record = record_pointer(records_ptr, record_strides, batch_head, n_heads, i_line // n_batch_heads, 1)
         i_tile = tl.load(p_record + NUMBER)
     else:
         i_tile = n_lines - 1 - i_line // n_batch_heads
-    q = i_tile * TILE + i_row
+    q = i_tile * SIDE + i_row
     if q < q_len:
         o_split = tl.arange(0, SPLITS)
         o_dim = tl.arange(0, DIM_V)
         m_split = o_split < num_splits
-        p_split = splits_ptr + (o_split.to(tl.int64) * (n_split_lines * n_batch_heads) + i_line) * (TILE * (DIM_V + 1))
-        b_lse = tl.load(p_split + TILE * DIM_V + i_row, mask=m_split, other=float("-inf"))
+        p_split = splits_ptr + (o_split.to(tl.int64) * (n_split_lines * n_batch_heads) + i_line) * (SIDE * (DIM_V + 1))
+        b_lse = tl.load(p_split + SIDE * DIM_V + i_row, mask=m_split, other=float("-inf"))
         # [SPLITS, DIM_V]
         b_split = tl.load((p_split + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_split[:, None], other=0.0)
         b_none, b_max = tl.zeros([DIM_V], tl.float32), tl.full([1], -3.0e38, tl.float32)
@@ -89,7 +89,7 @@ def merge_rows_kernel(
 def sum_cols_kernel(
     # inputs; without records (records_ptr None) the tile columns are in order
     splits_ptr, records_ptr,
-    # outputs
+    # outputs; dv_ptr None: sums dq of split tile rows, as if it were dk
     dk_ptr, dv_ptr,
     # strides in elements: (batch, head), (batch, head, row)
     record_strides, dk_strides, dv_strides,
@@ -97,9 +97,10 @@ def sum_cols_kernel(
     n_heads, n_batch_heads, n_split_lines, num_splits, kv_len, scale,
     # compile time; GROUP: query heads per key head
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, SIDE: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = TILE // ROWS
+    BLOCKS: tl.constexpr = SIDE // ROWS
+    COLS: tl.constexpr = DIM if dv_ptr is None else DIM + DIM_V
     o_row = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
     i_line = tl.program_id(0) // BLOCKS
     batch_head = i_line % n_batch_heads
@@ -113,16 +114,18 @@ def sum_cols_kernel(
     b_dk, b_dv = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS, DIM_V], tl.float32)
     for i_split in tl.range(0, num_splits):
         i_block = (i_split * n_split_lines) * n_batch_heads + i_line
-        p_split = splits_ptr + i_block.to(tl.int64) * (TILE * (DIM + DIM_V))
+        p_split = splits_ptr + i_block.to(tl.int64) * (SIDE * COLS)
         b_dk += tl.load(p_split + o_row[:, None] * DIM + o_k[None, :])
-        b_dv += tl.load(p_split + TILE * DIM + o_row[:, None] * DIM_V + o_v[None, :])
-    o_kv = i_tile.to(tl.int64) * TILE + o_row
+        if dv_ptr is not None:
+            b_dv += tl.load(p_split + SIDE * DIM + o_row[:, None] * DIM_V + o_v[None, :])
+    o_kv = i_tile.to(tl.int64) * SIDE + o_row
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     m_kv = (o_kv < kv_len)[:, None]
     p_dk = head_base(dk_ptr, dk_strides, i_batch, i_head) + o_kv[:, None] * dk_strides[2] + o_k[None, :]
-    p_dv = head_base(dv_ptr, dv_strides, i_batch, i_head) + o_kv[:, None] * dv_strides[2] + o_v[None, :]
     tl.store(p_dk, (b_dk * scale).to(dk_ptr.dtype.element_ty), mask=m_kv & (o_k < HEAD_DIM)[None, :])
-    tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_kv & (o_v < V_DIM)[None, :])
+    if dv_ptr is not None:
+        p_dv = head_base(dv_ptr, dv_strides, i_batch, i_head) + o_kv[:, None] * dv_strides[2] + o_v[None, :]
+        tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_kv & (o_v < V_DIM)[None, :])
 # fmt: on
 
 
@@ -135,9 +138,9 @@ def merge_rows(
     sizes = {
         name: rest[name] for name in ("n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len")
     }
-    dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_PARTS}
+    dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_PARTS, "SIDE": split.side}
     strides = {"record_strides": strides_of_records(record_shape), "out_strides": out.strides[:3]}
-    n_programs = split.n_lines * rest["n_batch_heads"] * TILE_SIDE
+    n_programs = split.n_lines * rest["n_batch_heads"] * split.side
     return Launch(merge_rows_kernel, (n_programs,), {**sizes, **dims, **strides, "num_warps": 4})
 
 
@@ -145,22 +148,29 @@ def sum_cols(
     split: Split,
     record_shape: Shape | None,
     dk: TensorSpec,
-    dv: TensorSpec,
+    dv: TensorSpec | None,
     rest: dict[str, Any],
     dims: tuple[int, int],
 ) -> Launch | None:
-    """The launch (splits, records, dk, dv) that sums split tile columns; dims: columns of dk and dv in a split."""
+    """The launch (splits, records, dk, dv) that sums split tile columns.
+
+    dv    None: the launch sums dq of split tile rows, as if it were dk
+    rest  arguments of the kernel that wrote the splits
+    dims  columns of dk and dv in a split
+    """
     if split.parts == 1:
         return None
     sizes = {
         name: rest[name]
         for name in ("n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len", "scale", "GROUP")
     }
-    fixed = {"HEAD_DIM": dk.shape[3], "V_DIM": dv.shape[3], "DIM": dims[0], "DIM_V": dims[1], "ROWS": SUM_ROWS}
+    v_dim, dv_strides = (0, (0, 0, 0)) if dv is None else (dv.shape[3], dv.strides[:3])
+    fixed = {"HEAD_DIM": dk.shape[3], "V_DIM": v_dim, "DIM": dims[0], "DIM_V": dims[1], "ROWS": SUM_ROWS}
     strides = {
         "record_strides": strides_of_records(record_shape),
         "dk_strides": dk.strides[:3],
-        "dv_strides": dv.strides[:3],
+        "dv_strides": dv_strides,
     }
-    n_programs = split.n_lines * rest["n_batch_heads"] * (TILE_SIDE // SUM_ROWS)
-    return Launch(sum_cols_kernel, (n_programs,), {**sizes, **fixed, **strides, "num_warps": 4})
+    n_programs = split.n_lines * rest["n_batch_heads"] * (split.side // SUM_ROWS)
+    side = {"SIDE": split.side, "num_warps": 4}
+    return Launch(sum_cols_kernel, (n_programs,), {**sizes, **fixed, **strides, **side})

@@ -94,6 +94,13 @@ def test_every_layout_is_accurate_in_tiles_of_64(check, index):
     check(Simulation(seed=index), cases.LAYOUTS[index], CALLS[(7 * index + 3) % len(CALLS)], tile=FINE_TILE)
 
 
+@pytest.mark.parametrize("index", range(0, len(cases.LAYOUTS), 2), ids=[str(each) for each in cases.LAYOUTS[::2]])
+def test_split_layouts_are_accurate_in_tiles_of_64(check, index):
+    """One, two or all tile rows and columns of each head are split."""
+    simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
+    check(simulation, cases.LAYOUTS[index], in_float16(CALLS[(11 * index + 1) % len(CALLS)]), tile=FINE_TILE)
+
+
 def test_every_call_is_accurate_in_tiles_of_64(check):
     for seed, call in enumerate(CALLS):
         check(Simulation(seed=seed), MIXED, call, tile=FINE_TILE)
@@ -128,7 +135,9 @@ def test_the_deterministic_backward_is_accurate(check, layout, call):
 
 def split(simulation: Simulation, num_splits: int, n_lines: int) -> Simulation:
     """The simulation, with n_lines tile rows and columns of each head split, and all of them without a layout."""
-    for module in (simulation.hopper_forward, simulation.hopper_backward):
+    for module in (
+        simulation.hopper_forward, simulation.hopper_backward, simulation.fine_forward, simulation.fine_backward,
+    ):  # fmt: skip
         module.split_of = test_combine_splits.forced(num_splits, n_lines)
     return simulation
 
@@ -345,9 +354,9 @@ FINE_FAULTS = {
     "queries loaded by a program without steps": Change(
         FINE_FORWARD, "i_head, q_start, has_steps)", "i_head, q_start, True)"
     ),
-    "out in flight at the end": Change(FINE_FORWARD, "    tma.store_wait(0)\n", ""),
+    "out in flight at the end": Change(FINE_FORWARD, "        tma.store_wait(0)\n", ""),
     "out stored without a fence": Change(
-        FINE_FORWARD, "    fence_async_shared()\n    tma_store(out_desc", "    tma_store(out_desc"
+        FINE_FORWARD, "fence_async_shared()\n        tma_store(out_desc", "tma_store(out_desc"
     ),
     "stages of the next head begin anew": Change(FINE_BACKWARD, "        n_done += n_tiles\n", ""),
     "record of the first head for the whole group": Change(
@@ -368,6 +377,11 @@ FINE_FAULTS = {
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
 """,
     ),
+    "every split starts at the first tile": Change(FINE_TILES, "        begin = begin + first\n", ""),
+    "split stored as a whole tile row": Change(
+        FINE_FORWARD, "    if work_tile.i_split < 0:\n", "    if work_tile.i_split < 9:\n"
+    ),
+    "dv of a split in place of its dk": Change(FINE_BACKWARD, "p_split + SIDE * DIM, b_dv", "p_split, b_dv"),
     "scores masked before a negative scale": Change(
         FINE_BACKWARD,
         """    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
@@ -707,6 +721,7 @@ FINE = [
         itertools.product((MIXED, WINDOW), (MHA, dataclasses.replace(GQA, scale=-0.3)))
     )
 ]
+FINE += [run._replace(seed=10 + run.seed, splits=(2, 2)) for run in FINE[::3]]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),

@@ -14,13 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 import masks
-from blocksparse_flash import attention_with_lse
+from blocksparse_flash import attention_with_lse, dispatch
 from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.triton import combine_splits
+from blocksparse_flash.plan_format import FINE_TILE, tile_of
 from blocksparse_flash.runtime.tensor_spec import spec_of
 from tests import test_zoo as zoo
 
-TILE = 128
 needs_hopper = pytest.mark.skipif(not zoo.HAS_HOPPER, reason="needs compute capability 9.0")
 
 
@@ -28,8 +28,9 @@ def forced(num_splits: int, n_lines: int) -> Any:
     """A stand-in for split_of: num_splits splits of n_lines lines per head with a layout, of all lines without."""
 
     def choose(plan: list[Tensor], first: int, q_shape: torch.Size, k_shape: torch.Size, *_: Any) -> Split:
-        lines = -(-(k_shape if first else q_shape)[2] // TILE)
-        return Split(min(n_lines, lines) if plan else lines, num_splits)
+        side = tile_of(plan)
+        lines = -(-(k_shape if first else q_shape)[2] // side)
+        return Split(min(n_lines, lines) if plan else lines, num_splits, side)
 
     return choose
 
@@ -46,12 +47,13 @@ def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
     return items
 
 
-@pytest.mark.parametrize("kind", ["layout", "shared", "dense"])
+@pytest.mark.parametrize("kind", ["layout", "shared", "dense", "fine"])
 def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     """Empty splits, empty rows, lse so far apart that only the largest counts, and a ragged last tile."""
-    batch, heads, q_len, v_dim, dim_v, split = 2, 2, 300, 24, 64, Split(2, 5)
+    TILE = FINE_TILE if kind == "fine" else 128
+    batch, heads, q_len, v_dim, dim_v, split = 2, 2, 2 * TILE + 44, 24, 64, Split(2, 5, TILE)
     n_lines, n_batch_heads = 3, batch * heads
-    items = {"layout": records(batch, heads, n_lines, 0), "shared": records(1, 1, n_lines, 1), "dense": None}[kind]
+    items = {"shared": records(1, 1, n_lines, 1), "dense": None}.get(kind, records(batch, heads, n_lines, 0))
     generator = torch.Generator().manual_seed(2)
     outs = torch.randn(split.parts, split.n_lines, n_batch_heads, TILE, dim_v, generator=generator)
     lses = 3 * torch.randn(split.parts, split.n_lines, n_batch_heads, TILE, generator=generator)
@@ -90,13 +92,14 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     assert n_empty
 
 
-@pytest.mark.parametrize("kind", ["layout", "dense"])
+@pytest.mark.parametrize("kind", ["layout", "dense", "fine"])
 def test_columns_are_added_over_splits(kind: str, device: torch.device) -> None:
     """4 query heads on 2 key heads; the records of the first head of a group give the order of lines."""
-    batch, heads, group, kv_len, split = 2, 4, 2, 300, Split(2, 3)
+    TILE = FINE_TILE if kind == "fine" else 128
+    batch, heads, group, kv_len, split = 2, 4, 2, 2 * TILE + 44, Split(2, 3, TILE)
     n_lines, kv_heads, dims, padded, scale = 3, heads // group, (40, 24), (64, 128), 0.3
     n_batch_heads = batch * kv_heads
-    items = records(batch, heads, n_lines, 3) if kind == "layout" else None
+    items = None if kind == "dense" else records(batch, heads, n_lines, 3)
     blocks = torch.randn(split.parts, split.n_lines, n_batch_heads, TILE * sum(padded))
     assert blocks.numel() == split.floats(sum(padded), n_batch_heads)
     dk, dv = (torch.full((batch, kv_heads, kv_len, dim + 8), 7.0, device=device)[..., :dim] for dim in dims)
@@ -121,6 +124,27 @@ def test_columns_are_added_over_splits(kind: str, device: torch.device) -> None:
             torch.testing.assert_close(found[b, h, rows].cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_dq_is_added_over_splits(device: torch.device) -> None:
+    """As dk, without dv."""
+    heads, q_len, dim, padded, split = 2, 100, 40, 64, Split(1, 3, FINE_TILE)
+    items = records(1, heads, 2, 5)
+    blocks = torch.randn(split.parts, heads, FINE_TILE, padded)
+    dq = torch.full((1, heads, q_len, dim), 7.0, device=device)
+    rest = {"n_heads": heads, "n_batch_heads": heads, "kv_len": q_len, "scale": -0.5, "GROUP": 1}
+    rest |= {"n_split_lines": split.n_lines, "num_splits": split.parts}
+    launch = combine_splits.sum_cols(split, items.shape, spec_of(dq), None, rest, (padded, 16))
+    assert launch is not None
+    launch(blocks.to(device).flatten(), items.to(device), dq, None)
+    for head in range(heads):
+        first = int(items[0, head, 0, 0]) * FINE_TILE
+        is_split = torch.zeros(q_len, dtype=torch.bool)
+        is_split[first : first + FINE_TILE] = True
+        n = int(is_split.sum())
+        expected = -0.5 * blocks[:, head, :n, :dim].sum(0)
+        torch.testing.assert_close(dq[0, head].cpu()[is_split], expected, rtol=1e-5, atol=1e-6)
+        assert (dq[0, head].cpu()[~is_split] == 7.0).all()
+
+
 def test_unsplit_lines_need_no_launch() -> None:
     assert combine_splits.merge_rows(WHOLE, None, None, {}, 64) is None  # type: ignore[arg-type]
     assert combine_splits.sum_cols(WHOLE, None, None, None, {}, (64, 64)) is None  # type: ignore[arg-type]
@@ -132,10 +156,10 @@ def test_unsplit_lines_need_no_launch() -> None:
 @pytest.fixture
 def split_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Replaces split_of in the kernels of `hopper`."""
-    from blocksparse_flash.kernels.hopper import backward, forward
+    from blocksparse_flash.kernels.hopper import backward, fine_backward, fine_forward, forward
 
     def split_lines(choose: Any) -> None:
-        for module in (forward, backward):
+        for module in (forward, backward, fine_forward, fine_backward):
             monkeypatch.setattr(module, "split_of", choose)
 
     return split_lines
@@ -152,12 +176,27 @@ def test_split_lines_are_as_accurate_as_the_reference(
 
 
 @needs_hopper
+@pytest.mark.parametrize("n_lines", [2, 99])
+@pytest.mark.parametrize("index", range(len(zoo.cases.LAYOUTS)), ids=[str(layout) for layout in zoo.cases.LAYOUTS])
+def test_split_lines_of_fine_tiles_are_as_accurate(
+    index: int, n_lines: int, split_lines: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: FINE_TILE)
+    split_lines(forced(3, n_lines))
+    call = zoo.FINE_CALLS[(7 * index + n_lines) % len(zoo.FINE_CALLS)]
+    zoo.assert_backend_is_accurate("hopper", zoo.cases.LAYOUTS[index], call, device)
+
+
+@needs_hopper
+@pytest.mark.parametrize("tile", [128, FINE_TILE])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("num_splits", "n_lines"), [(5, 2), (16, 99)])
 def test_runs_with_splits_are_bitwise_equal(
-    num_splits: int, n_lines: int, deterministic: bool, split_lines: Any, device: torch.device
-) -> None:
+    num_splits: int, n_lines: int, deterministic: bool, tile: int, split_lines: Any, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Three runs; dq only with deterministic=True."""
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
     length = 2000
     layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
     torch.manual_seed(0)
@@ -177,10 +216,11 @@ def test_runs_with_splits_are_bitwise_equal(
 
 
 @needs_hopper
+@pytest.mark.parametrize("tile", [128, FINE_TILE])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, device: torch.device) -> None:
+def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, tile: int, device: torch.device) -> None:
     """Splits are not forced: BigBird has global rows and columns of 8,192 tokens, and there are few heads."""
-    from blocksparse_flash.kernels.hopper import backward, forward
+    from blocksparse_flash.kernels.hopper import backward, fine_backward, fine_forward, forward
     from blocksparse_flash.kernels.schedule import split_of
 
     length, chosen = 8192, list[Split]()
@@ -194,12 +234,15 @@ def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, devic
         out, lse = attention_with_lse(*inputs, layout, deterministic=False, backend="hopper")
         return [out, lse, *torch.autograd.grad((out * dout).sum() + lse.sum(), inputs)]
 
+    modules = forward, backward, fine_forward, fine_backward
     with pytest.MonkeyPatch.context() as patched:
-        for module in (forward, backward):
+        patched.setattr(dispatch, "tile_of", lambda *_: tile)
+        for module in modules:
             patched.setattr(module, "split_of", lambda *args: chosen.append(split_of(*args)) or chosen[-1])
         split = run()
-        assert all(one.parts > 1 for one in chosen) and len(chosen) == 2
-        for module in (forward, backward):
+        # one choice for tile rows, one for tile columns, and for 64 x 64 tiles one for dq
+        assert all(one.parts > 1 for one in chosen) and len(chosen) == (2 if tile == 128 else 3)
+        for module in modules:
             patched.setattr(module, "split_of", lambda *_: WHOLE)
         whole = run()
     for name, one, other in zip(zoo.NAMES, split, whole, strict=True):
