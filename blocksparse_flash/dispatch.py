@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .plan import tile_choice
-from .plan.tile_choice import FineWork
 from .plan_format import FINE_TILE, TILE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
@@ -248,18 +247,16 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int = TILE) -> str:
     return chosen
 
 
-def tile_of(backend: str, work: FineWork, q_shape: Sequence[int], k_shape: Sequence[int], v_dim: int) -> int:
+def tile_of(backend: str, fine_share: float, head_dim: int, v_dim: int) -> int:
     """Tokens per side of the tiles that a call with a layout iterates over; part of its plan.
 
-    work  of the layout
+    fine_share  of the layout, see tile_choice
     """
     # "auto" is a traced call on a Hopper GPU, see `decide`
-    widest = max(q_shape[3], v_dim)
+    widest = max(head_dim, v_dim)
     if backend not in ("hopper", "auto") or widest > MAX_FINE_HEAD_DIM:
         return TILE
-    dim = 64 if widest <= 64 else 128
-    is_fine = tile_choice.pays(work, q_shape[0] * q_shape[1], q_shape[1] // k_shape[1], dim)
-    return FINE_TILE if is_fine else TILE
+    return FINE_TILE if tile_choice.pays(fine_share, 64 if widest <= 64 else 128) else TILE
 
 
 def is_deterministic(deterministic: bool | None) -> bool:

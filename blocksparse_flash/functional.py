@@ -116,8 +116,8 @@ def _run(
         device = _plan_device(q)
         tile = TILE
         if spec.backend in ("hopper", "auto"):
-            work = layout._fine_work(device, spec.causal)
-            tile = dispatch.tile_of(spec.backend, work, q.shape, k.shape, v.shape[3])
+            share = layout._fine_share(device, spec.causal)
+            tile = dispatch.tile_of(spec.backend, share, q.shape[3], v.shape[3])
         plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
     if scores is None:
         return ops.attention(q, k, v, plan, kv_lengths, seed, spec, specs)

@@ -32,7 +32,6 @@ from .blocks.transfer import resolved, to_device
 from .plan import block_bias, block_selection, device_builder, tile_choice
 from .plan.block_bias import BiasIndex
 from .plan.host_builder import build_plan
-from .plan.tile_choice import FineWork
 from .plan_format import FINE_TILE, PARTIAL, TILE, Plan
 from .runtime import tracing
 
@@ -640,8 +639,8 @@ class BlockLayout:
             indptr, indices, bitmask_ids = moving[:3]
             bits = moving[4] if more else None
             moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
-        if "fine_work" in self._cache:
-            moved._cache["fine_work"] = self._cache["fine_work"]
+        if "fine_share" in self._cache:
+            moved._cache["fine_share"] = self._cache["fine_share"]
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -719,20 +718,20 @@ class BlockLayout:
         device = resolved(device)
         self.plan(device, causal=causal, non_blocking=non_blocking)
         is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        if is_hopper and self._fine_work(device, causal).share <= tile_choice.MAX_SHARE:
+        if is_hopper and self._fine_share(device, causal) <= tile_choice.MAX_SHARE:
             self.plan(device, causal=causal, tile=FINE_TILE, non_blocking=non_blocking)
 
-    def _fine_work(self, device: torch.device, causal: bool) -> FineWork:
-        """The 64 x 64 tiles of the layout, by which a call on a Hopper GPU chooses its plan. Cached.
+    def _fine_share(self, device: torch.device, causal: bool) -> float:
+        """`tile_choice.fine_share` of the layout, by which a call on a Hopper GPU chooses its plan. Cached.
 
-        While torch.compile traces, only for a plan of such tiles that was made before, else tile_choice.NOT_FINE.
+        While torch.compile traces it is 1 unless a plan of 64 x 64 tiles was made before.
         """
         if torch.compiler.is_compiling() and (device, causal, FINE_TILE) not in self._cache["plans"]:
-            return tile_choice.NOT_FINE
-        found: FineWork | None = self._cache.get("fine_work")
+            return 1.0
+        found: float | None = self._cache.get("fine_share")
         if found is None:
             with tracing.outside_transforms(self._tensors.indptr):
-                found = self._cache["fine_work"] = self._new_fine_work()
+                found = self._cache["fine_share"] = self._counted_fine_share()
         return found
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
@@ -938,15 +937,14 @@ class BlockLayout:
         return block_list.by_rows(found, tiles), tiles
 
     @tracing.untraced
-    def _new_fine_work(self) -> FineWork:
+    def _counted_fine_share(self) -> float:
         frame = self._frame
         if "selection" in self._cache:
-            return tile_choice.of_selection(frame)
-        is_coarse = frame.block_size[0] % TILE == 0 and frame.block_size[1] % TILE == 0
-        if is_coarse and not self._tensors.bitmasks.shape[0]:
-            return tile_choice.NOT_FINE
-        coarse, _ = self._tiles(frame, TILE)
-        return tile_choice.fine_work(*self._tiles(frame, FINE_TILE), len(coarse.cols))
+            return 1.0 if min(frame.block_size) >= TILE else tile_choice.SELECTED_SHARE
+        if tile_choice.consists_of_tiles(frame) and not self._tensors.bitmasks.shape[0]:
+            return 1.0
+        fine, coarse = (len(self._tiles(frame, side)[0].cols) for side in (FINE_TILE, TILE))
+        return tile_choice.fine_share(fine, coarse)
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

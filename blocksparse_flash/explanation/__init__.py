@@ -131,7 +131,7 @@ def _said_tiles(call: Call) -> str:
     """Why a call of `hopper` iterates over tiles of 64 x 64; empty for one that does not."""
     if call.layout is None or not call.is_fine:
         return ""
-    share = call.layout._fine_work(call.q.device, call.causal).share
+    share = call.layout._fine_share(call.q.device, call.causal)
     return f"; in tiles of 64 x 64, as they hold {share:.0%} of the pairs of those of 128 x 128"
 
 

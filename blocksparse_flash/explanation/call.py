@@ -111,8 +111,8 @@ class Call:
         """Tokens per side of a tile."""
         if self.layout is None or self.is_empty or self.backend != "hopper":
             return TILE
-        work = self.layout._fine_work(self.q.device, self.causal)
-        return tile_of(self.backend, work, self.q.shape, self.k.shape, self.v_dim)
+        share = self.layout._fine_share(self.q.device, self.causal)
+        return tile_of(self.backend, share, self.head_dim, self.v_dim)
 
     @functools.cached_property
     def sides(self) -> scheduling.Sides:

@@ -193,7 +193,9 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
 
     forward = backward = sides = call.sides
     if call.is_fine:
-        return forward, backward
+        return sides._replace(rows=split(sides.rows, 0, call.batch * call.heads)), Sides(
+            split(sides.rows, 0, call.batch * call.heads), split(sides.cols, 3, call.batch * call.kv_heads)
+        )
     if call.backend == "hopper":
         rows = split(sides.rows, 0, call.batch * call.heads)
         pairs_tiles = dim <= 128 and not call.has_kv_lengths and len(rows.tiles) == len(sides.rows.tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.schedule import WHOLE, Split, padded_dim, split_of
+from ..kernels.schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..kernels.separate_dq import is_dq_separate
 from ..plan_format import TILE
 from .call import Call
@@ -60,9 +60,9 @@ def _copies(call: Call) -> int:
 
 
 def split(call: Call, first: int, n_sms: int) -> Split:
-    """How `hopper` splits rows (first = 0) or columns (3); its kernels for tiles of 64 x 64 split nothing."""
+    """How `hopper` splits rows (first = 0) or columns (3)."""
     if call.is_fine:
-        return WHOLE
+        n_sms *= PROGRAMS_PER_SM
     return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_sms)
 
 
@@ -159,6 +159,10 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
         walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         passes += 2 * dq_sum + dq
     parts = _parts(call, 3, n_sms)
+    if call.is_fine:
+        # of dq
+        columns = padded_dim("hopper", call.head_dim)
+        parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
     workspace, walk, passes = workspace + parts, walk + parts, passes + parts
     workspace += _copies(call) + _queue(call, 3, n_sms)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):

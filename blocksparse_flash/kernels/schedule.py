@@ -15,6 +15,8 @@ import torch
 
 from ..plan_format import TILE, n_split_of, tile_of
 
+# programs of the kernels for tiles of 64 x 64 that share an SM, on average over the kernels
+PROGRAMS_PER_SM = 4
 # most splits of a line
 MAX_PARTS = 16
 # largest share of a head's lines that is split, times the number of splits: bounds the float32 workspace

@@ -37,13 +37,13 @@ from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguou
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, padded_dim, split_of
+from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_cols
 from ..triton.tile import NUMBER, find_line_record
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import load_mask_words, mask_columns, transposed_mask
-from .fine_tiles import PROGRAMS_PER_SM, SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
+from .fine_tiles import SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
 from .registers import accumulator, clamped_kv_len, round_p_ds, store_split
 from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
 

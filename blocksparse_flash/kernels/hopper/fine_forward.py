@@ -31,12 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
-from ..schedule import Split, padded_dim, split_of
+from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, NUMBER
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import load_mask_words, mask_columns
-from .fine_tiles import PROGRAMS_PER_SM, SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
+from .fine_tiles import SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
 from .registers import accumulator, clamped_kv_len, store_split
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store

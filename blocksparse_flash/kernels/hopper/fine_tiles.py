@@ -25,8 +25,6 @@ from .tma import tma_load
 
 # tokens per side of a tile
 SIDE = gl.constexpr(plan_format.FINE_TILE)
-# programs that share an SM, on average over the kernels
-PROGRAMS_PER_SM = 4
 
 
 class WorkTile(NamedTuple):
