@@ -13,14 +13,12 @@ from .blocks.transfer import to_device
 # tokens per side of a tile: of the default plans, and of the finer ones
 TILE = 128
 FINE_TILE = 64
-# int32 words of a record, and their order
+# int32 words of a record, and the order of the first; the last two are 0
 RECORD = 8
-NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_SUBTILED, N_HALF, N_LONG = range(RECORD)
+NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG = range(6)
 # subtracted from the entry of a partial tile; greater than every tile index: lengths are below 2^31, and plans of
 # 64 x 64 tiles are refused above PARTIAL tiles
 PARTIAL = 1 << 24
-# lowest bit of the subtile mask of a partial entry; ALL_SUBTILES, which PARTIAL alone gives: the bitmask decides
-SUBTILES_BIT, ALL_SUBTILES = 25, 15
 # a tile row is worth splitting only if it has more than 1 / LONG of the tiles of its head
 LONG = 64
 
@@ -37,33 +35,25 @@ class Plan(NamedTuple):
     bitmasks         (distinct, 128, 4)  bit j of word w of row i is the pair (query i, key 32 w + j)
 
     Record
-        NUMBER      tile row of this record
-        BEGIN       its first entry in row_indices
-        N_TILES     its entries
-        N_PARTIAL   partial tiles, listed first
-        POSITION    of record i: where the record of tile row i is, to find a given tile row
-        N_SUBTILED  partial tiles that consist of whole 64 x 64 subtiles
-        N_HALF      subtiled tiles of which only one half of the keys attends (col_*: one half of the queries)
-        N_LONG      records at the front with over twice the mean number of tiles, never all of them; the same in every
-                    record. A launch starts those of all heads first
+        NUMBER     tile row of this record
+        BEGIN      its first entry in row_indices
+        N_TILES    its entries
+        N_PARTIAL  partial tiles among them
+        POSITION   of record i: where the record of tile row i is, to find a given tile row
+        N_LONG     records at the front with over twice the mean number of tiles, never all of them; the same in every
+                   record. A launch starts those of all heads first
 
-    Order of a tile row's entries, ascending within each kind:
-        bitmask tiles | subtiled, both halves of the keys | subtiled, one half of the keys | full tiles
-        <-------------------------------- n_partial --------------------------------->
-                        <------------------------- n_subtiled ----------------------->
-                                                            <--------- n_half ------->
-    List entry
+    List entries of a tile row: partial tiles, then full tiles, each ascending
+        partial  tile column - 2^24, hence negative; bits 0-23 are the tile column
         full     tile column
-        partial  tile column - 2^24, hence negative. Bits 0-23: tile column. Bits 25-28: attended 64 x 64 subtiles
-                 (bit 25 + 2 * query half + key half); all four set: the bitmask decides
 
     All 128 x 128 pairs of a full tile exist and attend, so kernels neither mask nor bounds-check it. Tiles on a ragged
     edge are partial, with zeros past the end.
 
     A plan of 64 x 64 tiles has the same tensors, in tile rows, tile columns and list entries of 64 tokens, and bitmasks
-    (distinct, 64, 2). It has no subtiles: N_SUBTILED and N_HALF are 0, and the bitmask of every partial tile decides.
+    (distinct, 64, 2).
 
-    n_split_rows, n_split_cols, has_subtiles are read from tensor shapes, so that no call waits for the device.
+    n_split_rows and n_split_cols are read from tensor shapes, so that no call waits for the device.
     """
 
     row_records: Tensor
@@ -89,11 +79,6 @@ class Plan(NamedTuple):
         """Tile columns worth splitting, of the head that has most."""
         return n_split_of(self.col_indices.shape[0], self.col_bitmask_ids.shape[0])
 
-    @property
-    def has_subtiles(self) -> bool:
-        """Whether any tile is listed as consisting of whole 64 x 64 subtiles."""
-        return has_subtiles_of(self.row_indices.shape[0], self.row_bitmask_ids.shape[0])
-
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
         """The same plan on another device."""
         return with_dynamic_lengths(Plan(*to_device(self, device, non_blocking=non_blocking)))
@@ -104,7 +89,7 @@ def tile_of(plan: Sequence[Tensor]) -> int:
     return plan[6].shape[1] if plan else TILE
 
 
-def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, has_subtiles: bool = False) -> tuple[int, int]:
+def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool) -> tuple[int, int]:
     """(length of indices, length of bitmask_ids) of a list of n_tiles entries.
 
     n_split  records at the front that are worth splitting
@@ -114,17 +99,12 @@ def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, has_subtiles: boo
     """
     # 1 mod 8, and at least 9
     n_indices = 8 * max(1, -(-n_tiles // 8)) + 1
-    return n_indices, n_indices + 8 * n_split + (2 if of_rows else 4) + has_subtiles
+    return n_indices, n_indices + 8 * n_split + (2 if of_rows else 4)
 
 
 def n_split_of(n_indices: int, n_bitmask_ids: int) -> int:
     """`n_split` of `list_lengths`."""
     return (n_bitmask_ids - n_indices) // 8
-
-
-def has_subtiles_of(n_indices: int, n_bitmask_ids: int) -> bool:
-    """`has_subtiles` of `list_lengths`."""
-    return (n_bitmask_ids - n_indices) % 2 == 1
 
 
 def mark_dynamic(tensors: Iterable[Tensor]) -> None:

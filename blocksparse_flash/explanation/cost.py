@@ -15,7 +15,7 @@ from ..plan_format import Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
-from .scheduling import Lines, Sides, by_subtiles, split_lines
+from .scheduling import Lines, Sides, split_lines
 
 # share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
@@ -180,12 +180,7 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
 
 
 def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
-    """Tiles of the programs of the forward and of the backward on a GPU with n_sms SMs. `hopper` splits long lines.
-
-    Subtiled tiles cost `hopper` no mask. It computes one half of half tiles in a backward with steps of 64 queries, and
-    in a forward that processes two tiles at a time.
-    """
-    dim = padded_dim(call.backend, max(call.head_dim, call.v_dim))
+    """Tiles of the programs of the forward and of the backward on a GPU with n_sms SMs. `hopper` splits long lines."""
 
     def split(lines: Lines, first: int, n_batch_heads: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
@@ -197,12 +192,9 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
             split(sides.rows, 0, call.batch * call.heads), split(sides.cols, 3, call.batch * call.kv_heads)
         )
     if call.backend == "hopper":
-        rows = split(sides.rows, 0, call.batch * call.heads)
-        pairs_tiles = dim <= 128 and not call.has_kv_lengths and len(rows.tiles) == len(sides.rows.tiles)
-        forward = sides._replace(rows=by_subtiles(rows, is_halved=pairs_tiles))
+        forward = sides._replace(rows=split(sides.rows, 0, call.batch * call.heads))
     if memory.uses_hopper_backward(call):
-        cols = split(sides.cols, 3, call.batch * call.kv_heads)
-        backward = sides._replace(cols=by_subtiles(cols, is_halved=dim == 128))
+        backward = sides._replace(cols=split(sides.cols, 3, call.batch * call.kv_heads))
     return forward, backward
 
 

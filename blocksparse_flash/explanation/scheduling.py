@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan_format import TILE
+from ..plan_format import N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, TILE
 
 Array = NDArray[Any]
 
@@ -19,16 +19,12 @@ SIMULATED = 4096
 class Lines(NamedTuple):
     """Tile counts of the lines (tile rows or columns) of every head, in launch order: int64 (lines,). See plan.Plan.
 
-    tiles     computed tiles
-    partial   tiles that are not full
-    subtiled  partial tiles that consist of whole 64 x 64 subtiles
-    half      subtiled tiles in which one half of the keys attends; in a tile column, one half of the queries
+    tiles    computed tiles
+    partial  tiles that are not full
     """
 
     tiles: Array
     partial: Array
-    subtiled: Array
-    half: Array
 
 
 class Sides(NamedTuple):
@@ -45,28 +41,21 @@ def of_records(records: Array, *, batch: int, heads: int, group: int = 1) -> Lin
     """
     records = np.asarray(records, dtype=np.int64)
     n_lines = records.shape[2]
-    # entry 4 of record i is the position of the record of line i
-    by_line = np.take_along_axis(records, records[..., 4:5], axis=2)[..., [2, 3, 5, 6]]
-    by_line = np.broadcast_to(by_line, (batch, heads, n_lines, 4)).reshape(batch, heads // group, group, n_lines, 4)
-    launch = np.broadcast_to(records[..., 0], (batch, heads, n_lines))[:, ::group]
-    work = np.take_along_axis(by_line.sum(axis=2), launch[..., None], axis=2).reshape(-1, n_lines, 4)
+    # record i has the position of the record of line i
+    by_line = np.take_along_axis(records, records[..., POSITION, None], axis=2)[..., [N_TILES, N_PARTIAL]]
+    by_line = np.broadcast_to(by_line, (batch, heads, n_lines, 2)).reshape(batch, heads // group, group, n_lines, 2)
+    launch = np.broadcast_to(records[..., NUMBER], (batch, heads, n_lines))[:, ::group]
+    work = np.take_along_axis(by_line.sum(axis=2), launch[..., None], axis=2).reshape(-1, n_lines, 2)
     # long lines of all heads first, then head by head
-    n_long = int(records[0, 0, 0, 7]) if records.size else 0
+    n_long = int(records[0, 0, 0, N_LONG]) if records.size else 0
     first, rest = work[:, :n_long].swapaxes(0, 1), work[:, n_long:]
-    return Lines(*np.concatenate([first.reshape(-1, 4), rest.reshape(-1, 4)]).T)
-
-
-def by_subtiles(lines: Lines, *, is_halved: bool) -> Lines:
-    """Without masking of subtiled tiles. is_halved: half tiles also count as half a tile."""
-    tiles = lines.tiles - lines.half / 2 if is_halved else lines.tiles
-    none = 0 * lines.partial
-    return Lines(tiles, lines.partial - lines.subtiled, none, none)
+    return Lines(*np.concatenate([first.reshape(-1, 2), rest.reshape(-1, 2)]).T)
 
 
 def split_lines(lines: Lines, n_split: int, n_splits: int) -> Lines:
     """The programs if each of the first n_split lines is split into n_splits equal programs, in fractions of tiles.
 
-    >>> split_lines(Lines(np.array([9, 2]), np.array([3, 0]), np.zeros(2), np.zeros(2)), 1, 3).tiles.tolist()
+    >>> split_lines(Lines(np.array([9, 2]), np.array([3, 0])), 1, 3).tiles.tolist()
     [3.0, 3.0, 3.0, 2.0]
     """
     if n_splits == 1:
@@ -96,8 +85,8 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     # without a layout the longest lines come first: the last tile rows, the first tile columns
     group = max(1, axes // max(1, kv_axes))
     return Sides(
-        Lines(*(np.tile(values[::-1], axes) for values in (*rows, 0 * row, 0 * row))),
-        Lines(*(np.tile(values * group, kv_axes) for values in (*cols, 0 * col, 0 * col))),
+        Lines(*(np.tile(values[::-1], axes) for values in rows)),
+        Lines(*(np.tile(values * group, kv_axes) for values in cols)),
     )
 
 

@@ -19,16 +19,7 @@ from torch import Tensor
 
 from ..blocks import checks
 from ..blocks.block_list import FULL, Frame, Size
-from ..plan_format import (
-    ALL_SUBTILES,
-    PARTIAL,
-    RECORD,
-    SUBTILES_BIT,
-    TILE,
-    Plan,
-    list_lengths,
-    with_dynamic_lengths,
-)
+from ..plan_format import N_LONG, PARTIAL, RECORD, TILE, Plan, list_lengths, with_dynamic_lengths
 from ..runtime import tracing
 
 # blocks per tile up to which all possible bitmasks are made in advance: 2^4 patterns
@@ -266,20 +257,18 @@ def _plan_by_kernels(
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
     grid = plan_builder.Grid(rows, causal, tile)
     n_entries = capacity * grid.tiles[0] * grid.tiles[1]
-    lengths = _lengths(n_entries, rows.axes, grid.shape, has_subtiles=grid.has_subtiles)
+    lengths = _lengths(n_entries, rows.axes, grid.shape)
     with tracing.on_device(bits.device):
         return with_dynamic_lengths(Plan._make(plan_builder.build_from_bits(bits, grid, (batch, heads), lengths)))
 
 
-def _lengths(n_entries: int, axes: int, grid: Size, *, has_subtiles: bool) -> tuple[int, int, int]:
+def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
     """Lengths of indices, row_bitmask_ids and col_bitmask_ids for at most n_entries entries."""
     # one more for the unused entries; no tile row is known to be long
     size = min(n_entries, axes * grid[0] * grid[1] + 1)
     if size >= 2**31:
         raise ValueError(f"a plan must list fewer than 2**31 tiles, but this one may list {size}: use larger tiles")
-    (n_indices, n_row_ids), (_, n_col_ids) = (
-        list_lengths(size, 0, of_rows=of_rows, has_subtiles=has_subtiles) for of_rows in (True, False)
-    )
+    (n_indices, n_row_ids), (_, n_col_ids) = (list_lengths(size, 0, of_rows=of_rows) for of_rows in (True, False))
     return n_indices, n_row_ids, n_col_ids
 
 
@@ -314,18 +303,7 @@ def _plan_by_operations(
         # drop tiles that lie entirely beyond the diagonal
         is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((tile - 1 - ahead) // tile))
         axis = axis.masked_fill(~is_left, axes)
-    # subtiles of 128 x 128 tiles are listed if one side of a block has 64 tokens and none has fewer
-    subtiles = _subtiles_of(words)[ids] if tile == TILE and max(bitmasks.parts) == 2 else None
-    return _listed(axis, row, col, ids, is_full, subtiles, words, indptr.shape[:2], grid)
-
-
-def _subtiles_of(words: Tensor) -> Tensor:
-    """host_builder.subtiles_of bitmasks, int64."""
-    of_subtiles = words.view(-1, 2, TILE // 2, 2, TILE // 64)
-    low, high = of_subtiles.amin(dim=(2, 4)).flatten(1), of_subtiles.amax(dim=(2, 4)).flatten(1)
-    is_made = (low == high).logical_and_(low == low.clamp(-1, 0)).all(dim=1)
-    bits = -low << torch.arange(4, device=words.device)
-    return torch.where(is_made, bits.sum(dim=1), ALL_SUBTILES)
+    return _listed(axis, row, col, ids, is_full, words, indptr.shape[:2], grid)
 
 
 def _tiles(
@@ -376,14 +354,11 @@ def _listed(
     col: Tensor,
     ids: Tensor,
     is_full: Tensor,
-    subtiles: Tensor | None,
     words: Tensor,
     leads: Sequence[int],
     grid: Size,
 ) -> Plan:
     """The plan of these tiles, without those whose axis is past the last.
-
-    subtiles  `_subtiles_of` each tile; None: tiles that consist of subtiles are listed by their bitmasks
 
     The two directions are the first dimension of most tensors here. The shorter one is padded with empty tile rows, and
     the axis past the last has tile rows too, for unused entries. One sort orders both directions: sorts of a few long
@@ -391,53 +366,41 @@ def _listed(
     """
     axes, n_major, n_entries = leads[0] * leads[1], max(grid), len(row)
     majors = torch.stack([row, col])
-    # (direction, axis, major, kind, minor) in one number, in the order of Plan: full tiles are the last kind
-    n_kinds = 2 if subtiles is None else 4
-    line = n_kinds * PARTIAL
+    # (direction, axis, major, is full, minor) in one number, in the order of Plan
+    line = 2 * PARTIAL
     keys = torch.add(majors.flip(0), majors, alpha=line)
-    keys.add_(is_full, alpha=line - PARTIAL).add_(axis, alpha=line * n_major)
-    if subtiles is not None:
-        keys.add_(subtiles < ALL_SUBTILES, alpha=PARTIAL)
-        # see host_builder._is_half
-        for side, (shift, halves) in enumerate(((2, 3), (1, 5))):
-            keys[side].add_(((subtiles | (subtiles >> shift)) & halves) != halves, alpha=PARTIAL)
+    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=line * n_major)
     keys[1].add_(line * n_major * (axes + 1))
     flat_keys, flat_order = keys.flatten().sort()
     keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
     order[1].sub_(n_entries)
-    n_marks = 2 * n_kinds * (axes + 1) * n_major
+    n_marks = 4 * (axes + 1) * n_major
     bounds = torch.searchsorted(flat_keys, torch.arange(0, (n_marks + 1) * PARTIAL, PARTIAL, device=row.device))
     # [2, axes, n_major]
-    begin, *ends, partial_end, end = (
-        bounds[first : n_marks + first : n_kinds].view(2, axes + 1, n_major)[:, :axes] for first in range(n_kinds + 1)
+    begin, partial_end, end = (
+        bounds[first : n_marks + first : 2].view(2, axes + 1, n_major)[:, :axes] for first in range(3)
     )
     n_partial, work = partial_end - begin, end - begin
     begin[1].sub_(n_entries)
     work, launch = work.sort(dim=2, descending=True, stable=True)
     # twice the mean
-    twice = 2 * bounds[n_kinds * axes * n_major]
+    twice = 2 * bounds[2 * axes * n_major]
     limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
     # never all: see host_builder._long
     n_long = (work[..., : max(0, n_major - 1)] > limit).sum(dim=2).amax(dim=1)
     if grid[0] != grid[1]:
         n_long[int(grid[0] > grid[1])].clamp_(max=max(0, min(grid) - 1))
-    zeros = torch.zeros_like(launch)
-    # N_SUBTILED and N_HALF
-    of_subtiles = [(partial_end - each).gather(2, launch) for each in ends] or [zeros, zeros]
-    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2), *of_subtiles]
-    records = torch.stack([*fields, n_long[:, None, None].expand_as(launch)], dim=3).to(torch.int32)
+    # in the order of the words of a record
+    fields = [launch, begin.gather(2, launch), work, n_partial.gather(2, launch), launch.argsort(dim=2)]
+    fields += [n_long[:, None, None].expand_as(launch), *[torch.zeros_like(launch)] * (RECORD - N_LONG - 1)]
+    records = torch.stack(fields, dim=3).to(torch.int32)
 
     size = min(len(row), axes * grid[0] * grid[1] + 1)
-    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]), has_subtiles=subtiles is not None)
+    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]))
     # every list is aligned to 32 bytes
     lists = torch.zeros(2, 2, -(-max(n_ids) // 8) * 8, dtype=torch.int32, device=row.device)
-    if subtiles is None:
-        lists[0, :, :size] = (keys[:, :size] & (line - 1)) - PARTIAL
-    else:
-        # subtracted from the index of a partial tile
-        mark = (ALL_SUBTILES - subtiles << SUBTILES_BIT).add_(PARTIAL).masked_fill_(is_full, 0)
-        lists[0, :, :size] = (keys[:, :size] & (PARTIAL - 1)) - mark[order[:, :size]]
+    lists[0, :, :size] = (keys[:, :size] & (line - 1)) - PARTIAL
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):

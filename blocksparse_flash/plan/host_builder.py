@@ -12,27 +12,21 @@ import torch
 from ..blocks.block_list import Array, BlockRows, Frame
 from ..blocks.transfer import may_pin, sent, views, zeros
 from ..plan_format import (
-    ALL_SUBTILES,
     BEGIN,
     FINE_TILE,
     LONG,
-    N_HALF,
     N_LONG,
     N_PARTIAL,
-    N_SUBTILED,
     N_TILES,
     NUMBER,
     PARTIAL,
     POSITION,
     RECORD,
-    SUBTILES_BIT,
     TILE,
     Plan,
     list_lengths,
     with_dynamic_lengths,
 )
-
-_NO_TILES = np.zeros(0, np.intp)
 
 
 def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool = False) -> Plan:
@@ -47,24 +41,20 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     work, col_line = count_tiles(tiles, frame)
     by_rows, by_cols = _sides(tiles, frame, work, col_line)
     ids, partial = _with_edges(by_rows, by_cols, tiles.ids, len(bitmasks), frame)
-    last = _last(frame.q_len, tile), _last(frame.kv_len, tile)
-    subtiles = _NO_TILES
-    if len(partial):
-        subtiles = np.concatenate([subtiles_of(bitmasks), _edge_subtiles(*last, tile)]).take(ids[partial])
-    has_subtiles = bool((subtiles < ALL_SUBTILES).any())
     most, long = count_long(work, nnz, frame)
     shapes: list[tuple[int, ...]] = []
     for side, (_, n_split) in zip((by_rows, by_cols), long, strict=True):
-        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, has_subtiles=has_subtiles)
+        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows)
         shapes += (frame.batch, frame.heads, side.n_lines // frame.leads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(bitmasks) + 3, tile, tile // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_records, row_indices, row_ids, col_records, col_indices, col_ids, words = views(packed, places)
-    _write_list(by_rows, ids, partial, subtiles, row_indices[:nnz], row_ids[:nnz], of_rows=True)
-    _write_list(by_cols, ids, partial, subtiles, col_indices[:nnz], col_ids[:nnz], of_rows=False)
-    records = _records(by_rows, by_cols, partial, subtiles, work, most, [n_long for n_long, _ in long], frame)
+    _write_list(by_rows, ids, partial, row_indices[:nnz], row_ids[:nnz], of_rows=True)
+    _write_list(by_cols, ids, partial, col_indices[:nnz], col_ids[:nnz], of_rows=False)
+    records = _records(by_rows, by_cols, partial, work, most, [n_long for n_long, _ in long], frame)
     row_records[...] = records[: by_rows.n_lines].reshape(row_records.shape)
     col_records[...] = records[by_rows.n_lines :].reshape(col_records.shape)
+    last = _last(frame.q_len, tile), _last(frame.kv_len, tile)
     words[:-3], words[-3:] = bitmasks.view(np.int32), _edge_bitmasks(*last, tile)
     return with_dynamic_lengths(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
@@ -84,29 +74,6 @@ def _edge_bitmasks(n_queries: int, n_keys: int, tile: int) -> Array:
     every = np.ones(tile, dtype=bool)
     pairs = [np.outer(q, kv) for q, kv in ((every, kv_exists), (q_exists, every), (q_exists, kv_exists))]
     return np.packbits(np.stack(pairs), axis=-1, bitorder="little").view(np.int32)
-
-
-def subtiles_of(bitmasks: Array) -> Array:
-    """Attended 64 x 64 subtiles of each bitmask (see Plan); ALL_SUBTILES if it does not consist of whole subtiles.
-
-    bitmasks  32-bit words (distinct, 128, 4), or (distinct, 64, 2), which have no subtiles
-    """
-    if bitmasks.shape[1] != TILE:
-        return np.full(len(bitmasks), ALL_SUBTILES, np.int32)
-    # the first row of each half rules out most bitmasks
-    left, right = bitmasks[:, :: TILE // 2, ::2], bitmasks[:, :: TILE // 2, 1::2]
-    is_made = ((left == right) & ((left == 0) | (~left == 0))).all(axis=(1, 2))
-    made = bitmasks[is_made].reshape(-1, 2, TILE // 2, TILE // 32)
-    is_made[is_made] = (made == made[:, :, :1]).all(axis=(1, 2, 3))
-    subtiles = np.full(len(bitmasks), ALL_SUBTILES, np.int32)
-    subtiles[is_made] = (left[is_made] != 0).reshape(-1, 4) @ np.array([1, 2, 4, 8], np.int32)
-    return subtiles
-
-
-@functools.lru_cache(maxsize=256)
-def _edge_subtiles(n_queries: int, n_keys: int, tile: int) -> Array:
-    """`subtiles_of` the `_edge_bitmasks`; read only."""
-    return subtiles_of(_edge_bitmasks(n_queries, n_keys, tile))
 
 
 class Side(NamedTuple):
@@ -151,50 +118,33 @@ def _with_edges(by_rows: Side, by_cols: Side, ids: Array, n_bitmasks: int, frame
         edge += kv_is_ragged & (by_rows.minor == frame.n_cols - 1)
         ids = np.where((ids < 0) & (edge > 0), n_bitmasks - 1 + edge, ids)
     elif not n_bitmasks:
-        return ids, _NO_TILES
+        return ids, np.zeros(0, np.intp)
     return ids, (ids >= 0).nonzero()[0]
 
 
-def _is_half(subtiles: Array, *, of_rows: bool) -> Array:
-    """Whether only one half of the keys (in columns: of the queries) of a tile attends."""
-    shift, halves = (2, 0b0011) if of_rows else (1, 0b0101)
-    return ((subtiles | (subtiles >> shift)) & halves) != halves
-
-
-def _write_list(
-    side: Side, ids: Array, partial: Array, subtiles: Array, indices: Array, bitmask_ids: Array, *, of_rows: bool
-) -> None:
+def _write_list(side: Side, ids: Array, partial: Array, indices: Array, bitmask_ids: Array, *, of_rows: bool) -> None:
     """Write the list entries of all tile rows, and their bitmask ids, into arrays of zeros.
 
-    partial   indices of the partial tiles
-    subtiles  `subtiles_of` these
+    partial  indices of the partial tiles
     """
     if not len(partial):
         indices[:] = side.minor if of_rows else side.minor.take(_order(side.line, side.n_lines))
         return
-    rank, minor = 4 * side.line + 3, side.minor.copy()
-    rank[partial] -= 3 - (subtiles < ALL_SUBTILES) - _is_half(subtiles, of_rows=of_rows)
-    minor[partial] -= PARTIAL + ((ALL_SUBTILES - subtiles) << SUBTILES_BIT)
-    order = _order(rank, 4 * side.n_lines)
+    rank, minor = 2 * side.line + 1, side.minor.copy()
+    rank[partial] -= 1
+    minor[partial] -= PARTIAL
+    order = _order(rank, 2 * side.n_lines)
     indices[:], bitmask_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
 
 
 def _records(
-    by_rows: Side,
-    by_cols: Side,
-    partial: Array,
-    subtiles: Array,
-    work: Array,
-    most: int,
-    n_long: Sequence[int],
-    frame: Frame,
+    by_rows: Side, by_cols: Side, partial: Array, work: Array, most: int, n_long: Sequence[int], frame: Frame
 ) -> Array:
     """Records of all tile rows, then of all tile columns, (lines, RECORD), longest of each lead first.
 
-    partial   indices of the partial tiles
-    subtiles  `subtiles_of` these
-    work      tiles of each line; at most `most`
-    n_long    of each direction
+    partial  indices of the partial tiles
+    work     tiles of each line; at most `most`
+    n_long   of each direction
     """
     n_of_rows, lead, number = by_rows.n_lines, *_numbered(frame.leads, frame.n_rows, frame.n_cols)
     begin = work.cumsum()
@@ -205,11 +155,6 @@ def _records(
     if len(partial):
         lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + n_of_rows])
         fields[:, N_PARTIAL] = np.bincount(lines, minlength=len(work))
-        is_subtiled = subtiles < ALL_SUBTILES
-        if is_subtiled.any():
-            fields[:, N_SUBTILED] = np.bincount(lines[np.tile(is_subtiled, 2)], minlength=len(work))
-            is_half = np.concatenate([_is_half(subtiles, of_rows=of_rows) for of_rows in (True, False)])
-            fields[:, N_HALF] = np.bincount(lines[is_half], minlength=len(work))
     if any(n_long):
         fields[:n_of_rows, N_LONG], fields[n_of_rows:, N_LONG] = n_long
     rank = lead * (most + 1)

@@ -20,7 +20,6 @@ pytest.importorskip("pandas", reason="needs the extra [bench]")
 from benchmarks.report import lines as measurements
 from benchmarks.report import pages
 from benchmarks.run import calibrate, measure
-from blocksparse_flash import BlockLayout
 from blocksparse_flash.explanation import cost, memory, prediction, scheduling
 from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.explanation.prediction import Calibration, Device, Kernel, Rates
@@ -90,26 +89,6 @@ def test_the_table_records_what_it_was_fitted_to(groups: dict[Any, list[measurem
         off = [abs(error) for error in calibrate.errors([*map(calibrate.measured, lines)], table[key].rates)]
         assert table[key].worst_error == pytest.approx(max(off))
         assert table[key].median_error == pytest.approx(statistics.median(off))
-
-
-# is_halved: whether forward and backward skip the empty half of the keys of a tile
-@pytest.mark.parametrize(("head_dim", "is_halved"), [(128, (True, True)), (64, (True, False))])
-def test_subtiles_are_predicted_as_the_kernels_process_them(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, is_halved: tuple[bool, bool]
-) -> None:
-    """The first 64 queries and keys of every block of 128 x 128 attend."""
-    monkeypatch.setattr(Call, "has_kernels", True)
-    layout = BlockLayout.from_block_mask(
-        torch.tensor([[1, 0], [0, 0]]).bool().repeat(32, 32), 4096, 4096, block_size=64
-    )
-    q = torch.empty(1, 16, 4096, head_dim, dtype=torch.bfloat16, device="meta")
-    for backend in ("hopper", "triton"):
-        call = Call(q, q, q, layout, False, False, 0.0, False, q.dtype, backend)
-        forward, backward = cost.programs(call, 132)
-        for lines, half in zip((forward.rows, backward.cols), is_halved, strict=True):
-            has_subtiles = backend == "hopper"
-            assert lines.tiles.tolist() == [16 if has_subtiles and half else 32] * 32 * 16
-            assert lines.partial.tolist() == [0 if has_subtiles else 32] * 32 * 16
 
 
 def test_long_lines_are_predicted_as_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +177,7 @@ def test_head_dims_are_padded_by_backend(backend: str, expected: list[int]) -> N
 
 
 def sides(rows: list[int], cols: list[int], partial: int = 0) -> Sides:
-    of_rows, of_cols = (
-        Lines(np.array(tiles), np.full(len(tiles), partial), *np.zeros((2, len(tiles)))) for tiles in (rows, cols)
-    )
+    of_rows, of_cols = (Lines(np.array(tiles), np.full(len(tiles), partial)) for tiles in (rows, cols))
     return Sides(of_rows, of_cols)
 
 

@@ -27,19 +27,6 @@ def tiles_by_loop(mask: torch.Tensor) -> np.ndarray:
     return found
 
 
-def subtiled_by_loop(mask: torch.Tensor) -> np.ndarray:
-    """For tiles made of 64 x 64 subtiles, the number of halves of their keys that attend; else 0."""
-    found = (tiles_by_loop(mask) == 1).astype(int)
-    for i, j in zip(*found.nonzero(), strict=True):
-        tile = torch.zeros(TILE, TILE, dtype=torch.bool)
-        part = mask[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
-        tile[: part.shape[0], : part.shape[1]] = part
-        subtiles = tile.view(2, 64, 2, 64).transpose(1, 2).flatten(2)
-        is_subtiled = bool((subtiles.all(2) == subtiles.any(2)).all())
-        found[i, j] = int(subtiles.any(2).any(0).sum()) if is_subtiled else 0
-    return found
-
-
 def launched(lines: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
     """The launch order of lines: those longer than twice the mean of all heads come first, then head after head.
 
@@ -64,16 +51,8 @@ def test_lines_of_a_plan_equal_those_of_its_mask(case: cases.Case) -> None:
     masks = layout.to_dense().expand(batch, heads, layout.q_len, layout.kv_len).flatten(0, 1)
     for items, sides in ((plan.row_records, masks), (plan.col_records, masks.mT)):
         found = scheduling.of_records(items.numpy(), batch=batch, heads=heads)
-        grids = [(tiles_by_loop(mask), subtiled_by_loop(mask)) for mask in sides]
-        expected = launched(
-            [
-                [
-                    (int((row > 0).sum()), int((row == 1).sum()), int((halves > 0).sum()), int((halves == 1).sum()))
-                    for row, halves in zip(*grid, strict=True)
-                ]
-                for grid in grids
-            ]
-        )
+        grids = [tiles_by_loop(mask) for mask in sides]
+        expected = launched([[(int((row > 0).sum()), int((row == 1).sum())) for row in grid] for grid in grids])
         # lines with equally many tiles may come in any order
         assert found.tiles.tolist() == [tiles for tiles, *_ in expected]
         assert sorted(zip(*map(np.ndarray.tolist, found), strict=True)) == sorted(expected)

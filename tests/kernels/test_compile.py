@@ -266,7 +266,7 @@ def test_targets_cover_all_launches(
     calls = [call for launch in launches if launch["kernel"] == "hopper_forward_kernel" for call in launch["calls"]]
     for head_dim in (64, 128):
         at_dim = [call for call in calls if call["head_dim"] == head_dim]
-        assert {call.get("mode", "layout") for call in at_dim} == {"layout", "subtiles", "dense", "causal"}
+        assert {call.get("mode", "layout") for call in at_dim} == {"layout", "dense", "causal"}
         assert {call.get("limited", False) for call in at_dim} == {False, True}
         assert {call.get("num_splits", 1) > 1 for call in at_dim} == {False, True}
 

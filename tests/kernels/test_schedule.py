@@ -13,7 +13,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, split_of
-from blocksparse_flash.plan_format import Plan, n_split_of
+from blocksparse_flash.plan_format import N_LONG, Plan, n_split_of
 
 # H200
 N_SMS = 132
@@ -62,7 +62,7 @@ def test_long_lines_are_counted(
     assert counted(plan) == [long_lines_by_loop(blocks, columns=columns) for columns in (False, True)]
     # they are among the lines that a launch starts first
     for items, count in zip((plan.row_records, plan.col_records), counted(plan), strict=True):
-        assert count <= min(63, int(items[0, 0, 0, 7]))
+        assert count <= min(63, int(items[0, 0, 0, N_LONG]))
 
 
 def test_global_rows_and_columns_are_counted() -> None:

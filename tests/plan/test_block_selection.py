@@ -15,27 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, attention
 from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan.host_builder import subtiles_of
-from blocksparse_flash.plan_format import (
-    ALL_SUBTILES,
-    BEGIN,
-    FINE_TILE,
-    N_HALF,
-    N_LONG,
-    N_PARTIAL,
-    N_SUBTILED,
-    N_TILES,
-    NUMBER,
-    PARTIAL,
-    POSITION,
-    SUBTILES_BIT,
-    TILE,
-    Plan,
-)
+from blocksparse_flash.plan_format import FINE_TILE, PARTIAL, TILE, Plan
 
 SIDES = (16, 32, 64, 128, 256)
-# fields that always agree; N_SUBTILED and N_HALF do where the shortest side of a block is 64
-FIELDS = [NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG]
 
 
 def selected(
@@ -62,20 +44,10 @@ def pairs(plan: Plan, side: str, axes: int, q_len: int, kv_len: int) -> Tensor:
         for major, record in enumerate(records[record[4]] for record in records):
             assert record[0] == major
             entries = [(ids[at].item(), indices[at].item()) for at in range(record[1], record[1] + record[2])]
-            partial = [(minor & (PARTIAL - 1), bits[i_bitmask]) for i_bitmask, minor in entries if minor < 0]
-            listed = [minor >> SUBTILES_BIT & ALL_SUBTILES for _, minor in entries if minor < 0]
-            computed = subtiles_of(plan.bitmasks[[i for i, minor in entries if minor < 0]].numpy()).tolist()
-            n_mixed = record[3] - record[N_SUBTILED]
-            assert listed[:n_mixed] == [ALL_SUBTILES] * n_mixed and listed[n_mixed:] == computed[n_mixed:]
-            assert ALL_SUBTILES not in listed[n_mixed:]
+            partial = [(minor + PARTIAL, bits[i_bitmask]) for i_bitmask, minor in entries if minor < 0]
             full = [(minor, torch.ones_like(bits[0])) for _, minor in entries if minor >= 0]
             assert len(partial) == record[3] and all(minor < 0 for _, minor in entries[: len(partial)])
-            n_both = record[3] - record[N_HALF]
-            has_both = [tile[:, :64].any() and tile[:, 64:].any() for _, tile in partial]
-            if side == "col":
-                has_both = [tile[:64].any() and tile[64:].any() for _, tile in partial]
-            assert all(has_both[n_mixed:n_both]) and not any(has_both[n_both:])
-            for minors in (partial[:n_mixed], partial[n_mixed:n_both], partial[n_both:], full):
+            for minors in (partial, full):
                 assert [minor for minor, _ in minors] == sorted({minor for minor, _ in minors})
             for minor, tile in (*partial, *full):
                 row, col = (major, minor) if side == "row" else (minor, major)
@@ -118,12 +90,7 @@ def test_layout_and_plan_equal_those_of_the_host(
     assert plan.tile == tile
     for side in ("row", "col"):
         assert torch.equal(pairs(plan, side, axes[0] * axes[1], q_len, kv_len).reshape(mask.shape), mask)
-        name = f"{side}_records"
-        has_subtiles = tile == TILE and min(block_size) == 64
-        fields = [*FIELDS, N_SUBTILED, N_HALF] if has_subtiles else FIELDS
-        assert torch.equal(getattr(plan, name)[..., fields], getattr(on_host, name)[..., fields])
-        assert plan.has_subtiles == has_subtiles
-        assert has_subtiles or not getattr(plan, name)[..., N_SUBTILED].any()
+        assert torch.equal(getattr(plan, f"{side}_records"), getattr(on_host, f"{side}_records"))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -233,9 +200,9 @@ def test_bitmasks_made_in_advance_equal_those_made_one_by_one(
 
 def test_plans_of_too_many_tiles_are_refused() -> None:
     """Offsets are 32-bit, and a block of 256 x 256 has 16 tiles of 64 x 64."""
-    assert block_selection._lengths(2**31, 1, (1 << 15, (1 << 16) - 1), has_subtiles=False)[0] < 2**31
+    assert block_selection._lengths(2**31, 1, (1 << 15, (1 << 16) - 1))[0] < 2**31
     with pytest.raises(ValueError, match=r"fewer than 2\*\*31 tiles, but this one may list 2147483648"):
-        block_selection._lengths(2**31, 1, (1 << 16, 1 << 16), has_subtiles=False)
+        block_selection._lengths(2**31, 1, (1 << 16, 1 << 16))
 
 
 def test_the_highest_scores_are_selected() -> None:
@@ -266,7 +233,7 @@ def test_copies_have_the_plan_of_the_host_layout() -> None:
     for other in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), layout.to("cpu")):
         assert other == expected
         for tile in (TILE, FINE_TILE):
-            records = (each.plan("cpu", tile=tile).row_records[..., FIELDS] for each in (other, expected))
+            records = (each.plan("cpu", tile=tile).row_records for each in (other, expected))
             assert torch.equal(*records)
     assert (layout | expected) == expected and (layout & ~expected).nnz == 0 and layout.T == expected.T
 

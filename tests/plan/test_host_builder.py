@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -12,18 +10,8 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.plan.host_builder import _long, _order, count_long, subtiles_of
-from blocksparse_flash.plan_format import (
-    ALL_SUBTILES,
-    FINE_TILE,
-    LONG,
-    N_PARTIAL,
-    N_SUBTILED,
-    PARTIAL,
-    SUBTILES_BIT,
-    TILE,
-    Plan,
-)
+from blocksparse_flash.plan.host_builder import _long, _order, count_long
+from blocksparse_flash.plan_format import FINE_TILE, LONG, N_LONG, N_PARTIAL, PARTIAL, TILE, Plan
 from tests.support import cases
 
 
@@ -54,19 +42,6 @@ def tiles_of(mask: np.ndarray, side: int) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def subtiles(tile: np.ndarray) -> int:
-    """Bitmask of the 64 x 64 subtiles that attend if each attends fully or not at all, else ALL_SUBTILES.
-
-    Tiles of 64 x 64 pairs have no subtiles.
-    """
-    if len(tile) == FINE_TILE:
-        return ALL_SUBTILES
-    parts = [tile[64 * (i // 2) :, 64 * (i % 2) :][:64, :64] for i in range(4)]
-    if all(part.all() or not part.any() for part in parts):
-        return sum(int(part.all()) << i for i, part in enumerate(parts))
-    return ALL_SUBTILES
-
-
 def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     """Checks one direction of a plan against masks (batch, heads, q_len, kv_len)."""
     records_of, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
@@ -84,32 +59,24 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
             position = records[line, 4]
-            number, first, n_tiles, n_partial, _, n_subtiled, n_half, n_long = records[position].tolist()
-            assert (number, first, n_tiles) == (line, begin, work[line])
+            number, first, n_tiles, n_partial, _, n_long, *rest = records[position].tolist()
+            assert (number, first, n_tiles, rest) == (line, begin, work[line], [0, 0])
             # never all lines
             assert n_long == min(over.sum(1).max(), n_lines - 1)
             listed = indices[first : first + n_tiles]
             minors = (listed & (PARTIAL - 1)).tolist()
-            ends = [0, n_partial - n_subtiled, n_partial - n_half, n_partial, n_tiles]
-            for start, end in itertools.pairwise(ends):
-                assert sorted(minors[start:end]) == minors[start:end]
+            for entries in (minors[:n_partial], minors[n_partial:]):
+                assert sorted(entries) == entries
             found = {}
             for i_entry, minor in enumerate(minors):
                 assert (listed[i_entry] < 0) == (i_entry < n_partial)
                 tile = words[ids[first + i_entry]] if i_entry < n_partial else np.ones((side, side), bool)
                 assert i_entry < n_partial or ids[first + i_entry] == 0
                 if i_entry < n_partial:
-                    found_subtiles = (listed[i_entry] >> SUBTILES_BIT) & ALL_SUBTILES
-                    assert found_subtiles == subtiles(tile)
-                    assert (found_subtiles < ALL_SUBTILES) == (i_entry >= ends[1])
-                    # one half of the keys (in tile columns: of the queries) attends to nothing
-                    is_half = not tile.any(0 if of_rows else 1).reshape(2, -1).any(1).all()
-                    assert (is_half and found_subtiles < ALL_SUBTILES) == (i_entry >= ends[2])
+                    assert listed[i_entry] == minor - PARTIAL
                     if side == TILE:
                         # kernels that only test the sign multiply by TILE in 32 bits
-                        assert int(listed[i_entry]) * TILE % 2**32 == 2**31 + minors[i_entry] * TILE
-                    else:
-                        assert listed[i_entry] == minors[i_entry] - PARTIAL
+                        assert int(listed[i_entry]) * TILE % 2**32 == 2**31 + minor * TILE
                 found[(line, minor) if of_rows else (minor, line)] = tile
             expected = {key: tile for key, tile in tiles.items() if key[not of_rows] == line}
             assert found.keys() == expected.keys()
@@ -117,9 +84,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
                 assert np.array_equal(tile, expected[key]) and tile.all() == (key[of_rows] in minors[n_partial:])
             begin += n_tiles
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
-    has_subtiles = bool(records_of[..., N_SUBTILED].any())
-    assert len(ids) == len(indices) + 8 * is_long.sum(1).max() + (2 if of_rows else 4) + has_subtiles
-    assert plan.has_subtiles == bool(plan.row_records[..., N_SUBTILED].any())
+    assert len(ids) == len(indices) + 8 * is_long.sum(1).max() + (2 if of_rows else 4)
     assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_long.sum(1).max()
 
 
@@ -151,7 +116,7 @@ def test_plans_of_the_zoo_list_the_tiles_of_the_mask(case: cases.Case, tile: int
     if causal:
         masks = masks & np.tri(layout.q_len, layout.kv_len, layout.kv_len - layout.q_len, dtype=bool)
     plan = layout.plan("cpu", causal=causal, tile=tile)
-    assert plan.tile == tile and (tile == TILE or not plan.has_subtiles)
+    assert plan.tile == tile
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
 
@@ -166,34 +131,6 @@ def test_tiles_are_full_where_they_end_with_the_sequence() -> None:
         check_side(plan, np.ones((1, 1, 192, 320), bool), of_rows=False)
 
 
-def test_subtiles_of_a_bitmask_are_found() -> None:
-    made = np.array([[bool(i >> bit & 1) for bit in range(4)] for i in range(16)]).reshape(16, 2, 1, 2, 1)
-    tiles = np.broadcast_to(made, (16, 2, 64, 2, 64)).reshape(16, TILE, TILE)
-    # one pair more or less
-    broken = np.repeat(tiles, 5, axis=0)
-    broken[::5, 0, 0] ^= True
-    broken[1::5, 63, 63] ^= True
-    broken[2::5, 64, 31] ^= True
-    broken[3::5, 127, 127] ^= True
-    broken[4::5, 65, 40] ^= True
-    words = np.packbits(np.concatenate([tiles, broken]), axis=-1, bitorder="little").view(np.int32)
-    assert subtiles_of(words).tolist() == [*range(16), *[ALL_SUBTILES] * 80]
-    assert subtiles_of(words[:0]).shape == (0,)
-    assert subtiles_of(words[:2, :64, :2]).tolist() == [ALL_SUBTILES] * 2
-
-
-@pytest.mark.parametrize("lengths", [(5 * TILE, 6 * TILE), (5 * TILE + 64, 6 * TILE + 7)])
-def test_subtiled_tiles_are_ordered_by_their_halves(lengths: tuple[int, int]) -> None:
-    """N_HALF counts halves of keys in rows, halves of queries in columns; here the two differ."""
-    shape = 1, 2, -(-lengths[0] // 64), -(-lengths[1] // 64)
-    blocks = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.4
-    layout = BlockLayout.from_block_mask(blocks, *lengths, block_size=64)
-    plan = layout.plan("cpu")
-    assert not torch.equal(plan.row_records[..., 6].sum(), plan.col_records[..., 6].sum())
-    check_side(plan, layout.to_dense().numpy(), of_rows=True)
-    check_side(plan, layout.to_dense().numpy(), of_rows=False)
-
-
 @pytest.mark.parametrize("tile", [TILE, FINE_TILE])
 @pytest.mark.parametrize("causal", [False, True])
 def test_full_tiles_with_a_long_tile_row_and_column(causal: bool, tile: int) -> None:
@@ -205,7 +142,7 @@ def test_full_tiles_with_a_long_tile_row_and_column(causal: bool, tile: int) -> 
     if causal:
         masks = masks & np.tri(10 * TILE, 12 * TILE, 2 * TILE, dtype=bool)
     plan = layout.plan("cpu", causal=causal, tile=tile)
-    assert plan.row_records[0, 0, 0, 7] > 0
+    assert plan.row_records[0, 0, 0, N_LONG] > 0
     check_side(plan, masks, of_rows=True)
     check_side(plan, masks, of_rows=False)
 

@@ -112,9 +112,8 @@ def run_both(
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
-    mode     "layout"; "subtiles": a layout with tiles that consist of whole 64 x 64 subtiles; "fine": a layout in tiles
-             of 64 x 64; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
-             select blocks
+    mode     "layout"; "fine": a layout in tiles of 64 x 64; "dense"; "causal"; "rows": the kernels that gather and
+             scatter rows; "select": the kernels that select blocks
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per key head
     limited  whether there are kv_lengths
@@ -133,19 +132,12 @@ def run_both(
     records = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
     # so many tiles per row that dq has no separate launch
     indices = torch.zeros(33, dtype=torch.int32)
-    ids = torch.zeros(33 + (mode == "subtiles"), dtype=torch.int32)
     side = FINE_TILE if mode == "fine" else TILE
-    plan = Plan(records, indices, ids, records, indices, ids, torch.zeros(3, side, side // 32, dtype=torch.int32))
+    bitmasks = torch.zeros(3, side, side // 32, dtype=torch.int32)
+    plan = Plan(records, indices, indices, records, indices, indices, bitmasks)
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
-    options = (
-        list(plan) if mode in ("layout", "subtiles", "fine") else [],
-        lengths,
-        seed,
-        scale,
-        mode == "causal",
-        dropout_p,
-    )
+    options = (list(plan) if mode in ("layout", "fine") else [], lengths, seed, scale, mode == "causal", dropout_p)
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
         if mode == "fine":
@@ -490,7 +482,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     half = torch.bfloat16
     grid: list[dict[str, Any]] = [
         {"head_dim": head_dim, "dtype": half, "mode": mode}
-        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "subtiles", "dense", "causal"))
+        for head_dim, mode in itertools.product((64, 128, 256), ("layout", "dense", "causal"))
     ]
     # so long that tile rows of 192 queries are chosen
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "length": 24576} for mode in ("dense", "causal")]
@@ -506,15 +498,12 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
     # each kernel with splits
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "num_splits": 3} for mode in ("layout", "causal")]
-    grid += [
-        {"head_dim": head_dim, "dtype": half, "mode": "subtiles", "num_splits": 3, "limited": True}
-        for head_dim in (64, 128)
-    ]
+    grid += [{"head_dim": 64, "dtype": half, "num_splits": 3, "limited": True}]
     options: list[dict[str, Any]] = [{}, {"group": 4}, {"limited": True}]
     grid += [{"head_dim": 128, "dtype": half, "num_splits": 3, **option} for option in options]
     grid += [{"head_dim": 256, "dtype": half, "num_splits": 3}]
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
-    grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("subtiles", "dense", "causal")]
+    grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("dense", "causal")]
     # tiles of 64 x 64
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": "fine", **option}
@@ -529,7 +518,7 @@ def hopper_calls() -> list[dict[str, Any]]:
 def few_hopper_calls() -> list[dict[str, Any]]:
     """Calls of backend `hopper` in tuned configurations, each with kv_lengths, splits and deterministic once."""
     half = torch.bfloat16
-    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "subtiles", "fine", "dense", "causal")]
+    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "fine", "dense", "causal")]
     options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}, {"mode": "fine", "limited": True}]
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]

@@ -98,16 +98,6 @@ class Descriptor:
 # ---- the language ----
 
 
-def mask_subtiles(values: Tensor, bits: Tensor, STRIDE: int, FILL: int) -> Tensor:
-    """`mask_subtiles` of kernels/hopper/bitmask.py, which is inline assembly."""
-    fill_value = torch.tensor(FILL, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    halves = [
-        half if int(bits) >> i * STRIDE & 1 else torch.full_like(half, fill_value)
-        for i, half in enumerate(values.split(64, 1))
-    ]
-    return torch.cat(halves, 1)
-
-
 class Token:
     """An asynchronous matrix product: the operands that it reads and its result."""
 
@@ -397,7 +387,6 @@ class Simulation:
             "pin": lambda values: values,
             "rescale": lambda out, decay: out * decay,
             "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
-            "mask_subtiles": mask_subtiles,
             "mask_by_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
             # layouts of values over threads and in shared memory are not simulated
             "dq_layout": lambda: None,

@@ -217,8 +217,6 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
 
 
 def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
-    if rest["HAS_SUBTILES"]:
-        yield "quarters"
     if rest["num_splits"] > 1:
         yield "split"
     yield "queued" if given["tile_counter_ptr"] is not None else "one round"
@@ -362,14 +360,14 @@ def _known_hopper() -> Iterator[Key]:
         of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in HOPPER_DIMS:
-        yield from (("hopper_forward", dim, word) for word in ("quarters", "split", "queued", "one round"))
+        yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round"))
         yield "merge_rows", dim
         if dim > hopper_backward.MAX_HEAD_DIM:
             continue
         of_cols = hopper_backward.config(dim)
         for has in itertools.product(flags, flags):
             yield "hopper_backward", dim, *has, of_cols.kv_stages
-        words = ("quarters", "split", "queued", "one round", "dq in a launch of its own")
+        words = ("split", "queued", "one round", "dq in a launch of its own")
         yield from (("hopper_backward", dim, word) for word in words)
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])

@@ -329,24 +329,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "edge = 1 * (q_is_ragged",
             "tests/plan/test_host_builder.py",
         ),
-        (
-            "plan/host_builder.py",
-            "np.array([1, 2, 4, 8], np.int32)",
-            "np.array([1, 4, 2, 8], np.int32)",
-            "tests/plan/test_host_builder.py",
-        ),
-        (
-            "plan/host_builder.py",
-            "(2, 0b0011) if of_rows else (1, 0b0101)",
-            "(1, 0b0101) if of_rows else (2, 0b0011)",
-            "tests/plan/test_host_builder.py",
-        ),
-        (
-            "plan/host_builder.py",
-            "PARTIAL + ((ALL_SUBTILES - subtiles) << SUBTILES_BIT)",
-            "PARTIAL + (subtiles << SUBTILES_BIT)",
-            "tests/plan/test_host_builder.py",
-        ),
+        ("plan/host_builder.py", "rank[partial] -= 1", "rank[partial] -= 0", "tests/plan/test_host_builder.py"),
         (
             "plan/host_builder.py",
             "begin[n_of_rows:] -= len(by_rows.line)",
@@ -448,8 +431,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", BY_INDEX),
         (
             "kernels/triton/plan_builder.py",
-            "b_next_both = b_next_full - b_subtiled",
-            "b_next_both = b_next_full - b_half",
+            "b_next_partial += tl.sum(b_is_partial, 1)",
+            "b_next_partial += tl.sum(b_there, 1)",
             BY_INDEX,
         ),
         (

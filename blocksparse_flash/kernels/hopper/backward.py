@@ -44,7 +44,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import has_subtiles_of
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
@@ -59,7 +58,7 @@ from ..triton.tile import TILE
 from .backward_postprocess import postprocess_launch
 from .backward_producer import (
     STAGES,
-    WORK_TILE_INTS,
+    WORK_TILE_STRIDE,
     Descriptors,
     DOutBuffers,
     KVBuffers,
@@ -67,16 +66,14 @@ from .backward_producer import (
     Pointers,
     QBuffers,
     Sizes,
-    is_skipped,
     load,
     q_start_of,
     read_work_tile,
     steps_of_head,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline, consumer_release, consumer_wait, named_barrier
-from .bitmask import SUBTILES_BIT, mask_subtiles, transposed_mask
+from .bitmask import transposed_mask
 from .registers import (
-    BEFORE_TRITON_3_9,
     WARPGROUP_ROWS,
     accumulator,
     atomic_add_sum,
@@ -171,16 +168,15 @@ def opaque(i):
 @gluon.jit
 def backward_step(
     b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head, step, n_now,
-    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, IS_SUBTILED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One step: adds to dk and dv of this warpgroup's keys, and its share of the step's dq to the sum of dQ.
 
-    kv_stage     buffer of K and V
-    i_head       query head
-    step         step of the tile lists, or of the head without a layout
-    n_now        steps of this program so far: they choose the stage
-    MASKED       applies bitmasks, or the diagonal and the end of the keys
-    IS_SUBTILED  applies subtile bits
+    kv_stage  buffer of K and V
+    i_head    query head
+    step      step of the tile lists, or of the head without a layout
+    n_now     steps of this program so far: they choose the stage
+    MASKED    applies bitmasks, or the diagonal and the end of the keys
     """
     q_buffers, dout_buffers = pipelines.q.buffers.q, pipelines.dout.buffers.dout
     k_buffers, v_buffers = pipelines.kv.buffers.k, pipelines.kv.buffers.v
@@ -206,12 +202,6 @@ def backward_step(
     k_all = k_buffers.index(kv_stage).reshape([TILE, DIM])
     k_half = k_all.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
     v_half = v_buffers.index(kv_stage).reshape([TILE, DIM_V]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
-    if IS_SUBTILED:
-        STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
-        # one bit per 64 queries; loaded while this warpgroup waits for the queries
-        subtiles = gl.load(ptrs.indices_ptr + step // STEPS_PER_TILE) >> (
-            SUBTILES_BIT + WARPGROUP + step % STEPS_PER_TILE * 2
-        )
     consumer_wait(pipelines.q, stage, n_now // STAGES)
     # [WARPGROUP_ROWS, BLOCK_Q]
     scores_token = warpgroup_mma(k_half, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -232,9 +222,6 @@ def backward_step(
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_delta = pipelines.dout.buffers.delta.index(stage).load(query_layout)
     b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
-    if IS_SUBTILED:
-        # after rounding, which halves the registers
-        b_p16, b_ds = mask_subtiles(b_p16, subtiles, 2, 0), mask_subtiles(b_ds, subtiles, 2, 0)
     b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
     # [WARPGROUP_ROWS, DIM_V]
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
@@ -284,7 +271,7 @@ def backward_step(
 @gluon.jit
 def mma(
     descs, pipelines, staging, ptrs, record_strides, sizes,
-    WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+    WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Entry point of a consumer warpgroup, which computes keys 64 * WARPGROUP to 64 * WARPGROUP + 63 of each tile."""
     k_buffers, v_buffers = pipelines.kv.buffers.k, pipelines.kv.buffers.v
@@ -294,7 +281,7 @@ def mma(
     KV_STAGES: gl.constexpr = k_buffers.shape[0]
     i_tile = 0
     n_done = 0
-    work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+    work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     while work_tile.batch_head >= 0:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
@@ -310,30 +297,18 @@ def mma(
             zero_tail(v_buffers.index(kv_stage).reshape([TILE, DIM_V]), kv_start, kv_limit, WARPGROUP)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
-                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
+                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
-            for i_step in range(steps.n_bitmask):
+            for i_step in range(steps.n_masked):
                 b_dk, b_dv = backward_step(
                     b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head,
-                    steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=True, IS_SUBTILED=False,
-                    CAUSAL=CAUSAL, GROUP=GROUP,
+                    steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
-            if HAS_SUBTILES:
-                for i_step in range(steps.n_bitmask, steps.n_masked):
-                    n_skipped = is_skipped(ptrs.indices_ptr, steps.first + i_step, BLOCK_Q, HAS_SUBTILES)
-                    if n_skipped == 0:
-                        b_dk, b_dv = backward_step(
-                            b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head,
-                            steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=False, IS_SUBTILED=True,
-                            CAUSAL=CAUSAL, GROUP=GROUP,
-                        )  # fmt: skip
-                    n_done -= n_skipped
             for i_step in range(steps.n_masked, steps.n_steps):
                 b_dk, b_dv = backward_step(
                     b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head,
-                    steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=False, IS_SUBTILED=False,
-                    CAUSAL=CAUSAL, GROUP=GROUP,
+                    steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
             n_done += steps.n_steps
         consumer_release(pipelines.kv, kv_stage)
@@ -350,7 +325,7 @@ def mma(
             store_split(p_split, b_dk, WARPGROUP)
             store_split(p_split + TILE * DIM, b_dv, WARPGROUP)
         i_tile += 1
-        work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+        work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     tma.store_wait(0)
 
 
@@ -427,8 +402,8 @@ def hopper_backward_kernel(
     ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialise the integers of a tuple
     n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, scale_log2, scale,
-    # GROUP: query heads per key head; HAS_SUBTILES: the plan lists tiles made of whole 64 x 64 subtiles
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+    # GROUP: query heads per key head
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_type.shape[2]
@@ -458,7 +433,7 @@ def hopper_backward_kernel(
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     work_tile_ints = gl.allocate_shared_memory(
-        gl.int32, [WORK_TILE_STAGES * WORK_TILE_INTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     # not by allocate_pipeline, which would return buffers without their names
     kv = Pipeline(
@@ -490,9 +465,9 @@ def hopper_backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 0, CAUSAL, GROUP, HAS_SUBTILES)),
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 1, CAUSAL, GROUP, HAS_SUBTILES)),
-            (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 0, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 1, CAUSAL, GROUP)),
+            (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -527,16 +502,14 @@ def backward_launches(
     lists: PlanSpecs,
     split: Split,
     is_separate: bool,
-    has_subtiles: bool,
     options: Options,
 ) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
 
-    specs         of q, k, v and dout
-    lists         of the plan's tile columns
-    split         of the tile columns
-    is_separate   whether the Triton kernel computes dq
-    has_subtiles  whether the plan lists tiles made of whole 64 x 64 subtiles
+    specs        of q, k, v and dout
+    lists        of the plan's tile columns
+    split        of the tile columns
+    is_separate  whether the Triton kernel computes dq
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -589,7 +562,6 @@ def backward_launches(
         "CAUSAL": options.causal,
         "GROUP": group,
         "KV_STAGES": chosen.kv_stages,
-        "HAS_SUBTILES": has_subtiles and BEFORE_TRITON_3_9,
         "num_warps": 4,
     }
     splits = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.parts > 1 else None
@@ -632,8 +604,7 @@ def backward(
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
-    has_subtiles = bool(plan) and has_subtiles_of(plan[4].shape[0], plan[5].shape[0])
-    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, has_subtiles, options)
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..triton.tile import (
     BEGIN,
     N_PARTIAL,
-    N_SUBTILED,
     N_TILES,
     NUMBER,
     TILE,
@@ -36,15 +35,16 @@ from ..triton.tile import (
     split_steps,
 )
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
-from .bitmask import INDEX_BITS, SUBTILES_BIT
-from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
+from .bitmask import INDEX_BITS
+from .registers import clamped_kv_len, load_int
 from .tma import tma_load
 from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
 
 # buffers of queries and dO
 STAGES = gl.constexpr(2)
-# int32 values of a work tile in shared memory; the last one is only used if the plan has subtiled tiles
-WORK_TILE_INTS = gl.constexpr(8)
+# int32 values of a work tile in shared memory, and from one to the next
+WORK_TILE_INTS = gl.constexpr(7)
+WORK_TILE_STRIDE = gl.constexpr(8)
 
 
 # ---- state ----
@@ -106,16 +106,15 @@ class Sizes(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """One tile column, or one split of it. The order of its tiles is: bitmask tiles, subtiled tiles, full tiles.
+    """One tile column, or one split of it.
 
     batch_head  batch * key heads + key head; END: no more work tiles
     kv_start    first key
     begin       first entry of the tile list of the first query head (this and the next three: 0 without a layout)
     n_tiles     tiles of the first query head
-    n_partial   partial tiles among them
+    n_partial   partial tiles among them, which come first
     i_split     which split; -1: the whole tile column
     i_block     block of the split in the workspace; -1: the whole tile column
-    n_bitmask   partial tiles that need their bitmask; the other n_partial - n_bitmask consist of whole 64 x 64 subtiles
     """
 
     batch_head: Any
@@ -125,20 +124,17 @@ class WorkTile(NamedTuple):
     n_partial: Any
     i_split: Any
     i_block: Any
-    n_bitmask: Any
 
 
 class Steps(NamedTuple):
     """Steps of BLOCK_Q queries of one query head: first .. first + n_steps - 1.
 
-    n_masked   steps at the front that need a mask
-    n_bitmask  steps at the front of these that need more than subtiles
+    n_masked  steps at the front that need a mask
     """
 
     first: Any
     n_steps: Any
     n_masked: Any
-    n_bitmask: Any
 
 
 class QBuffers(NamedTuple):
@@ -163,7 +159,7 @@ class KVBuffers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The pipelines between producer and consumers. work_tiles: int32 [WORK_TILE_STAGES * WORK_TILE_INTS, 1]."""
+    """The pipelines between producer and consumers. work_tiles: int32 [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1]."""
 
     work_tiles: Pipeline
     kv: Pipeline
@@ -177,11 +173,11 @@ class Pipelines(NamedTuple):
 @gluon.jit
 def steps_of_head(
     ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head,
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
     """Steps of query head i_group_head of the group. kv_limit: keys of this batch element."""
     batch_head, kv_start, begin = work_tile.batch_head, work_tile.kv_start, work_tile.begin
-    n_tiles, n_partial, n_bitmask = work_tile.n_tiles, work_tile.n_partial, work_tile.n_bitmask
+    n_tiles, n_partial = work_tile.n_tiles, work_tile.n_partial
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
     if ptrs.records_ptr is not None:
         if GROUP > 1:
@@ -192,25 +188,21 @@ def steps_of_head(
             )
             begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
             n_partial = gl.load(p_record + N_PARTIAL)
-            n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
         first, n_steps = begin * STEPS_PER_TILE, n_tiles * STEPS_PER_TILE
-        n_masked, n_bitmask = n_partial * STEPS_PER_TILE, n_bitmask * STEPS_PER_TILE
+        n_masked = n_partial * STEPS_PER_TILE
     else:
         # queries past q_len have LSE +inf, so only the diagonal and the last keys need a mask
         first, full, end = dense_q_steps(kv_start, sizes.q_len, sizes.kv_len, CAUSAL, BLOCK_Q, TILE)
         n_steps = gl.maximum(end - first, 0)
         n_masked = gl.minimum(full - first, n_steps)
         n_masked = gl.where(kv_start + TILE > kv_limit, n_steps, n_masked)
-        n_bitmask = n_masked
     if ptrs.kv_lengths_ptr is not None:
         n_steps = gl.where(kv_start < kv_limit, n_steps, 0)
         n_masked = gl.minimum(n_masked, n_steps)
-        n_bitmask = gl.minimum(n_bitmask, n_steps)
     if ptrs.splits_ptr is not None:
-        _skipped, _n_steps, n_bitmask = split_steps(n_steps, n_bitmask, work_tile.i_split, sizes.num_splits)
         skipped, n_steps, n_masked = split_steps(n_steps, n_masked, work_tile.i_split, sizes.num_splits)
         first = first + skipped
-    return Steps(first=first, n_steps=n_steps, n_masked=n_masked, n_bitmask=n_bitmask)
+    return Steps(first=first, n_steps=n_steps, n_masked=n_masked)
 
 
 @gluon.jit
@@ -224,27 +216,13 @@ def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
         return step * BLOCK_Q
 
 
-@gluon.jit
-def is_skipped(indices_ptr, step, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr):
-    """1 for a step of 64 queries of a subtiled tile in which no query attends, else 0.
-
-    Producer and consumers skip the same steps.
-    """
-    if HAS_SUBTILES and BLOCK_Q == WARPGROUP_ROWS:
-        entry = gl.load(indices_ptr + step // (TILE // BLOCK_Q))
-        bits = entry >> (SUBTILES_BIT + step % (TILE // BLOCK_Q) * 2)
-        return ((entry < 0) & ((bits & 3) == 0)).to(gl.int32)
-    else:
-        return step * 0
-
-
 # ---- tile scheduler ----
 
 
 @gluon.jit
-def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, HAS_SUBTILES: gl.constexpr):
+def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr):
     """WorkTile of work item i_work. Splits and long tile columns come first, then head after head."""
-    begin, n_tiles, n_partial, n_bitmask = 0, 0, 0, 0
+    begin, n_tiles, n_partial = 0, 0, 0
     i_split, i_block = -1, -1
     p_record = ptrs.records_ptr
     if ptrs.splits_ptr is not None:
@@ -265,7 +243,6 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, HAS
         kv_start = gl.load(p_record + NUMBER) * TILE
         begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
         n_partial = gl.load(p_record + N_PARTIAL)
-        n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
     else:
         kv_start = i_launch * TILE
     return WorkTile(
@@ -276,23 +253,21 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, HAS
         n_partial=n_partial,
         i_split=i_split,
         i_block=i_block,
-        n_bitmask=n_bitmask,
     )
 
 
 @gluon.jit
-def read_work_tile(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
+def read_work_tile(work_tiles, i_tile):
     """Consumer side: the i_tile-th WorkTile of this program; its batch_head is END after the last one."""
     stage = i_tile % WORK_TILE_STAGES
     consumer_wait(work_tiles, stage, i_tile // WORK_TILE_STAGES)
-    batch_head = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS))
-    kv_start = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 1))
-    begin = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 2))
-    n_tiles = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 3))
-    n_partial = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 4))
-    i_split = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 5))
-    i_block = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 6))
-    n_bitmask = load_int(work_tiles.buffers.index(stage * WORK_TILE_INTS + 7)) if HAS_SUBTILES else n_partial
+    batch_head = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE))
+    kv_start = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE + 1))
+    begin = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE + 2))
+    n_tiles = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE + 3))
+    n_partial = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE + 4))
+    i_split = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE + 5))
+    i_block = load_int(work_tiles.buffers.index(stage * WORK_TILE_STRIDE + 6))
     consumer_release(work_tiles, stage)
     return WorkTile(
         batch_head=batch_head,
@@ -302,7 +277,6 @@ def read_work_tile(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
         n_partial=n_partial,
         i_split=i_split,
         i_block=i_block,
-        n_bitmask=n_bitmask,
     )
 
 
@@ -339,13 +313,9 @@ def load_step(descs, q, dout, i_batch, i_head, q_start, head_start, n_loaded):
 @gluon.jit
 def load(
     descs, pipelines, ptrs, record_strides, sizes,
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, HAS_SUBTILES: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the producer warp.
-
-    GROUP         query heads per key head
-    HAS_SUBTILES  whether the plan lists tiles made of whole 64 x 64 subtiles
-    """
+    """Entry point of the producer warp. GROUP: query heads per key head."""
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
     n_heads = sizes.n_heads
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
@@ -356,15 +326,14 @@ def load(
     i_tile = 0
     n_loaded = 0
     while i_work < n_work:
-        work_tile = find_work_tile(ptrs, record_strides, i_work, sizes, GROUP, HAS_SUBTILES)
+        work_tile = find_work_tile(ptrs, record_strides, i_work, sizes, GROUP)
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
         if ptrs.tile_counter_ptr is None:
             i_work = n_work
         else:
             i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        n_ints: gl.constexpr = WORK_TILE_INTS if HAS_SUBTILES else WORK_TILE_INTS - 1
-        write_work_tile(pipelines.work_tiles, i_tile, work_tile, n_ints, WORK_TILE_INTS)
+        write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
         if KV_STAGES > 1:
@@ -373,7 +342,7 @@ def load(
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
-                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, HAS_SUBTILES
+                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
             i_head = i_kv_head * GROUP + i_group_head
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
@@ -381,16 +350,15 @@ def load(
             for i_step in range(steps.n_steps):
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
                 next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i_step + 1, BLOCK_Q)
-                if is_skipped(ptrs.indices_ptr, steps.first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:
-                    load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
-                    if KV_STAGES == 1:  # noqa: SIM102
-                        if n_loaded == n_before:
-                            # after the first step, whose stage has been free for longer than the only K/V stage
-                            load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
-                    n_loaded += 1
+                load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
+                if KV_STAGES == 1:  # noqa: SIM102
+                    if n_loaded == n_before:
+                        # after the first step, whose stage has been free for longer than the only K/V stage
+                        load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+                n_loaded += 1
                 q_start = next_q_start
         if KV_STAGES == 1:  # noqa: SIM102
             if n_loaded == n_before:
                 load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
         i_tile += 1
-    write_end(pipelines.work_tiles, i_tile, WORK_TILE_INTS)
+    write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

@@ -1,4 +1,4 @@
-"""Masking of accumulators by the bitmasks and the 64 x 64 subtiles of a plan."""
+"""Masking of accumulators by the bitmasks of a plan."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from triton.experimental.gluon import language as gl
 
 from ... import plan_format
 
-# selects the tile index of a list entry, without the sign and subtile bits of a partial tile
+# selects the tile index of a list entry, without the mark of a partial tile
 INDEX_BITS = gl.constexpr(plan_format.PARTIAL - 1)
-SUBTILES_BIT = gl.constexpr(plan_format.SUBTILES_BIT)
 # columns of a thread repeat every 8: it shifts a word once by its lane's offset, then tests fixed bits
 LANE_BITS = gl.constexpr(8)
 
@@ -67,43 +66,6 @@ def mask_columns(b_scores, words, o_col):
         b_bits = gl.where(o_word == i_word, gl.expand_dims(words[i_word], 1) >> o_lane, b_bits)
     b_bit = gl.expand_dims(1 << (o_col % 32 // LANE_BITS * LANE_BITS + o_col % 2), 0)
     return mask_by_bits(b_scores, b_bits, b_bit)
-
-
-@gluon.constexpr_function
-def _halves_assembly(columns, bits, stride, fill):
-    # a thread holds a quarter of the columns of two rows
-    n, n_half = columns * bits // 64, bits
-    lines = [f"mov.b32 ${i}, ${n + i};" for i in range(n)]
-    for i_half in range(columns // 64):
-        lines.append(f"and.b32 b, ${2 * n}, {1 << (i_half * stride)}; setp.ne.u32 p, b, 0; @p bra.uni KEPT{i_half};")
-        lines += [f"mov.b32 ${i_half * n_half + i}, {fill};" for i in range(n_half)]
-        lines.append(f"KEPT{i_half}:")
-    return "{ .reg .pred p; .reg .b32 b; " + " ".join(lines) + " }"
-
-
-@gluon.constexpr_function
-def _halves_constraints(columns, bits):
-    n, kind = columns * bits // 64, "f" if bits == 32 else "r"
-    return ",".join([f"=&{kind}"] * n + [kind] * n + ["r"] * (columns // 2))
-
-
-@gluon.jit
-def mask_subtiles(b_values, bits, STRIDE: gl.constexpr, FILL: gl.constexpr):
-    """An accumulator [64, columns], in float32 or rounded; every 64 columns whose bit is 0 become FILL.
-
-    bits  the lowest bit is for columns 0 to 63; those of the next 64 columns are STRIDE bits apart
-    FILL  the bits of a register
-
-    A branch per 64 columns, uniform in the warpgroup: selecting each value would take 64 instructions a step.
-    """
-    COLS: gl.constexpr = b_values.shape[1]
-    BITS: gl.constexpr = b_values.dtype.primitive_bitwidth
-    text: gl.constexpr = _halves_assembly(COLS, BITS, STRIDE, FILL)
-    constraints: gl.constexpr = _halves_constraints(COLS, BITS)
-    b_bits = gl.full(b_values.shape, 0, gl.int32, b_values.type.layout) + bits
-    return gl.inline_asm_elementwise(
-        text, constraints, [b_values, b_bits], dtype=b_values.dtype, is_pure=True, pack=COLS // 2
-    )
 
 
 @gluon.jit

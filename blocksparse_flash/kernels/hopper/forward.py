@@ -15,9 +15,8 @@ softmax with p v of step i - 1:
 
 Warpgroups issue products in turn (ping-pong): one multiplies while the others compute exponentials.
 
-Partial tiles come first. Bitmask tiles and tiles that consist of whole 64 x 64 subtiles have loops of their own, so
-that full tiles pay for no mask; two subtiled tiles with only 64 keys each share a step. Rows without keys get out 0 and
-lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
+Partial tiles come first and have a loop of their own, so that full tiles pay for no mask. Rows without keys get out 0
+and lse -inf. Scores and the running maximum are in base 2, `lse` in memory is natural.
 
 A tile row that would delay the others is split (schedule.py): each split is a work tile of its own, whose out and lse
 go to a float32 workspace, and a second launch combines them (combine_splits.py). Without splits the kernel is compiled
@@ -39,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import has_subtiles_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import TILE as TILE_SIDE
@@ -56,8 +54,8 @@ from .barriers import (
     ping_pong_start,
     ping_pong_wait,
 )
-from .bitmask import mask_subtiles
 from .forward_producer import (
+    WORK_TILE_STRIDE,
     Pipelines,
     Pointers,
     Sizes,
@@ -65,19 +63,9 @@ from .forward_producer import (
     load,
     q_buffer_and_phase,
     read_work_tile,
-    work_tile_stride,
 )
 from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
-from .softmax import (
-    MINUS_INFINITY,
-    empty_bitmask,
-    load_bitmask,
-    load_subtiles,
-    mask_scores,
-    online_softmax,
-    rescale,
-    row_sum_layout,
-)
+from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
 from .work_tiles import END, WORK_TILE_STAGES
 
@@ -201,14 +189,13 @@ def zero_v_tail(v, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.cons
 @gluon.jit
 def step(
     state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit,
-    KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr,
-    CONFIG: gl.constexpr,
+    KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
 
     q_tile  this warpgroup's queries, [64, DIM] in shared memory
     n_done  steps of earlier work tiles
-    KIND    "first" step of the work tile, which may be partial or full; "bitmask", "subtiled" or "full" for later ones
+    KIND    "first" step of the work tile, which may be partial or full; "partial" or "full" for later ones
     """
     STAGES: gl.constexpr = CONFIG.stages
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
@@ -216,8 +203,7 @@ def step(
     dtype: gl.constexpr = k.buffers.dtype
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     FIRST: gl.constexpr = KIND == "first"
-    MASKED: gl.constexpr = KIND == "bitmask"
-    IS_SUBTILED: gl.constexpr = KIND == "subtiled" or (FIRST and HAS_SUBTILES)
+    MASKED: gl.constexpr = KIND == "partial"
     score_layout: gl.constexpr = accumulator(BLOCK_KV)
     out_layout: gl.constexpr = accumulator(v.buffers.shape[4])
     b_out, b_max, b_sum = state.out, state.max, state.sum
@@ -225,17 +211,14 @@ def step(
     stage = i_load % STAGES
     v_stage = (i_load - 1) % STAGES
     bitmask = None
-    subtiles = None
     # loaded early: they arrive during the waits for keys, for the turn and for the product
     if CONFIG.early_bitmask and MASKED and ptrs.indices_ptr is not None:
         bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
     if CONFIG.early_bitmask and FIRST and ptrs.indices_ptr is not None:
         bitmask = empty_bitmask(BLOCK_KV)
         # not for a full tile, which would wait for two dependent loads: 1 to 2 % of its rate
-        if work_tile.n_bitmask > 0:
+        if work_tile.n_partial > 0:
             bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
-    if IS_SUBTILED:
-        subtiles = load_subtiles(ptrs.indices_ptr, work_tile, i_step, WARPGROUP, BLOCK_KV)
     consumer_wait(k, stage, i_load // STAGES)
     if not FIRST:
         zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
@@ -255,7 +238,7 @@ def step(
         b_scores = b_scores * SIGN
     if FIRST:
         # the only kind that is checked at run time
-        if work_tile.n_bitmask > 0:
+        if work_tile.n_partial > 0:
             b_scores = mask_scores(
                 b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
                 WARPGROUP=WARPGROUP, MASKED=True, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
@@ -270,8 +253,6 @@ def step(
             b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
             WARPGROUP=WARPGROUP, MASKED=MASKED, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
         )  # fmt: skip
-    if IS_SUBTILED:
-        b_scores = mask_subtiles(b_scores, subtiles, STRIDE=1, FILL=MINUS_INFINITY)
     b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, sizes.scale_log2, CONFIG.rescale_threshold)
     if not FIRST:
         # with kv_lengths it would spill more
@@ -335,7 +316,7 @@ def epilogue_split(b_out, b_lse, splits_ptr, i_block, WARPGROUP: gl.constexpr, B
 @gluon.jit
 def mma(
     out_desc, out_buffers, pipelines, ptrs, sizes, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Entry point of consumer warpgroup WARPGROUP.
 
@@ -354,9 +335,9 @@ def mma(
     i_tile = 0
     n_done = 0
     ping_pong_start(WARPGROUP, WARPGROUPS)
-    work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+    work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     while work_tile.target > END:
-        n_steps, n_partial, n_bitmask = work_tile.n_steps, work_tile.n_partial, work_tile.n_bitmask
+        n_steps, n_partial = work_tile.n_steps, work_tile.n_partial
         batch_head = work_tile.target
         if ptrs.splits_ptr is not None:
             # blocks of the workspace are numbered likewise
@@ -370,23 +351,17 @@ def mma(
         if n_steps > 0:
             state = step(
                 state, q_tile, pipelines, ptrs, sizes, work_tile, 0, n_done, kv_limit, KIND="first",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
+                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
-        for i_step in range(1, n_bitmask):
+        for i_step in range(1, n_partial):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="bitmask",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
+                state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="partial",
+                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
-        if HAS_SUBTILES:
-            for i_step in range(gl.maximum(n_bitmask, 1), n_partial):
-                state = step(
-                    state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="subtiled",
-                    WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
-                )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1), n_steps):
             state = step(
                 state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="full",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG,
+                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         n_done += n_steps
         if not CONFIG.out_in_q:
@@ -411,7 +386,7 @@ def mma(
         if CONFIG.out_in_q:
             consumer_release(q, i_buffer)
         i_tile += 1
-        work_tile = read_work_tile(pipelines.work_tiles, i_tile, HAS_SUBTILES)
+        work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     ping_pong_finish(WARPGROUP, WARPGROUPS)
     tma.store_wait(0)
 
@@ -433,8 +408,8 @@ def hopper_forward_kernel(
     record_strides,
     # sizes, see Sizes
     n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, n_split_rows, num_splits, scale_log2,
-    # compile time; SIGN of the scale, HAS_SUBTILES: the plan lists tiles that consist of whole 64 x 64 subtiles
-    SIGN: gl.constexpr, CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr,
+    # compile time; SIGN of the scale
+    SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     STAGES: gl.constexpr = CONFIG.stages
@@ -443,7 +418,6 @@ def hopper_forward_kernel(
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = out_desc.block_type.shape[3]
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, WARPGROUP_ROWS, DIM], q_desc.layout)
-    # a descriptor's block may be smaller than a buffer; their layouts agree
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
     v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
     if CONFIG.out_in_q:
@@ -452,7 +426,7 @@ def hopper_forward_kernel(
         out_shape: gl.constexpr = [WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM_V]
         out_buffers = gl.allocate_shared_memory(out_desc.dtype, out_shape, out_desc.layout)
     work_tile_buffers = gl.allocate_shared_memory(
-        gl.int32, [WORK_TILE_STAGES * work_tile_stride(HAS_SUBTILES), 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     pipelines = Pipelines(
         work_tiles=allocate_pipeline(work_tile_buffers, WORK_TILE_STAGES, CONSUMERS=WARPGROUPS),
@@ -487,9 +461,9 @@ def hopper_forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
-                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, CONFIG)),
+                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -497,10 +471,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 2, SIGN, CAUSAL, HAS_SUBTILES, CONFIG)),
-                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, HAS_SUBTILES, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 2, SIGN, CAUSAL, CONFIG)),
+                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -534,18 +508,16 @@ def forward_launches(
     lists: PlanSpecs,
     lengths: tuple[torch.dtype, bool] | None,
     split: Split,
-    has_subtiles: bool,
     scale: float,
     causal: bool,
     index: int | None,
 ) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
 
-    specs         of q, k and v
-    lists         cache key of the plan's tile rows
-    lengths       cache key of kv_lengths
-    has_subtiles  whether the plan lists tiles that consist of whole 64 x 64 subtiles
-    index         of the device
+    specs    of q, k and v
+    lists    cache key of the plan's tile rows
+    lengths  cache key of kv_lengths
+    index    of the device
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -561,7 +533,6 @@ def forward_launches(
         dim = dim_v = max(dim, dim_v)
     rows = WARPGROUP_ROWS.value
     n_tile_rows = -(-q_len // (rows * chosen.warpgroups))
-    has_subtiles = has_subtiles and BEFORE_TRITON_3_9
     arguments = {
         "record_strides": strides_of_records(records_shape),
         "n_heads": heads,
@@ -575,19 +546,14 @@ def forward_launches(
         "scale_log2": scale_log2(scale),
         "SIGN": sign(scale),
         "CAUSAL": causal,
-        "HAS_SUBTILES": has_subtiles,
         "CONFIG": chosen,
         "num_warps": 4,
     }
-    # with subtiles the halves of a step of 128 keys may come from two tiles: copies of 64 keys and 64 columns
-    in_halves = has_subtiles and chosen.block_kv == TILE_SIDE
-    k_block = (1, 1, rows, rows) if in_halves else (1, 1, chosen.block_kv, dim)
-    v_block = (1, 1, rows, rows) if in_halves else (1, 1, chosen.block_kv, dim_v)
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, rows, dim)),
-        "k_desc": DescriptorFactory(k, k_block),
-        "v_desc": DescriptorFactory(v, v_block),
+        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, dim)),
+        "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v)),
         "out_desc": DescriptorFactory(out.spec, (1, 1, rows, dim_v)),
     }
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
@@ -630,10 +596,7 @@ def forward(
     device, lists, empty = q.device, tile_lists(plan, 0), allocator(q)
     index = device.index
     split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
-    has_subtiles = bool(plan) and has_subtiles_of(plan[1].shape[0], plan[2].shape[0])
-    launch = forward_launches(
-        specs, plan_specs_of(lists), cache_key_of(kv_lengths), split, has_subtiles, scale, causal, index
-    )
+    launch = forward_launches(specs, plan_specs_of(lists), cache_key_of(kv_lengths), split, scale, causal, index)
     out, lse = empty(*launch.out), empty(*launch.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     tile_counter = torch.zeros(1, dtype=torch.int32, device=device) if launch.has_tile_counter else None

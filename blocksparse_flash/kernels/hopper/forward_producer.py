@@ -28,9 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..triton.tile import (
     BEGIN,
-    N_HALF,
     N_PARTIAL,
-    N_SUBTILED,
     N_TILES,
     NUMBER,
     TILE,
@@ -42,13 +40,14 @@ from ..triton.tile import (
     split_steps,
 )
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
-from .bitmask import INDEX_BITS, SUBTILES_BIT
+from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
 from .tma import tma_load
 from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
 
-# of the four subtile bits of a list entry, those of the first 64 keys
-FIRST_KEYS = gl.constexpr(0b0101)
+# int32 values of a work tile in shared memory, and from one to the next
+WORK_TILE_INTS = gl.constexpr(5)
+WORK_TILE_STRIDE = gl.constexpr(6)
 
 # ---- state ----
 
@@ -100,15 +99,13 @@ class Pipelines(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """One tile row, or one split of it. The order of its steps is: bitmask tiles, subtiled tiles, full tiles.
+    """One tile row, or one split of it.
 
     target     batch_head for a whole tile row, n_batch_heads + workspace block for a split; END: no more work tiles
     q_start    first query
     begin      first entry of the tile list; without a layout, the first partial step
     n_steps    steps of BLOCK_KV keys
-    n_partial  steps that need a mask
-    n_bitmask  partial steps that need their bitmask; the other n_partial - n_bitmask consist of whole 64 x 64 subtiles
-    n_half     subtiled tiles of which only 64 keys attend; two of them share one step of 128 keys
+    n_partial  steps that need a mask; they come first
     """
 
     target: Any
@@ -116,20 +113,6 @@ class WorkTile(NamedTuple):
     begin: Any
     n_steps: Any
     n_partial: Any
-    n_bitmask: Any
-    n_half: Any
-
-
-@gluon.constexpr_function
-def work_tile_ints(has_subtiles):
-    """int32 values of a work tile in shared memory; without subtiles n_bitmask = n_partial and n_half = 0."""
-    return 7 if has_subtiles else 5
-
-
-@gluon.constexpr_function
-def work_tile_stride(has_subtiles):
-    """int32 values from one work tile in shared memory to the next."""
-    return 7 if has_subtiles else 6
 
 
 @gluon.jit
@@ -142,14 +125,11 @@ def q_buffer_and_phase(i_tile, WARPGROUP: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def find_work_tile(
-    ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr
-):
+def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CONFIG: gl.constexpr):
     """(batch_head, WorkTile) of work item i_work. Long tile rows come first."""
     BLOCK_Q: gl.constexpr = CONFIG.warpgroups * WARPGROUP_ROWS
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
-    n_half = 0
     if ptrs.splits_ptr is not None:
         batch_head, i_launch, i_split = find_split(
             ptrs.records_ptr, i_work, sizes.n_tile_rows, sizes.n_batch_heads, sizes.n_split_rows, sizes.num_splits
@@ -173,17 +153,10 @@ def find_work_tile(
     if ptrs.records_ptr is not None:
         q_start, begin = gl.load(p_record + NUMBER) * TILE, gl.load(p_record + BEGIN)
         n_tiles, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
-        n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial
         if ptrs.splits_ptr is not None:
-            _first, _n_tiles, n_bitmask = split_steps(n_tiles, n_bitmask, i_split, sizes.num_splits)
             first, n_tiles, n_partial = split_steps(n_tiles, n_partial, i_split, sizes.num_splits)
             begin = begin + first
-        # half tiles are not paired where splits or kv_lengths count whole tiles
-        if HAS_SUBTILES and BLOCK_KV == TILE:  # noqa: SIM102
-            if ptrs.splits_ptr is None and ptrs.kv_lengths_ptr is None:
-                n_half = gl.load(p_record + N_HALF)
-                n_tiles, n_partial = n_tiles - n_half // 2, n_partial - n_half // 2
-        n_steps, n_partial, n_bitmask = n_tiles * STEPS_PER_TILE, n_partial * STEPS_PER_TILE, n_bitmask * STEPS_PER_TILE
+        n_steps, n_partial = n_tiles * STEPS_PER_TILE, n_partial * STEPS_PER_TILE
     else:
         # last tile row first: under a causal mask it is the longest
         q_start = (sizes.n_tile_rows - 1 - i_launch) * BLOCK_Q
@@ -197,46 +170,27 @@ def find_work_tile(
             # n_full: full steps of this split, which come first in the order of the keys
             first, n_steps, n_full = split_steps(n_steps, begin, i_split, sizes.num_splits)
             begin, n_partial = first + n_full, n_steps - n_full
-        n_bitmask = n_partial
     if ptrs.splits_ptr is not None:
         i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_rows)
         target = gl.where(i_split < 0, batch_head, sizes.n_batch_heads + i_block)
     else:
         target = batch_head
-    return batch_head, WorkTile(
-        target=target,
-        q_start=q_start,
-        begin=begin,
-        n_steps=n_steps,
-        n_partial=n_partial,
-        n_bitmask=n_bitmask,
-        n_half=n_half,
-    )
+    return batch_head, WorkTile(target=target, q_start=q_start, begin=begin, n_steps=n_steps, n_partial=n_partial)
 
 
 @gluon.jit
-def read_work_tile(work_tiles, i_tile, HAS_SUBTILES: gl.constexpr):
+def read_work_tile(work_tiles, i_tile):
     """Consumer side: the i_tile-th WorkTile of this program; after the last one, a WorkTile whose target is END."""
     stage = i_tile % WORK_TILE_STAGES
-    first = stage * work_tile_stride(HAS_SUBTILES)
+    first = stage * WORK_TILE_STRIDE
     consumer_wait(work_tiles, stage, i_tile // WORK_TILE_STAGES)
     target = load_int(work_tiles.buffers.index(first))
     q_start = load_int(work_tiles.buffers.index(first + 1))
     begin = load_int(work_tiles.buffers.index(first + 2))
     n_steps = load_int(work_tiles.buffers.index(first + 3))
     n_partial = load_int(work_tiles.buffers.index(first + 4))
-    n_bitmask = load_int(work_tiles.buffers.index(first + 5)) if HAS_SUBTILES else n_partial
-    n_half = load_int(work_tiles.buffers.index(first + 6)) if HAS_SUBTILES else 0
     consumer_release(work_tiles, stage)
-    return WorkTile(
-        target=target,
-        q_start=q_start,
-        begin=begin,
-        n_steps=n_steps,
-        n_partial=n_partial,
-        n_bitmask=n_bitmask,
-        n_half=n_half,
-    )
+    return WorkTile(target=target, q_start=q_start, begin=begin, n_steps=n_steps, n_partial=n_partial)
 
 
 # ---- keys of a step ----
@@ -257,37 +211,6 @@ def kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr):
         return gl.where(is_partial, i_block, i_block - work_tile.n_steps) * BLOCK_KV
 
 
-@gluon.jit
-def entry_of(work_tile, i_step):
-    """(list entry of a step of 128 keys, whether it is a pair of half tiles, whether that pair has a second tile)."""
-    i_pair = i_step - (work_tile.n_partial - (work_tile.n_half + 1) // 2)
-    is_pair = (i_pair >= 0) & (i_step < work_tile.n_partial)
-    # each pair before this step took one entry more than it took steps
-    n_extra = gl.where(is_pair, i_pair, gl.where(i_pair >= 0, work_tile.n_half // 2, 0))
-    return work_tile.begin + i_step + n_extra, is_pair, is_pair & (2 * i_pair + 1 < work_tile.n_half)
-
-
-@gluon.jit
-def kv_starts_of_halves(indices_ptr, work_tile, i_step):
-    """First keys of both halves of a step of 128 keys, which may come from two half tiles."""
-    i_entry, is_pair, has_second = entry_of(work_tile, i_step)
-    entry = gl.load(indices_ptr + i_entry)
-    second = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
-    # a half tile without its first 64 keys has its last 64
-    o_first = gl.where(is_pair & (((entry >> SUBTILES_BIT) & FIRST_KEYS) == 0), WARPGROUP_ROWS, 0)
-    o_second = gl.where(is_pair & (((second >> SUBTILES_BIT) & FIRST_KEYS) != 0), 0, WARPGROUP_ROWS)
-    return (entry & INDEX_BITS) * TILE + o_first, (second & INDEX_BITS) * TILE + o_second
-
-
-@gluon.jit
-def kv_starts_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr, IN_HALVES: gl.constexpr):
-    """First key of a step, as a tuple of one; IN_HALVES: of each half of the step."""
-    if IN_HALVES:
-        return kv_starts_of_halves(indices_ptr, work_tile, i_step)
-    else:
-        return (kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV),)
-
-
 # ---- TMA loads ----
 
 
@@ -304,37 +227,22 @@ def load_q(q_desc, q, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_kv(desc, kv, i_load, i_batch, i_head, kv_starts, STAGES: gl.constexpr):
-    """Loads the keys or the values of one step: in one copy, or in 64 x 64 copies if its halves may lie apart."""
-    BOX_ROWS: gl.constexpr = desc.block_type.shape[2]
-    BOX_COLS: gl.constexpr = desc.block_type.shape[3]
+def load_kv(desc, kv, i_load, i_batch, i_head, kv_start, STAGES: gl.constexpr):
+    """Loads the keys or the values of one step."""
     stage = i_load % STAGES
     producer_acquire(kv, stage, i_load // STAGES)
     full, buffer = kv.full.index(stage), kv.buffers.index(stage)
-    if BOX_ROWS == buffer.shape[2]:
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, [i_batch, i_head, kv_starts[0], 0], full, buffer)
-    else:
-        N_BOX_COLS: gl.constexpr = buffer.shape[3] // BOX_COLS
-        mbarrier.expect(full, N_BOX_COLS * 2 * desc.block_type.nbytes)
-        for i_half in gl.static_range(2):
-            for i_box_col in gl.static_range(N_BOX_COLS):
-                box = buffer.slice(i_half * BOX_ROWS, BOX_ROWS, 2).slice(i_box_col * BOX_COLS, BOX_COLS, 3)
-                tma_load(desc, [i_batch, i_head, kv_starts[i_half], i_box_col * BOX_COLS], full, box)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma_load(desc, [i_batch, i_head, kv_start, 0], full, buffer)
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes,
-    CAUSAL: gl.constexpr, HAS_SUBTILES: gl.constexpr, CONFIG: gl.constexpr,
+    q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Entry point of the producer warp.
-
-    HAS_SUBTILES  whether the plan lists tiles that consist of whole 64 x 64 subtiles
-    """
+    """Entry point of the producer warp."""
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
-    IN_HALVES: gl.constexpr = HAS_SUBTILES and BLOCK_KV == TILE
     n_work = sizes.n_tile_rows * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
         n_work = n_work + sizes.n_split_rows * (sizes.num_splits - 1) * sizes.n_batch_heads
@@ -343,28 +251,24 @@ def load(
     i_tile = 0
     n_loaded = 0
     while i_work < n_work:
-        batch_head, work_tile = find_work_tile(
-            ptrs, record_strides, sizes, i_work, CAUSAL=CAUSAL, HAS_SUBTILES=HAS_SUBTILES, CONFIG=CONFIG
-        )
+        batch_head, work_tile = find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL=CAUSAL, CONFIG=CONFIG)
         # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
         if ptrs.tile_counter_ptr is None:
             i_work = n_work
         else:
             i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1) + gl.num_programs(0)
-        write_work_tile(
-            pipelines.work_tiles, i_tile, work_tile, work_tile_ints(HAS_SUBTILES), work_tile_stride(HAS_SUBTILES)
-        )
+        write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // sizes.n_heads
         i_head = batch_head % sizes.n_heads
         load_q(q_desc, pipelines.q, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
         i_kv_head = i_head // sizes.group
-        kv_starts = kv_starts_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV, IN_HALVES)
+        kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
         for i_step in range(work_tile.n_steps):
             # one step ahead; the lists are padded, so that one entry past the end can be read
-            next_kv_starts = kv_starts_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV, IN_HALVES)
-            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_starts=kv_starts, STAGES=STAGES)
-            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_starts=kv_starts, STAGES=STAGES)
+            next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)
+            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
+            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
             n_loaded += 1
-            kv_starts = next_kv_starts
+            kv_start = next_kv_start
         i_tile += 1
-    write_end(pipelines.work_tiles, i_tile, work_tile_stride(HAS_SUBTILES))
+    write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

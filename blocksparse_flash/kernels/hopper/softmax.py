@@ -11,13 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..triton.tile import TILE
-from .bitmask import SUBTILES_BIT, load_mask_words, mask_columns
-from .forward_producer import entry_of, kv_start_of
+from .bitmask import load_mask_words, mask_columns
+from .forward_producer import kv_start_of
 from .registers import WARPGROUP_ROWS, accumulator
-
-# -inf, as the bits of a float32
-MINUS_INFINITY = gl.constexpr(0xFF800000)
-
 
 # ---- masks ----
 
@@ -44,25 +40,6 @@ def empty_bitmask(BLOCK_KV: gl.constexpr):
         return b_zero, b_zero, b_zero, b_zero
     else:
         return b_zero, b_zero
-
-
-@gluon.jit
-def load_subtiles(indices_ptr, work_tile, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Which 64 keys of a step attend to this warpgroup's queries: bit i for keys 64 i to 64 i + 63; -1 if all do."""
-    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
-    if STEPS_PER_TILE == 1:
-        i_entry, is_pair, has_second = entry_of(work_tile, i_step)
-        entry = gl.load(indices_ptr + i_entry)
-        second = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))
-        bits, second_bits = entry >> (SUBTILES_BIT + 2 * WARPGROUP), second >> (SUBTILES_BIT + 2 * WARPGROUP)
-        # each tile of a pair has keys in one of its halves only
-        has_first_keys, has_second_keys = ((bits & 3) != 0).to(gl.int32), ((second_bits & 3) != 0).to(gl.int32)
-        bits = gl.where(is_pair, has_first_keys + 2 * has_second_keys * has_second.to(gl.int32), bits)
-    else:
-        entry = gl.load(indices_ptr + (work_tile.begin + i_step // STEPS_PER_TILE))
-        bits = entry >> (SUBTILES_BIT + 2 * WARPGROUP + i_step % STEPS_PER_TILE)
-    # the entry of a full tile is positive and has no subtile bits
-    return gl.where(entry < 0, bits, -1)
 
 
 @gluon.jit

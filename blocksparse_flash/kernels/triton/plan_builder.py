@@ -1,8 +1,7 @@
 """Plan construction on a GPU from the bits of selected blocks, in two launches.
 
-    count   tiles of each kind of every tile row and tile column; every bitmask that a tile can have
-    list    records in launch order, and the tiles of each tile row and tile column: partial ones first, with those made
-            of whole 64 x 64 subtiles last among them
+    count   tiles and partial tiles of every tile row and tile column; every bitmask that a tile can have
+    list    records in launch order, and the tiles of each tile row and tile column, partial ones first
 
 A program handles some tile rows or tile columns of a head. It derives the offsets of its lists and its launch order
 from the counts of all: nothing is sorted, and the order is deterministic. Takes O(tiles of the grid) time.
@@ -20,7 +19,7 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
-from .tile import BEGIN, N_HALF, N_LONG, N_PARTIAL, N_SUBTILED, N_TILES, NUMBER, POSITION, RECORD
+from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
 
 # tile rows (or columns) of a program, tiles of a step
 LINES, MINORS = 8, 128
@@ -28,9 +27,8 @@ LINES, MINORS = 8, 128
 AXES = 8
 # bitmask words of a program
 WORDS = 1024
-# format of a list entry: subtracted from the index of a partial tile; bits of the attending 64 x 64 subtiles
+# subtracted from the index of a partial tile
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
-SUBTILES_BIT, ALL_SUBTILES = tl.constexpr(plan_format.SUBTILES_BIT), tl.constexpr(plan_format.ALL_SUBTILES)
 
 
 class Grid(NamedTuple):
@@ -69,11 +67,6 @@ class Grid(NamedTuple):
         return self.n_patterns * 4 * (3 if self.causal else 1)
 
     @property
-    def has_subtiles(self) -> bool:
-        """Whether 128 x 128 tiles of whole 64 x 64 subtiles are listed as such: a block's shorter side is 64."""
-        return self.tile == plan_format.TILE and max(self.parts) == 2
-
-    @property
     def words_of_bitmask(self) -> int:
         """int32 words of a bitmask."""
         return self.tile * (self.tile // 32)
@@ -92,7 +85,6 @@ class Grid(NamedTuple):
             "kv_tiles": kv_tiles,
             **dict(zip(("PARTS_Q", "PARTS_KV", "TILES_Q", "TILES_KV"), (*self.parts, *self.tiles), strict=True)),
             "CAUSAL": self.causal,
-            "HAS_SUBTILES": self.has_subtiles,
             "TILE": self.tile,
         }
 
@@ -102,42 +94,12 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 
 # fmt: off
 @triton.jit
-def subtile_bits(
-    b_pattern, b_query, b_key, q_len, kv_len,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
-):
-    """Bits of the attending 64 x 64 subtiles, from the first query, first key and block pattern of each tile."""
-    HALF: tl.constexpr = TILE // 2
-    b_some, b_cut = b_pattern * 0, b_pattern * 0
-    for i in tl.static_range(4):
-        b_first_q, b_first_kv = b_query + i // 2 * HALF, b_key + i % 2 * HALF
-        b_there = ((b_pattern >> (i // 2 * PARTS_Q // 2 * PARTS_KV + i % 2 * PARTS_KV // 2)) & 1) == 1
-        m_some = b_there & (b_first_q < q_len) & (b_first_kv < kv_len)
-        m_all = b_there & (b_first_q + HALF <= q_len) & (b_first_kv + HALF <= kv_len)
-        if CAUSAL:
-            # some: the last query sees the first key; all: the first query sees the last key
-            m_some &= tl.minimum(b_first_q + HALF, q_len) - 1 + kv_len - q_len >= b_first_kv
-            m_all &= b_first_q + kv_len - q_len >= b_first_kv + HALF - 1
-        b_some |= m_some.to(tl.int32) << i
-        b_cut |= (m_some & (m_all == 0)).to(tl.int32)
-    return tl.where(b_cut == 0, b_some, ALL_SUBTILES)
-
-
-@triton.jit
-def is_half(b_subtiles, OF_ROWS: tl.constexpr):
-    """1 where only one half of the keys of a tile attends (of its queries, for tile columns)."""
-    SHIFT: tl.constexpr = 2 if OF_ROWS else 1
-    HALVES: tl.constexpr = 3 if OF_ROWS else 5
-    return (((b_subtiles | (b_subtiles >> SHIFT)) & HALVES) != HALVES).to(tl.int32)
-
-
-@triton.jit
 def tile_kinds(
     bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
-    """int32 (is stored, is full, bitmask id, subtile bits) of the tiles (o_row, o_col), which broadcast."""
+    """int32 (is stored, is full, bitmask id) of the tiles (o_row, o_col), which broadcast."""
     p_bits = bits_ptr + batch_head.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
     b_pattern = tl.where(m_tile, 0, 0)
@@ -166,17 +128,14 @@ def tile_kinds(
         b_left = b_pattern
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     b_id = b_pattern + b_kind * N_PATTERNS
-    b_subtiles = b_pattern * 0 + ALL_SUBTILES
-    if HAS_SUBTILES:
-        b_subtiles = subtile_bits(b_pattern, o_row * TILE, o_col * TILE, q_len, kv_len, PARTS_Q, PARTS_KV, CAUSAL, TILE)
-    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id, b_subtiles
+    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id
 
 
 @triton.jit
 def tile_kinds_along(
     bits_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
     """`tile_kinds` as [lines, minors]: tile rows and tile columns if OF_ROWS, else the reverse."""
     if OF_ROWS:
@@ -185,7 +144,7 @@ def tile_kinds_along(
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
         bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE,
+        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE,
     )
 
 
@@ -194,31 +153,25 @@ def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
-    """Counts of some lines: (4, axes, n_major) tiles, partial, subtiled and half tiles."""
+    """Counts of some lines: (2, axes, n_major) tiles and partial tiles."""
     n_groups = tl.cdiv(n_major, LINES)
     batch_head = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
     b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
-    b_subtiled, b_half = b_tiles, b_tiles
     for first in range(0, n_minor, MINORS):
-        b_there, b_full, _, b_subtiles = tile_kinds_along(
+        b_there, b_full, _ = tile_kinds_along(
             bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE,
         )
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
-        if HAS_SUBTILES:
-            b_subtiled += tl.sum(b_there & (b_subtiles < ALL_SUBTILES).to(tl.int32), 1)
-            b_half += tl.sum(b_there & is_half(b_subtiles, OF_ROWS), 1)
     p_count = counts_ptr + batch_head * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
     tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
-    tl.store(p_count + 2 * axes * n_major, b_subtiled, mask=o_line < n_major)
-    tl.store(p_count + 3 * axes * n_major, b_half, mask=o_line < n_major)
 
 
 @triton.jit
@@ -262,11 +215,11 @@ def write_bitmasks(
 def count_kernel(
     # input: int32 (axes, n_rows, n_words)
     bits_ptr,
-    # outputs: counts, int32 (4 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
+    # outputs: counts, int32 (2 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -275,13 +228,13 @@ def count_kernel(
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
-            bits_ptr, counts_ptr + 4 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
+            bits_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS,
         )
     else:
         write_bitmasks(
@@ -310,7 +263,7 @@ def list_lines(
     bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
@@ -328,8 +281,6 @@ def list_lines(
     p_tiles = counts_ptr + batch_head * n_major
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
-    b_subtiled = tl.load(p_tiles + 2 * axes * n_major + o_line, mask=m_line, other=0)
-    b_half = tl.load(p_tiles + 3 * axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
     # position in the launch order: longest first, then by index
     b_position = tl.zeros([LINES], tl.int32)
@@ -345,41 +296,29 @@ def list_lines(
     tl.store(p_record + N_TILES, b_tiles, mask=m_line)
     tl.store(p_record + N_PARTIAL, b_partial, mask=m_line)
     tl.store(p_head + o_line * RECORD + POSITION, b_position, mask=m_line)
-    tl.store(p_record + N_SUBTILED, b_subtiled, mask=m_line)
-    tl.store(p_record + N_HALF, b_half, mask=m_line)
     # never all lines: see find_work_record
     tl.store(p_record + N_LONG, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
+    for word in tl.static_range(N_LONG + 1, RECORD):
+        tl.store(p_record + word, o_line * 0, mask=m_line)
 
-    b_next_bitmask, b_next_full = b_begin, b_begin + b_partial
-    b_next_half = b_next_full - b_half
-    b_next_both = b_next_full - b_subtiled
+    b_next_partial, b_next_full = b_begin, b_begin + b_partial
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
-        b_there, b_full, b_id, b_subtiles = tile_kinds_along(
+        b_there, b_full, b_id = tile_kinds_along(
             bits_ptr, batch_head, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE,
+            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
-        b_is_subtiled = b_is_partial & (b_subtiles < ALL_SUBTILES).to(tl.int32)
-        b_is_bitmask = b_is_partial - b_is_subtiled
         b_place = tl.where(
             b_full == 1,
             b_next_full[:, None] + tl.cumsum(b_is_full, 1),
-            b_next_bitmask[:, None] + tl.cumsum(b_is_bitmask, 1),
+            b_next_partial[:, None] + tl.cumsum(b_is_partial, 1),
         )
-        if HAS_SUBTILES:
-            b_is_half = b_is_subtiled & is_half(b_subtiles, OF_ROWS)
-            b_is_both = b_is_subtiled - b_is_half
-            b_place = tl.where(b_is_both == 1, b_next_both[:, None] + tl.cumsum(b_is_both, 1), b_place)
-            b_place = tl.where(b_is_half == 1, b_next_half[:, None] + tl.cumsum(b_is_half, 1), b_place)
-            b_next_both += tl.sum(b_is_both, 1)
-            b_next_half += tl.sum(b_is_half, 1)
-        b_mark = PARTIAL * b_is_partial + ((ALL_SUBTILES - b_subtiles) << SUBTILES_BIT) * b_is_subtiled
-        tl.store(indices_ptr + b_place - 1, o_minor[None, :] - b_mark, mask=b_there == 1)
+        tl.store(indices_ptr + b_place - 1, o_minor[None, :] - PARTIAL * b_is_partial, mask=b_there == 1)
         tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
         b_next_full += tl.sum(b_is_full, 1)
-        b_next_bitmask += tl.sum(b_is_bitmask, 1)
+        b_next_partial += tl.sum(b_is_partial, 1)
     fill_behind(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
     fill_behind(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
 
@@ -394,7 +333,7 @@ def list_kernel(
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
     PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SUBTILES: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
@@ -404,14 +343,14 @@ def list_kernel(
             bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS, AXES, CHUNK,
+            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
-            bits_ptr, counts_ptr + 4 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
+            bits_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, HAS_SUBTILES, TILE, LINES, MINORS, AXES, CHUNK,
+            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 
@@ -436,7 +375,7 @@ def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: AR
     return PlanLaunches(
         Launch(count_kernel, (n_lines + -(-n_words // WORDS),), count),
         Launch(list_kernel, (n_lines,), fill),
-        contiguous(torch.int32, 4 * grid.rows.axes * sum(grid.shape)),
+        contiguous(torch.int32, 2 * grid.rows.axes * sum(grid.shape)),
         contiguous(torch.int32, grid.n_bitmasks, grid.tile, grid.tile // 32),
     )
 

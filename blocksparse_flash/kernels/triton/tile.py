@@ -18,9 +18,7 @@ RECORD = tl.constexpr(plan_format.RECORD)
 NUMBER, BEGIN, N_TILES, N_PARTIAL = (
     tl.constexpr(i) for i in (plan_format.NUMBER, plan_format.BEGIN, plan_format.N_TILES, plan_format.N_PARTIAL)
 )
-POSITION, N_SUBTILED, N_HALF, N_LONG = (
-    tl.constexpr(i) for i in (plan_format.POSITION, plan_format.N_SUBTILED, plan_format.N_HALF, plan_format.N_LONG)
-)
+POSITION, N_LONG = tl.constexpr(plan_format.POSITION), tl.constexpr(plan_format.N_LONG)
 LOG2_E = tl.constexpr(arguments.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Triton's interpreter lacks inline assembly and bfloat16 products

@@ -439,8 +439,8 @@ FORWARD_FAULTS = {
         FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=1)"
     ),
     "out not rescaled": Change(FORWARD, "            b_out = b_out * b_decay\n", "            pass\n"),
-    "second bitmask step skipped": Change(
-        FORWARD, "for i_step in range(1, n_bitmask)", "for i_step in range(2, n_bitmask)"
+    "second partial step skipped": Change(
+        FORWARD, "for i_step in range(1, n_partial)", "for i_step in range(2, n_partial)"
     ),
     "full barrier of Q not waited for": Change(FORWARD, "        consumer_wait(q, i_buffer, phase)\n", ""),
     "tail of V not zeroed": Change(
@@ -516,76 +516,7 @@ BACKWARD_FAULTS = {
     "dp not waited for": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
-    "bitmask step computed as a full step": Change(
-        BACKWARD, "MASKED=True, IS_SUBTILED=False,", "MASKED=False, IS_SUBTILED=False,"
-    ),
-}
-# faults of tiles that consist of whole 64 x 64 subtiles
-SUBTILE_FAULTS = {
-    "subtiled step of the forward computed as a full step": Change(FORWARD, 'KIND="subtiled"', 'KIND="full"'),
-    "subtiled tiles counted as bitmask tiles": Change(
-        ROWS, "n_partial - gl.load(p_record + N_SUBTILED)", "n_partial - 1"
-    ),
-    "subtile bits of the first step ignored": Change(
-        FORWARD, "    if IS_SUBTILED:\n        b_scores =", "    if IS_SUBTILED and not FIRST:\n        b_scores ="
-    ),
-    "subtile bits read from a full tile": Change(
-        SOFTMAX,
-        "return gl.where(entry < 0, bits, -1)",
-        "return bits",
-    ),
-    "subtile bits of the queries of the other warpgroup": Change(
-        SOFTMAX,
-        "bits, second_bits = entry >> (SUBTILES_BIT + 2 * WARPGROUP)",
-        "bits, second_bits = entry >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)",
-    ),
-    "subtile bits of the queries of the other warpgroup in a second half tile": Change(
-        SOFTMAX, "second >> (SUBTILES_BIT + 2 * WARPGROUP)", "second >> (SUBTILES_BIT + 2 - 2 * WARPGROUP)"
-    ),
-    "first half tile of a pair used twice": Change(
-        ROWS, "second = gl.load(indices_ptr + i_entry + has_second.to(gl.int32))", "second = entry"
-    ),
-    "wrong 64 keys of a first half tile": Change(
-        ROWS,
-        "(is_pair & (((entry >> SUBTILES_BIT) & FIRST_KEYS) == 0), WARPGROUP_ROWS, 0)",
-        "(is_pair & (((entry >> SUBTILES_BIT) & FIRST_KEYS) != 0), WARPGROUP_ROWS, 0)",
-    ),
-    "wrong 64 keys of a second half tile": Change(
-        ROWS, "((second >> SUBTILES_BIT) & FIRST_KEYS) != 0)", "((second >> SUBTILES_BIT) & FIRST_KEYS) == 0)"
-    ),
-    "unpaired half tile counted twice": Change(
-        SOFTMAX,
-        "has_first_keys + 2 * has_second_keys * has_second.to(gl.int32)",
-        "has_first_keys + 2 * has_second_keys",
-    ),
-    "list entries of full tiles not shifted by the pairs before them": Change(
-        ROWS, "gl.where(i_pair >= 0, work_tile.n_half // 2, 0)", "0"
-    ),
-    "pair of half tiles counted as two steps": Change(ROWS, "n_partial - n_half // 2\n", "n_partial\n"),
-    "subtiled step of the backward computed as a full step": Change(
-        BACKWARD, "MASKED=False, IS_SUBTILED=True,", "MASKED=False, IS_SUBTILED=False,"
-    ),
-    "subtile bits of the keys of the other warpgroup": Change(
-        BACKWARD, "SUBTILES_BIT + WARPGROUP +", "SUBTILES_BIT + 1 - WARPGROUP +"
-    ),
-    "subtile bits of the first 64 queries used for all steps": Change(
-        BACKWARD, "WARPGROUP + step % STEPS_PER_TILE * 2", "WARPGROUP"
-    ),
-    "empty steps skipped by the consumers but loaded by the producer": Change(
-        COLS,
-        "                if is_skipped(ptrs.indices_ptr, steps.first + i_step, BLOCK_Q, HAS_SUBTILES) == 0:\n",
-        "                if True:\n",
-    ),
-    "skipped steps counted by the consumers": Change(BACKWARD, "n_done -= n_skipped", "n_done -= 0"),
-    "step of the last 64 queries skipped with that of the first": Change(
-        COLS, "(SUBTILES_BIT + step % (TILE // BLOCK_Q) * 2)", "(SUBTILES_BIT + 0)"
-    ),
-    "steps of full tiles skipped": Change(COLS, "(entry < 0) & ((bits & 3) == 0)", "(bits & 3) == 0"),
-    "n_bitmask of the first head used for the whole group": Change(
-        COLS,
-        "            n_bitmask = n_partial - gl.load(p_record + N_SUBTILED) if HAS_SUBTILES else n_partial\n",
-        "            pass\n",
-    ),
+    "partial step computed as a full step": Change(BACKWARD, "MASKED=True", "MASKED=False"),
 }
 # faults of three consumer warpgroups
 THREE_WARPGROUP_FAULTS = {
@@ -627,15 +558,6 @@ Q_STAGE_FAULTS = {
     ),
     "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
     "running maximum not updated": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
-}
-# faults that pair half tiles where splits or kv_lengths count whole tiles
-PAIRED_WITH_SPLITS = {
-    "half tiles paired in split tile rows": Change(ROWS, "if ptrs.splits_ptr is None and ptrs.kv", "if ptrs.kv"),
-}
-PAIRED_WITH_LENGTHS = {
-    "half tiles paired with kv_lengths": Change(
-        ROWS, " and ptrs.kv_lengths_ptr is None:\n                n_half", ":\n                n_half"
-    ),
 }
 # faults of dq that the consumers add with atomics
 DQ_FROM_REGISTERS_FAULTS = {
@@ -687,8 +609,6 @@ def staircase() -> BlockLayout:
 
 
 MIXED = cases.Case("mixed", mixed)
-# tiles that consist of whole 64 x 64 subtiles
-(SUBTILED,) = [case for case in cases.LAYOUTS if case.name == "quarters"]
 MHA, GQA = zoo.Call(head_dim=64, dtype=torch.float16), zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
 CAUSAL_LENGTHS = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 # more tile columns than programs
@@ -699,8 +619,6 @@ COLUMNS = [
 # tile columns with an even and with an odd number of steps
 DENSE = [Run(seed, lengths, CAUSAL_LENGTHS) for lengths in ((203, 400), (300, 400)) for seed in range(8)]
 SPLIT = [Run(seed, MIXED, GQA, splits=(2, 1)) for seed in range(8)]
-SUBTILES_SPLIT = [Run(seed, SUBTILED, GQA, splits=(2, 2)) for seed in range(4)]
-SUBTILES_LENGTHS = [Run(seed, SUBTILED, dataclasses.replace(GQA, has_kv_lengths=True)) for seed in range(4)]
 THREE_WARPGROUPS = [
     Run(seed, (577, 300), CAUSAL, config=ForwardConfig(stages=2, warpgroups=3), has_backward=False)
     for seed in range(24)
@@ -727,9 +645,6 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
     "backward": (BACKWARD_FAULTS, DENSE),
     "splits": (SPLIT_FAULTS, SPLIT),
-    "subtiles": (SUBTILE_FAULTS, [Run(seed, SUBTILED, (MHA, GQA)[seed % 2]) for seed in range(4)]),
-    "subtiles and splits": (PAIRED_WITH_SPLITS, SUBTILES_SPLIT),
-    "subtiles and kv_lengths": (PAIRED_WITH_LENGTHS, SUBTILES_LENGTHS),
     "dq from registers": (
         DQ_FROM_REGISTERS_FAULTS,
         [
@@ -745,12 +660,6 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
 CORRECT_RUNS = {
     "dense": DENSE,
     "splits": SPLIT[:2],
-    "subtiles": [
-        Run(seed, SUBTILED, (MHA, GQA)[seed // 2], config=ForwardConfig(stages=2, block_kv=(128, 64)[seed % 2]))
-        for seed in range(4)
-    ],
-    "subtiles and splits": SUBTILES_SPLIT[:2],
-    "subtiles and kv_lengths": SUBTILES_LENGTHS[:2],
     "dq by TMA": [Run(seed, *COLUMNS[seed % 2], n_sms=1 + seed % 3) for seed in range(6)],
     "dq from registers": [
         *(Run(seed, (300, 400), CAUSAL_LENGTHS, dq_from_registers=True) for seed in range(6)),

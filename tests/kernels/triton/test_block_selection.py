@@ -12,7 +12,7 @@ from torch import Tensor
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
 from blocksparse_flash.plan import block_selection
-from blocksparse_flash.plan_format import FINE_TILE, TILE, Plan
+from blocksparse_flash.plan_format import FINE_TILE, N_LONG, TILE, Plan
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -30,7 +30,7 @@ FRAMES = [
     Frame(1, 1, 383, 384, (128, 128)),
     Frame(1, 1, 130, 256, (128, 128)),
     Frame(1, 1, 129, 256, (128, 128)),
-    # the same for a 64 x 64 subtile
+    # the same for a quarter of a tile
     Frame(1, 2, 768, 897, (64, 64)),
     Frame(1, 2, 512, 703, (64, 64)),
 ]
@@ -188,7 +188,8 @@ def test_one_line_of_a_head_is_never_counted_as_long(device: torch.device) -> No
     layout = BlockLayout.from_topk(indices, **frame.sizes)
     assert_same(layout, expected, frame, (False,))
     plan = layout.plan(device)
-    assert plan.row_records[..., 7].unique().tolist() == [1] and plan.col_records[..., 7].unique().tolist() == [0]
+    for records, n_long in ((plan.row_records, 1), (plan.col_records, 0)):
+        assert records[..., N_LONG].unique().tolist() == [n_long]
 
 
 @pytest.mark.usefixtures("by_kernels")
