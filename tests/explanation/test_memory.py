@@ -52,6 +52,7 @@ class Allocations(TorchDispatchMode):
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules with launchers, on a simulated GPU of 132 SMs; launches do nothing."""
     from blocksparse_flash.kernels.hopper import backward as hopper_backward
+    from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
     from blocksparse_flash.kernels.triton import backward, forward
 
@@ -60,21 +61,26 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         "backward": backward,
         "hopper_forward": hopper_forward,
         "hopper_backward": hopper_backward,
+        "fine_forward": fine_forward,
+        "fine_backward": fine_backward,
     }
+    of_hopper = (hopper_forward, hopper_backward, fine_forward, fine_backward)
     cached = (
         forward.forward_launch,
         backward.backward_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
+        fine_forward.forward_launches,
+        fine_backward.backward_launches,
     )
     for launches_of in cached:
         launches_of.cache_clear()
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)
-    for module in (hopper_forward, hopper_backward):
+    for module in of_hopper:
         monkeypatch.setattr(module, "num_sms", lambda index: 132)
     monkeypatch.setattr(Call, "n_sms", 132)
     # TMA descriptors need memory of a GPU
-    for module in (hopper_forward, hopper_backward):
+    for module in of_hopper:
         monkeypatch.setattr(module, "DescriptorFactory", lambda spec, block: lambda tensor: tensor)
     yield modules
     for launches_of in cached:
@@ -84,13 +90,16 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 # (head_dim, v_head_dim): a multiple of 8; rows of v padded, or of all tensors; wider than the Hopper backward supports
 @pytest.mark.parametrize("dims", [(64, 64), (128, 100), (64, 60), (36, 20), (192, 192)])
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
-# split: a layout with a few long tile rows and columns
-@pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "strided", "split"])
+# split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64
+@pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "strided", "split", "fine layout", "fine split"])
 def test_reported_bytes_are_those_that_launchers_allocate(
     launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str
 ) -> None:
     batch, heads, kv_heads, q_len, kv_len = {
+        # whole tiles of 128 x 128
+        "layout": (2, 4, 2, 250, 380),
         "split": (1, 2, 1, 9000, 9050),
+        "fine split": (1, 2, 1, 9000, 9050),
         # so few tiles per row that dq has a separate launch
         "few tiles": (32, 2, 1, 16384, 16384),
     }.get(kind, (2, 4, 2, 200, 300))
@@ -104,24 +113,27 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     if kind == "few tiles":
         layout = masks.block_diagonal(q_len, size=256)
     if kind in ("layout", "split"):
-        layout = masks.local((q_len, kv_len), window=50, block_size=64)
-    if kind == "split":
+        layout = masks.local((q_len, kv_len), window=1500, block_size=64)
+    if kind in ("fine layout", "fine split"):
+        layout = masks.local((q_len, kv_len), window=20, block_size=64)
+    if kind in ("split", "fine split"):
         layout |= masks.global_tokens((q_len, kv_len), tokens=100, block_size=64)
     call = Call(q, k, v, layout, False, False, 0.0, "deterministic" in backend, q.dtype, backend.partition(",")[0])
     plan = [] if call.plan is None else list(call.plan)
+    assert call.is_fine == (kind.startswith("fine") and backend != "triton" and max(dims) <= 128)
 
-    prefix = "" if backend == "triton" else "hopper_"
+    prefix = "fine_" if call.is_fine else "" if backend == "triton" else "hopper_"
     forward: Callable[..., Any] = launchers[f"{prefix}forward"].forward
     backward: Callable[..., Any] = launchers[f"{prefix}backward"].backward
     with Allocations(q, k, v, *plan) as allocations:
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0)
     reported = memory.forward(call)
-    assert (memory._parts(call, 0, 132) > 0) == (kind == "split")
+    assert (memory._parts(call, 0, 132) > 0) == kind.endswith("split")
     assert reported.writes == out.nbytes + lse.nbytes
     assert reported.workspace == allocations.nbytes - reported.writes
 
     dout = torch.empty_like(out)
-    options = {"deterministic": True} if call.deterministic else {}
+    options = {"deterministic": True} if call.deterministic and not call.is_fine else {}
     with Allocations(q, k, v, out, lse, dout, *plan) as allocations:
         grads = backward(BackwardInputs(dout, None, q, k, v, out, lse), plan, None, None, 0.1, False, 0.0, **options)
     reported = memory.backward(call)
@@ -129,7 +141,8 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     assert reported.workspace == allocations.nbytes - reported.writes
     # the Hopper backward iterates over tile columns; a separate launch for dq iterates over tile rows
     has_separate_dq = kind == "few tiles" and max(dims) <= 64
-    uses_cols_only = backend == "hopper" and memory.uses_hopper_backward(call) and not has_separate_dq
+    is_one_kernel = backend == "hopper" and not call.is_fine
+    uses_cols_only = is_one_kernel and memory.uses_hopper_backward(call) and not has_separate_dq
     lists = plan[3:] if uses_cols_only else plan
     assert reported.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *lists))
 
