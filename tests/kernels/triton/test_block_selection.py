@@ -30,7 +30,7 @@ FRAMES = [
     Frame(1, 1, 383, 384, (128, 128)),
     Frame(1, 1, 130, 256, (128, 128)),
     Frame(1, 1, 129, 256, (128, 128)),
-    # the same for a quarter of a tile
+    # the same for a block of 64 x 64
     Frame(1, 2, 768, 897, (64, 64)),
     Frame(1, 2, 512, 703, (64, 64)),
 ]
