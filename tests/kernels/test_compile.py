@@ -62,12 +62,10 @@ PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2], *FINE}
 # bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
 # to 3.9, so that one more spill fails
 KNOWN_SPILLS = {
-    # at most 936 with Triton 3.6 to 3.8, most of them in the warps of the overlapped passes; the rest with 3.9, which
-    # has not run on a GPU
+    # most with Triton 3.9, which has not run on a GPU
     ("hopper_backward_kernel", 64, False, False): 1340,
     ("hopper_backward_kernel", 64, True, False): 1020,
     ("hopper_backward_kernel", 64, False, True): 744,
-    # tiles made of 64 x 64 subtiles, with Triton 3.6; 136 with 3.7
     ("hopper_backward_kernel", 64, True, True): 176,
     ("hopper_backward_kernel", 128, False, False): 2292,
     ("hopper_backward_kernel", 128, True, False): 1500,
@@ -76,11 +74,28 @@ KNOWN_SPILLS = {
     # up to three words, stored once per program and loaded once per tile row
     ("hopper_forward_kernel", 128, True, False): 44,
     ("hopper_forward_kernel", 128, True, True): 44,
+    # bounded registers, so that several programs share an SM; 24 to 96 without kv_lengths at head_dim 64 and 128 cost
+    # less than one program fewer
+    ("fine_dkdv_kernel", 64, False, False): 84,
+    ("fine_dkdv_kernel", 64, False, True): 80,
+    ("fine_dq_kernel", 64, False, True): 16,
+    ("fine_dq_kernel", 64, True, False): 72,
+    ("fine_dq_kernel", 128, False, False): 96,
+    ("fine_dq_kernel", 128, False, True): 96,
+    ("fine_dq_kernel", 128, True, False): 224,
+    ("fine_forward_kernel", 64, False, False): 32,
+    ("fine_forward_kernel", 64, False, True): 24,
+    ("fine_forward_kernel", 64, True, False): 140,
+    # with Triton 3.8
+    ("fine_forward_kernel", 128, True, False): 312,
 }
 # spill instructions in loops with matrix products, by minor version of Triton
 SPILLS_BESIDE_PRODUCTS = {
     "hopper_backward_kernel": {6: 20, 7: 20, 8: 41, 9: 78},
     "hopper_forward_kernel": {6: 1, 7: 1, 8: 6, 9: 8},
+    "fine_dkdv_kernel": {6: 14, 7: 11, 8: 4, 9: 15},
+    "fine_dq_kernel": {6: 21, 7: 21, 8: 20, 9: 5},
+    "fine_forward_kernel": {6: 8, 7: 8, 8: 79, 9: 19},
 }
 # bytes that the kernel of dk and dv spills for grouped heads at head_dim 128 on sm90: the maximum of Triton 3.6 and 3.7
 GROUPED_SPILLS = 32
