@@ -135,8 +135,8 @@ class Operations(TorchDispatchMode):
     [
         (128, False, TILE, 62),
         (128, True, TILE, 86),
-        (64, False, TILE, 126),
-        (64, True, TILE, 150),
+        (64, False, TILE, 91),
+        (64, True, TILE, 115),
         (64, True, FINE_TILE, 86),
         (128, True, FINE_TILE, 101),
     ],
