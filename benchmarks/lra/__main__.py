@@ -140,15 +140,33 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from .data import LraData
-    from .scoring import append_test
+    from .scoring import TEST, append_test, check_is_whole
     from .training import Experiment
 
     checkpoints = functools.partial(_folder, name="checkpoints")
 
     class Command(LightningCLI):
+        def before_validate(self) -> None:
+            # Lightning would only warn, and go on with untrained weights
+            found = [keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()]
+            if self._get(self.config_init, "ckpt_path") == "last" and not any(found):
+                sys.exit(f"no checkpoint in {self._keepers()[0].dirpath}: run `fit` first")
+
+        def before_test(self) -> None:
+            self.before_validate()
+            check_is_whole(self.trainer.limit_test_batches)
+
         def after_test(self) -> None:
-            if self.trainer.is_global_zero:
-                append_test(Path(self.trainer.default_root_dir), self.model.result, **self.model.test_facts())
+            if not self.trainer.is_global_zero:
+                return
+            folder = Path(self.trainer.default_root_dir)
+            if self.model.trained_steps:
+                append_test(folder, self.model.result, **self.model.test_facts())
+            else:
+                print(f"no line in {folder / TEST}: the model is not trained; `--ckpt_path last` tests the trained one")
+
+        def _keepers(self) -> list[ModelCheckpoint]:
+            return [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.link_arguments("data.task", "model.task")

@@ -23,6 +23,7 @@ from lightning.pytorch import Callback
 
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import scoring, training
+from benchmarks.lra.data import LraData
 from benchmarks.lra.model import Architecture
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 from blocksparse_flash.nn import EncoderBlock
@@ -192,6 +193,34 @@ def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
     line = json.loads((tmp_path / "test.jsonl").read_text())
     assert [*line] == scoring.TEST_KEYS
     assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_the_last_checkpoint_must_exist(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr(LraData, "prepare_data", lambda _: pytest.fail("data are made first"))
+    with pytest.raises(SystemExit, match=f"no checkpoint in {re.escape(str(tmp_path / 'checkpoints'))}: run `fit` f"):
+        run(tmp_path, root, verb, "--ckpt_path", "last")
+    assert not (tmp_path / "test.jsonl").exists()
+
+
+def test_the_result_of_an_untrained_model_is_not_written(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, root, "test")
+    assert not (tmp_path / "test.jsonl").exists()
+    printed = capsys.readouterr().out
+    assert "listops-small: accuracy" in printed
+    assert f"no line in {tmp_path / 'test.jsonl'}: the model is not trained" in printed
+
+
+@pytest.mark.parametrize("option", ["--trainer.limit_test_batches=1", "--trainer.limit_test_batches=0.5"])
+def test_a_part_of_a_test_set_is_refused_before_the_test(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(Experiment, "test_step", lambda *_: pytest.fail("the test has begun"))
+    with pytest.raises(ValueError, match=r"got limit_test_batches=.*: set data\.sizes\.test instead"):
+        run(tmp_path, root, "test", option)
+    scoring.check_is_whole(1.0)
 
 
 def test_accumulated_gradients_make_one_step(tmp_path: Path, root: Path) -> None:
