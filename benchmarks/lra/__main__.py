@@ -10,6 +10,7 @@ report     tables and plots of the results of `test` and `speed`
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import itertools
@@ -23,6 +24,7 @@ from typing import Any
 # what the extra [lra] installs
 PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
 ROOT = Path("out/lra")
+TRAINER_COMMANDS = ("fit", "validate", "test")
 
 
 def generate(
@@ -220,6 +222,11 @@ def main(given: Sequence[str] | None = None) -> None:
 
     own: dict[str, Any] = {"generate": generate, "floors": floors, "speed": speed}
     own |= {"recipe": recipe.run, "report": reporting.report}
+    commands = [*own, *TRAINER_COMMANDS]
+    if arguments[0] not in commands and not arguments[0].startswith("-"):
+        near = difflib.get_close_matches(arguments[0], commands, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        sys.exit(f"unknown command {arguments[0]!r}{hint}\ncommands: {', '.join(commands)}")
     if arguments[0] not in own:
         experiment(given)
         return

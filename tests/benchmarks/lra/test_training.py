@@ -358,3 +358,14 @@ def test_pathfinder_is_tested_on_counterfactual_pairs_too(
     printed = capsys.readouterr().out
     assert "pathfinder32: accuracy" in printed
     assert re.search(r"floor .* balanced accuracy .* pairs \d+\.\d%; 40 samples", printed)
+
+
+def test_a_mistyped_command_lists_all_commands() -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(["reprot"])
+    message = str(stop.value.code)
+    assert message.startswith("unknown command 'reprot'; did you mean report?")
+    for name in ("generate", "floors", "recipe", "fit", "validate", "test", "speed", "report"):
+        assert name in message.splitlines()[1]
+    with pytest.raises(SystemExit, match="unknown command 'xyz'\ncommands: "):
+        command.main(["xyz"])
