@@ -19,11 +19,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .data import LraData
 
 # what the extra [lra] installs
 PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
 ROOT = Path("out/lra")
+SMALL_BATCH = 4
 TRAINER_COMMANDS = ("fit", "validate", "test")
 
 
@@ -136,6 +140,18 @@ def _folder(root: str | None, name: str = "") -> str:
     return str((ROOT / "runs" if root is None else Path(root)) / name)
 
 
+def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
+    """The options of a short trial on a CPU; empty for a run that is one."""
+    if data.batch_size <= SMALL_BATCH and not is_compiled:
+        return ""
+    options = f"--model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
+    # stages have batch sizes of their own
+    if data.rules.stages:
+        options += ' --data.rules.stages "[]"'
+    options += ' --data.sizes "{train: 400, validation: 40, test: 200}"'
+    return f"this configuration may take hours on a CPU; a short trial on a CPU: {options}"
+
+
 def experiment(arguments: Sequence[str] | None) -> None:
     """Lightning's commands fit, validate and test. None reads the command line."""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -148,6 +164,11 @@ def experiment(arguments: Sequence[str] | None) -> None:
     checkpoints = functools.partial(_folder, name="checkpoints")
 
     class Command(LightningCLI):
+        def before_fit(self) -> None:
+            hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
+            if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
+                print(hint, flush=True)
+
         def before_validate(self) -> None:
             # Lightning would only warn, and go on with untrained weights
             found = [keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()]

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -221,6 +222,23 @@ def test_a_part_of_a_test_set_is_refused_before_the_test(
     with pytest.raises(ValueError, match=r"got limit_test_batches=.*: set data\.sizes\.test instead"):
         run(tmp_path, root, "test", option)
     scoring.check_is_whole(1.0)
+
+
+def test_training_on_a_cpu_names_the_options_of_a_short_trial(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"max_steps": 1, "limit_val_batches": 0}
+    run(tmp_path, root, trainer=short)
+    assert "on a CPU" not in capsys.readouterr().out
+    more = {**STAGED["data"], "batch_size": 8}
+    run(tmp_path, root, data=more, trainer=short)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "on a CPU" in line)
+    # the options are real ones
+    options = shlex.split(line.partition(": ")[2])
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, root, "fit", *options, "--print_config", data=more)
+    assert stop.value.code == 0
+    assert "max_steps: 20" in capsys.readouterr().out
 
 
 def test_accumulated_gradients_make_one_step(tmp_path: Path, root: Path) -> None:
