@@ -29,6 +29,7 @@ from benchmarks.lra.model import Architecture
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 from blocksparse_flash.nn import EncoderBlock
 
+ROOT = Path(__file__).parents[3]
 TINY = {
     "embed_dim": 16,
     "num_heads": 1,
@@ -239,6 +240,23 @@ def test_training_on_a_cpu_names_the_options_of_a_short_trial(
         run(tmp_path, root, "fit", *options, "--print_config", data=more)
     assert stop.value.code == 0
     assert "max_steps: 20" in capsys.readouterr().out
+
+
+def test_the_guide_names_every_command_and_a_trial_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (ROOT / "docs" / "lra.md").read_text(encoding="utf-8")
+    for name in ("generate", "floors", "recipe", "fit", "test", "speed", "report"):
+        assert re.search(rf"^\| `{name}\b", guide, re.MULTILINE), name
+    (trial,) = (each for each in re.findall(r"```sh\n(.*?)```", guide, re.DOTALL) if "is_compiled false" in each)
+    _, _, _, *arguments = shlex.split(trial.replace("\\\n", " "))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        command.main([*arguments, "--print_config"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "\n  batch_size: 4\n" in printed
+    assert "\n  is_compiled: false\n" in printed
 
 
 def test_accumulated_gradients_make_one_step(tmp_path: Path, root: Path) -> None:
