@@ -10,6 +10,7 @@ report     tables and plots of the results of `test` and `speed`
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import itertools
@@ -18,11 +19,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .data import LraData
 
 # what the extra [lra] installs
 PACKAGES = ("jsonargparse", "lightning", "matplotlib", "numba", "pandas", "PIL", "torchmetrics", "tqdm", "yaml")
 ROOT = Path("out/lra")
+SMALL_BATCH = 4
+TRAINER_COMMANDS = ("fit", "validate", "test")
 
 
 def generate(
@@ -134,21 +140,56 @@ def _folder(root: str | None, name: str = "") -> str:
     return str((ROOT / "runs" if root is None else Path(root)) / name)
 
 
+def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
+    """The options of a short trial on a CPU; empty for a run that is one."""
+    if data.batch_size <= SMALL_BATCH and not is_compiled:
+        return ""
+    options = f"--model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
+    # stages have batch sizes of their own
+    if data.rules.stages:
+        options += ' --data.rules.stages "[]"'
+    options += ' --data.sizes "{train: 400, validation: 40, test: 200}"'
+    return f"this configuration may take hours on a CPU; a short trial on a CPU: {options}"
+
+
 def experiment(arguments: Sequence[str] | None) -> None:
     """Lightning's commands fit, validate and test. None reads the command line."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from .data import LraData
-    from .scoring import append_test
+    from .scoring import TEST, append_test, check_is_whole
     from .training import Experiment
 
     checkpoints = functools.partial(_folder, name="checkpoints")
 
     class Command(LightningCLI):
+        def before_fit(self) -> None:
+            hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
+            if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
+                print(hint, flush=True)
+
+        def before_validate(self) -> None:
+            # Lightning would only warn, and go on with untrained weights
+            found = [keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()]
+            if self._get(self.config_init, "ckpt_path") == "last" and not any(found):
+                sys.exit(f"no checkpoint in {self._keepers()[0].dirpath}: run `fit` first")
+
+        def before_test(self) -> None:
+            self.before_validate()
+            check_is_whole(self.trainer.limit_test_batches)
+
         def after_test(self) -> None:
-            if self.trainer.is_global_zero:
-                append_test(Path(self.trainer.default_root_dir), self.model.result, **self.model.test_facts())
+            if not self.trainer.is_global_zero:
+                return
+            folder = Path(self.trainer.default_root_dir)
+            if self.model.trained_steps:
+                append_test(folder, self.model.result, **self.model.test_facts())
+            else:
+                print(f"no line in {folder / TEST}: the model is not trained; `--ckpt_path last` tests the trained one")
+
+        def _keepers(self) -> list[ModelCheckpoint]:
+            return [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.link_arguments("data.task", "model.task")
@@ -202,6 +243,11 @@ def main(given: Sequence[str] | None = None) -> None:
 
     own: dict[str, Any] = {"generate": generate, "floors": floors, "speed": speed}
     own |= {"recipe": recipe.run, "report": reporting.report}
+    commands = [*own, *TRAINER_COMMANDS]
+    if arguments[0] not in commands and not arguments[0].startswith("-"):
+        near = difflib.get_close_matches(arguments[0], commands, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        sys.exit(f"unknown command {arguments[0]!r}{hint}\ncommands: {', '.join(commands)}")
     if arguments[0] not in own:
         experiment(given)
         return

@@ -159,6 +159,9 @@ class LraData(lightning.LightningDataModule):
             for split, examples in zip(SPLITS, released.load(self.task, self.root), strict=True):
                 self.rows[split] = ExampleRows(examples, self.task.length)
         elif self.source == "stand-in":
+            if self._place()["rank"] == 0:
+                counts = ", ".join(f"{getattr(self.sizes, split):,} {split}" for split in SPLITS)
+                print(f"making stand-in data of {self.task.name}: {counts}; data.sizes changes this", flush=True)
             for split in SPLITS:
                 examples = stand_ins.load(self.task, split, getattr(self.sizes, split), seed=self.seed)
                 self.rows[split] = ExampleRows(examples, self.task.length)

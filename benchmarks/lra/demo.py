@@ -217,8 +217,8 @@ def warn_if_slow(settings: Settings, layout: BlockLayout, n_steps: int) -> None:
     print(f"training: {n_steps} steps, about {needed:.0f} s; it stops after {PATIENCE} s")
     if needed > PATIENCE:
         print(
-            "   warning: this machine is slow or busy. Training will stop after about "
-            f"{n_steps * PATIENCE / needed:.0f} steps and may miss the floor"
+            "   warning: this machine is slow or busy. Training may stop after about "
+            f"{n_steps * PATIENCE / needed:.0f} steps and miss the floor"
         )
 
 

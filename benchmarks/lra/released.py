@@ -46,7 +46,20 @@ class Splits(NamedTuple):
 
 
 def load(task: Task, root: Path) -> Splits:
-    """The released files of a task, in the splits of Long Range Arena."""
+    """The released files of a task, in the splits of Long Range Arena.
+
+    raises  FileNotFoundError that says what was looked for, and how to run without the files
+    """
+    try:
+        return _load(task, root)
+    except FileNotFoundError as error:
+        is_generated = task.name.startswith(("listops", "path"))
+        other = "generated makes data by the published rules" if is_generated else "stand-in runs without them"
+        hint = f"--data.root FOLDER names the folder of the released files; --data.source {other}"
+        raise FileNotFoundError(f"{error}\n{hint}") from None
+
+
+def _load(task: Task, root: Path) -> Splits:
     if task.name == "listops":
         return listops(root)
     if task.name.startswith("text"):

@@ -68,6 +68,15 @@ def append_test(folder: Path, result: Result, **facts: Any) -> None:
     measure.append(folder / TEST, {"bench": "lra", **known, **facts}, TEST_KEYS)
 
 
+def check_is_whole(limit: float) -> None:
+    """Raises a ValueError unless trainer.limit_test_batches is 1.0, all batches; the integer 1 is one batch."""
+    if isinstance(limit, int) or limit != 1:
+        raise ValueError(
+            f"a test needs every sample of its set, got limit_test_batches={limit}: set data.sizes.test instead "
+            "(released test sets are always tested whole), without trainer.limit_test_batches and trainer.fast_dev_run"
+        )
+
+
 def belongs(data: LraData) -> bool:
     """Whether a test set is Long Range Arena's, released or made by its rules: complete and hard."""
     if data.task.name not in LRA or data.source == "stand-in":

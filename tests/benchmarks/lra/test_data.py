@@ -95,6 +95,12 @@ def test_released_files_are_read(tmp_path: Path) -> None:
     assert result.data == "official release"
 
 
+def test_making_stand_ins_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LraData("image", "stand-in", root=tmp_path, sizes=Sizes(1000, 20, 30), workers=0).setup("fit")
+    said = capsys.readouterr().out
+    assert said == "making stand-in data of image: 1,000 train, 20 validation, 30 test; data.sizes changes this\n"
+
+
 def test_stand_ins_are_never_called_long_range_arena(tmp_path: Path) -> None:
     for task in ("text", "retrieval", "image"):
         module = LraData(task, "stand-in", root=tmp_path, batch_size=2, sizes=Sizes(4, 4, 4), workers=0)

@@ -158,3 +158,12 @@ def test_the_answer_does_not_depend_on_the_padding() -> None:
     tokens, lengths, _ = demo.padded(listops.generate(3, listops.PRESETS["small"], seed=0)).tensors
     filled = torch.where(torch.arange(demo.LENGTH) >= lengths[:, None], 7, tokens)
     torch.testing.assert_close(encoder(filled, lengths), encoder(tokens, lengths))
+
+
+def test_a_slow_machine_is_warned_that_the_training_may_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = demo.Settings(batch_size=1, embed_dim=16, num_heads=1, n_layers=1)
+    monkeypatch.setattr(demo, "seconds_of", lambda call: demo.PATIENCE / 50)
+    demo.warn_if_slow(settings, demo.build_layout(settings), 100)
+    assert "Training may stop after about 50 steps" in capsys.readouterr().out

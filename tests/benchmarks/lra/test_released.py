@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.lra import listops, released
+from benchmarks.lra import listops, released, tasks
 
 NESTS = ["", "lra_release", "lra_release/lra_release"]
 
@@ -254,3 +254,19 @@ def test_what_is_missing_is_named_with_every_place(tmp_path: Path, load: Callabl
     with pytest.raises(FileNotFoundError, match="Looked for") as error:
         load(tmp_path)
     assert str(tmp_path / named) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("text", "stand-in runs without them"),
+        ("image", "stand-in runs without them"),
+        ("listops", "generated makes data by the published rules"),
+        ("pathx", "generated makes data by the published rules"),
+    ],
+)
+def test_missing_files_name_the_options_that_help(tmp_path: Path, task: str, other: str) -> None:
+    with pytest.raises(FileNotFoundError, match="was not found under") as error:
+        released.load(tasks.find(task), tmp_path)
+    *_, last = str(error.value).splitlines()
+    assert last == f"--data.root FOLDER names the folder of the released files; --data.source {other}"

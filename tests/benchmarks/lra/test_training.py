@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from lightning.pytorch import Callback
 
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import scoring, training
+from benchmarks.lra.data import LraData
 from benchmarks.lra.model import Architecture
 from benchmarks.lra.training import Experiment, Recipe, rate_at
 from blocksparse_flash.nn import EncoderBlock
 
+ROOT = Path(__file__).parents[3]
 TINY = {
     "embed_dim": 16,
     "num_heads": 1,
@@ -194,6 +197,68 @@ def test_a_test_prints_accuracy_floor_and_balanced_accuracy(
     assert (line["task"], line["is_lra"], line["steps"], line["mask"]) == ("listops-small", False, 8, TINY["mask"])
 
 
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_the_last_checkpoint_must_exist(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr(LraData, "prepare_data", lambda _: pytest.fail("data are made first"))
+    with pytest.raises(SystemExit, match=f"no checkpoint in {re.escape(str(tmp_path / 'checkpoints'))}: run `fit` f"):
+        run(tmp_path, root, verb, "--ckpt_path", "last")
+    assert not (tmp_path / "test.jsonl").exists()
+
+
+def test_the_result_of_an_untrained_model_is_not_written(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, root, "test")
+    assert not (tmp_path / "test.jsonl").exists()
+    printed = capsys.readouterr().out
+    assert "listops-small: accuracy" in printed
+    assert f"no line in {tmp_path / 'test.jsonl'}: the model is not trained" in printed
+
+
+@pytest.mark.parametrize("option", ["--trainer.limit_test_batches=1", "--trainer.limit_test_batches=0.5"])
+def test_a_part_of_a_test_set_is_refused_before_the_test(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(Experiment, "test_step", lambda *_: pytest.fail("the test has begun"))
+    with pytest.raises(ValueError, match=r"got limit_test_batches=.*: set data\.sizes\.test instead"):
+        run(tmp_path, root, "test", option)
+    scoring.check_is_whole(1.0)
+
+
+def test_training_on_a_cpu_names_the_options_of_a_short_trial(
+    tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"max_steps": 1, "limit_val_batches": 0}
+    run(tmp_path, root, trainer=short)
+    assert "on a CPU" not in capsys.readouterr().out
+    more = {**STAGED["data"], "batch_size": 8}
+    run(tmp_path, root, data=more, trainer=short)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "on a CPU" in line)
+    # the options are real ones
+    options = shlex.split(line.partition(": ")[2])
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, root, "fit", *options, "--print_config", data=more)
+    assert stop.value.code == 0
+    assert "max_steps: 20" in capsys.readouterr().out
+
+
+def test_the_guide_names_every_command_and_a_trial_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (ROOT / "docs" / "lra.md").read_text(encoding="utf-8")
+    for name in ("generate", "floors", "recipe", "fit", "test", "speed", "report"):
+        assert re.search(rf"^\| `{name}\b", guide, re.MULTILINE), name
+    (trial,) = (each for each in re.findall(r"```sh\n(.*?)```", guide, re.DOTALL) if "is_compiled false" in each)
+    _, _, _, *arguments = shlex.split(trial.replace("\\\n", " "))
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        command.main([*arguments, "--print_config"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "\n  batch_size: 4\n" in printed
+    assert "\n  is_compiled: false\n" in printed
+
+
 def test_accumulated_gradients_make_one_step(tmp_path: Path, root: Path) -> None:
     """Steps of two batches of 4: a stopped run resumes with the next batch, and a test reports batches of 8."""
     stop = {"class_path": STOP, "init_args": {"step": 2}}
@@ -329,3 +394,14 @@ def test_pathfinder_is_tested_on_counterfactual_pairs_too(
     printed = capsys.readouterr().out
     assert "pathfinder32: accuracy" in printed
     assert re.search(r"floor .* balanced accuracy .* pairs \d+\.\d%; 40 samples", printed)
+
+
+def test_a_mistyped_command_lists_all_commands() -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(["reprot"])
+    message = str(stop.value.code)
+    assert message.startswith("unknown command 'reprot'; did you mean report?")
+    for name in ("generate", "floors", "recipe", "fit", "validate", "test", "speed", "report"):
+        assert name in message.splitlines()[1]
+    with pytest.raises(SystemExit, match="unknown command 'xyz'\ncommands: "):
+        command.main(["xyz"])
