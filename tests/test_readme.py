@@ -289,6 +289,17 @@ def test_required_versions_are_those_of_the_package() -> None:
     assert f"Programming Language :: Python :: {python}" in metadata["classifiers"]
 
 
+def escaped_bars(text: str) -> list[str]:
+    """Code in table cells with `\\|`: the site shows the backslash."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [code for row in rows for code in re.findall(r"`[^`]*`", row) if r"\|" in code]
+
+
+def test_no_code_in_a_table_has_an_escaped_bar() -> None:
+    assert escaped_bars(r"| `a \| b` | c \| d | `e` |") == [r"`a \| b`"]
+    assert [code for page in PAGES.values() for code in escaped_bars(page)] == []
+
+
 def test_extras_exist() -> None:
     extras = {extra for page in PAGES.values() for extra in re.findall(r"pip install '[\w.]+\[(\w+)\]'", page)}
     assert {"huggingface", "docs"} <= extras <= project()["project"]["optional-dependencies"].keys()
