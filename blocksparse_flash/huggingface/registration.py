@@ -30,8 +30,12 @@ def register() -> None:
     >>> config = transformers.LlamaConfig(attention_layout="butterfly | local(window=512)")  # doctest: +SKIP
     >>> transformers.LlamaForCausalLM._from_config(config, attn_implementation="blocksparse")  # doctest: +SKIP
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "huggingface.register needs transformers: pip install 'blocksparse_flash[huggingface]'"
+        ) from error
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, attention_mask)
     watch_models()
