@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, check_nnz, read_canvas, spread
 from .checks import read_integers, read_switch
 from .kinds import kinds_of_sides
+from .public import public
 
 # LOW_BITS[n] has its n lowest bits set
 LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)
@@ -103,7 +103,7 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
     return words.view(np.int32)
 
 
-@untraced
+@public
 def documents(
     cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
 ) -> BlockLayout:
