@@ -6,6 +6,7 @@ from .attention import attention_function
 from .mask_builder import attention_mask
 from .model_hooks import watch_models
 from .names import NAME
+from .saving import explain_unsaved_layouts
 
 
 def register() -> None:
@@ -39,3 +40,4 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, attention_mask)
     watch_models()
+    explain_unsaved_layouts()
