@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
 from .checks import read_integer, read_switch, specs_of
 from .heads import by_head
 from .local import local
+from .public import public
 
 
 def _read_positive(name: str, value: object) -> float:
@@ -30,7 +30,7 @@ def _read_positive(name: str, value: object) -> float:
     return number
 
 
-@untraced
+@public
 def alibi_windows(
     length: Length,
     *,

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_switch
 from .chunks import chunks_in, read_size
 from .kinds import joint_numbers
+from .public import public
 
 
 def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) -> BlockLayout:
@@ -38,7 +38,7 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
     return canvas.from_predicate(attends, within=canvas.from_ranges(first, stop), dedup_key=dedup_key)
 
 
-@untraced
+@public
 def block_diagonal(length: Length, *, size: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens of its own chunk: squares along the diagonal.
 
@@ -70,7 +70,7 @@ def block_diagonal(length: Length, *, size: int, causal: bool = False, block_siz
     return _chunks(canvas, size=size, sees_past=False, sees_future=not causal)
 
 
-@untraced
+@public
 def block_causal(length: Length, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to its own chunk, in both directions, and to every chunk before it.
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, blocks_between, read_canvas
 from .checks import read_integer
+from .public import public
 
 
 def _candidates(canvas: Canvas, length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +56,7 @@ def _sides(n_sides: int, side: int, length: int, size: int) -> Sides:
     return Sides(kinds, first, (end - length * (end >= length)) // size, is_clean, is_border)
 
 
-@untraced
+@public
 def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
     """Noised tokens attend to their own block and earlier clean blocks, clean tokens to clean blocks up to their own.
 

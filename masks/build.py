@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, read_canvas
 from .checks import specs_of
-from .other_names import close_masks, close_names
+from .other_names import close_masks, meant_argument
+from .public import public
 
 # no mask needs as much, and Python's own parser and stack can take far more
 MOST_CHARACTERS = 2000
@@ -121,7 +121,9 @@ def _given(spec: Specification, name: str, builder: Builder, call: ast.Call) -> 
         if keyword.arg == "length":
             raise spec.wrong(keyword, f"{takes}: the length is that of the whole specification")
         if keyword.arg not in allowed:
-            raise spec.wrong(keyword, f"{takes}, not {keyword.arg}.{close_names(keyword.arg, allowed)}")
+            raise spec.wrong(
+                keyword, f"{takes}, not {keyword.arg}.{meant_argument(keyword.arg, allowed, causal='causal')}"
+            )
         if keyword.arg in given:
             raise spec.wrong(keyword, f"{takes}: {keyword.arg} is given twice")
         given[keyword.arg] = keyword.value
@@ -179,7 +181,7 @@ def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayou
         raise spec.wrong(node, str(error)) from error
 
 
-@untraced
+@public
 def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """The layout of a mask written as text, for configuration files and command lines.
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, check_nnz, distinct_blocks, read_canvas, spread
 from .checks import read_integer
+from .public import public
 
 
 def _cells(n_cells: int, n_factors: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +56,7 @@ def _stretched(canvas: Canvas, n_cells: int, cells: tuple[np.ndarray, np.ndarray
     return distinct_blocks(canvas, rows[sources], cols)
 
 
-@untraced
+@public
 def butterfly(
     length: Length, *, n_factors: int | None = None, stretch: int | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, read_canvas
 from .checks import read_fraction, read_integer, read_switch, specs_of
 from .local import past_of
+from .public import public
 
 Scores = np.ndarray | torch.Tensor
 
@@ -62,7 +62,7 @@ def _layout_of(is_chosen: np.ndarray, canvas: Canvas, causal: bool) -> BlockLayo
     return past_of(layout) if causal else layout
 
 
-@untraced
+@public
 def top_k(
     scores: Scores, q_len: int, kv_len: int, *, k: int, block_size: BlockSize = 128, causal: bool = False
 ) -> BlockLayout:
@@ -104,7 +104,7 @@ def top_k(
     return _layout_of(is_chosen & (values > -np.inf), canvas, causal)
 
 
-@untraced
+@public
 def top_p(
     scores: Scores, q_len: int, kv_len: int, *, p: float, block_size: BlockSize = 128, causal: bool = False
 ) -> BlockLayout:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_integers, read_switch
 from .heads import by_head
+from .public import public
 
 
 def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> BlockLayout:
@@ -46,7 +46,7 @@ def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> Bl
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
-@untraced
+@public
 def dilated_window(
     length: Length,
     *,

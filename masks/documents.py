@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, check_nnz, read_canvas, spread
 from .checks import read_integers, read_switch
 from .kinds import kinds_of_sides
+from .public import public
 
 # LOW_BITS[n] has its n lowest bits set
 LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)
@@ -48,6 +48,12 @@ def _read_bounds(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor) -> np.nd
         raise ValueError(
             f"cu_seqlens: expected entries that never decrease, got {bounds[place]} at place {place} "
             f"and {bounds[place + 1]} after it. Lengths want a cumulative sum"
+        )
+    if bounds.size >= 16 and bounds[-1] < bounds.size // 2 and np.diff(bounds).max() == 1:
+        raise ValueError(
+            f"cu_seqlens: expected where documents begin and end, got {bounds.size} entries from 0 to {bounds[-1]}, "
+            "which look like the document of each token. Write "
+            "[*numpy.flatnonzero(numpy.diff(ids, prepend=-1)), len(ids)]"
         )
     return bounds
 
@@ -103,7 +109,7 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
     return words.view(np.int32)
 
 
-@untraced
+@public
 def documents(
     cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
 ) -> BlockLayout:
@@ -124,7 +130,8 @@ def documents(
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
                 exact to the token
-    raises      ValueError if cu_seqlens is empty, does not start at 0 or decreases; TypeError unless all are ints
+    raises      ValueError if cu_seqlens is empty, does not start at 0 or decreases, or if it looks like the
+                document of each token: steps of 0 and 1, mostly 0; TypeError unless all are ints
 
     Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (masking).
 

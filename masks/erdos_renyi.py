@@ -10,11 +10,11 @@ import math
 import numpy as np
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, check_nnz, read_canvas
 from .checks import read_fraction, read_integer
 from .heads import by_head, read_heads
+from .public import public
 from .random import DRAWS_AT_ONCE, MAX_SEED, chances, draw_words, stream_keys
 
 # longest gap of one draw, in blocks; longer gaps take several draws
@@ -69,7 +69,7 @@ def _one_head(canvas: Canvas, density: float, seed: int, head: int) -> BlockLayo
     return canvas.from_blocks(np.concatenate(rows), np.concatenate(cols))
 
 
-@untraced
+@public
 def erdos_renyi(
     length: Length, *, density: float, seed: int, heads: int | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_nnz, read_square_canvas
 from .checks import read_integer
+from .public import public
 from .random import MAX_SEED, below, draw_words, permutation, stream_keys
 
 
@@ -92,7 +92,7 @@ def _add_matching(graph: _Graph) -> None:
     graph.join(np.arange(graph.n), mates)
 
 
-@untraced
+@public
 def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each block attends to `degree` other blocks, and they attend to it: a random regular graph.
 

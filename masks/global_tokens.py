@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_nnz, read_canvas
 from .checks import read_integer, read_integers
 from .kinds import kinds_of_sides
+from .public import public
 
 Tokens = int | Sequence[int] | np.ndarray | torch.Tensor
 
@@ -34,7 +34,7 @@ def read_tokens(name: str, tokens: Tokens, kv_len: int) -> np.ndarray:
     return is_global
 
 
-@untraced
+@public
 def global_tokens(length: Length, *, tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
     """Global tokens attend to every token, and every token attends to them; no other pair attends.
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .boxes import Axis, boxes
 from .canvas import BlockSize, Canvas, read_canvas
 from .checks import read_integers, read_switch
 from .orders import Grid, read_grid, read_order, read_per_axis
+from .public import public
 
 PerAxis = int | Sequence[int]
 Order = torch.Tensor | np.ndarray | Sequence[int] | str
@@ -50,7 +50,7 @@ def _neighbourhood(side: int, *, kernel: int, dilation: int, stride: int, causal
     return Axis(low * dilation + group, high * dilation + group, dilation if kernel > 1 else 1)
 
 
-@untraced
+@public
 def neighborhood(
     grid: Grid,
     *,
@@ -111,7 +111,7 @@ def neighborhood(
     return boxes(canvas, grid, axes, token_order)
 
 
-@untraced
+@public
 def swin(
     grid: Grid, *, window: PerAxis, shift: PerAxis = 0, order: Order | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
@@ -160,7 +160,7 @@ def swin(
     return boxes(canvas, grid, axes, token_order)
 
 
-@untraced
+@public
 def sliding_tile(
     grid: Grid, *, kernel: PerAxis, tile: PerAxis, order: Order | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
@@ -211,7 +211,7 @@ def sliding_tile(
     return boxes(canvas, grid, axes, token_order)
 
 
-@untraced
+@public
 def axial(
     grid: Grid,
     *,

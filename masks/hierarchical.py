@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
 from .chunks import chunks_in, read_size
 from .kinds import joint_numbers
+from .public import public
 
 
 class Level(NamedTuple):
@@ -66,7 +66,7 @@ def _read_levels(canvas: Canvas, size: int, levels: int | None) -> int:
     return all_levels if levels is None else read_integer("levels", levels, at_least=1, at_most=all_levels)
 
 
-@untraced
+@public
 def hierarchical(
     length: Length,
     *,

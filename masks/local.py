@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_integer, specs_of
+from .public import public
 
 Window = int | tuple[int | None, int | None]
 
@@ -57,7 +57,7 @@ def _band(canvas: Canvas, *, left: int | None, right: int | None, within: BlockL
     return canvas.from_predicate(attends, within=within, dedup_key=dedup_key)
 
 
-@untraced
+@public
 def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens at distance at most `window` on either side, itself included.
 
@@ -88,7 +88,7 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
     return _band(canvas, left=left, right=right)
 
 
-@untraced
+@public
 def causal(length: Length, *, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to itself and to every token before it.
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, distinct_blocks, read_canvas, spread
 from .checks import read_integers, specs_of
 from .heads import by_head
+from .public import public
 
 Buckets = np.ndarray | torch.Tensor
 
@@ -63,7 +63,7 @@ def _one_head(canvas: Canvas, query_buckets: np.ndarray, key_buckets: np.ndarray
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
-@untraced
+@public
 def lsh(q_buckets: Buckets, kv_buckets: Buckets | None = None, *, block_size: BlockSize = 128) -> BlockLayout:
     """Each query attends to the keys of its own bucket.
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from blocksparse_flash.runtime.tracing import untraced
-
 from .canvas import MOST_TOKENS
 from .checks import read_integer, read_integers
+from .public import public
 
 Grid = int | Sequence[int]
 
@@ -100,7 +99,7 @@ def _n_bits(grid: Sequence[int]) -> int:
     return (max(grid) - 1).bit_length()
 
 
-@untraced
+@public
 def tile_order(grid: Grid, *, tile: int | Sequence[int]) -> torch.Tensor:
     """Token order by tiles: tiles in row-major order, and tokens in row-major order within each tile.
 
@@ -129,7 +128,7 @@ def tile_order(grid: Grid, *, tile: int | Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.lexsort((places // tiles)[::-1]).astype(np.int64))
 
 
-@untraced
+@public
 def morton_order(grid: Grid) -> torch.Tensor:
     """Z-order (Morton) curve: squares within squares, on a grid with any sides.
 
@@ -155,7 +154,7 @@ def morton_order(grid: Grid) -> torch.Tensor:
     return torch.from_numpy(_by_bits(_places(grid), _n_bits(grid)))
 
 
-@untraced
+@public
 def hilbert_order(grid: Grid) -> torch.Tensor:
     """Hilbert curve: like the Z-order curve, but without jumps, on a grid with any sides.
 

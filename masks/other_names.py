@@ -57,6 +57,15 @@ def close_names(word: str, names: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
+def meant_argument(word: str, names: Iterable[str], *, causal: str) -> str:
+    """`close_names` for an argument that a mask does not have. causal: what makes the mask causal, combined with it.
+
+    >>> meant_argument("causal", ["window"], causal="masks.causal(n)")
+    ' Write `& masks.causal(n)` after the mask'
+    """
+    return f" Write `& {causal}` after the mask" if word == "causal" else close_names(word, names)
+
+
 def close_masks(word: str, names: Iterable[str]) -> str:
     """`close_names` for the name of a mask, which may also be one of OTHER_NAMES.
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_rows, read_canvas
 from .checks import read_integer
+from .public import public
 
 
-@untraced
+@public
 def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the whole prefix, and to itself and every token before it.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .butterfly import butterfly
 from .canvas import BlockSize, Length, read_canvas, read_square_canvas
@@ -13,6 +12,7 @@ from .checks import read_integer
 from .global_tokens import Tokens, read_tokens
 from .global_tokens import global_tokens as global_tokens_layout
 from .local import Window, local
+from .public import public
 from .random import MAX_SEED, draw_distinct
 
 
@@ -47,7 +47,7 @@ def _blocks_of_bigbird(
     return np.concatenate(rows), np.concatenate(cols)
 
 
-@untraced
+@public
 def bigbird(
     length: Length,
     *,
@@ -126,7 +126,7 @@ def bigbird(
     return layout.pad(q=ahead, kv=ahead) | global_tokens_layout(length, tokens=extra_tokens, block_size=block_size)
 
 
-@untraced
+@public
 def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_size: BlockSize = 128) -> BlockLayout:
     """A sliding window, and global tokens.
 
@@ -157,7 +157,7 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
     return near | global_tokens_layout(length, tokens=global_tokens, block_size=block_size)
 
 
-@untraced
+@public
 def pixelfly(
     length: Length,
     *,

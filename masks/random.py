@@ -10,10 +10,10 @@ import math
 import numpy as np
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_nnz, read_canvas
 from .checks import read_fraction, read_integer
+from .public import public
 
 # splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -135,7 +135,7 @@ def draw_distinct(
     return np.append(places[~is_drawn], excluding[kept_rows]), np.append(numbers[~is_drawn], kept_numbers)
 
 
-@untraced
+@public
 def random(
     length: Length,
     *,

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize
 from .documents import documents
+from .public import public
 
 
-@untraced
+@public
 def shared_prefix(
     cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = True, block_size: BlockSize = 128
 ) -> BlockLayout:

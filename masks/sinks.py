@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, check_rows, read_canvas
 from .checks import read_integer
+from .public import public
 
 
 def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout:
@@ -50,7 +50,7 @@ def _sinks(canvas: Canvas, *, sinks: int, window: int, last: int) -> BlockLayout
     return canvas.from_predicate(attends, within=canvas.from_blocks(within_rows, within_cols), dedup_key=dedup_key)
 
 
-@untraced
+@public
 def sink_window(length: Length, *, sinks: int, window: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the first tokens and to the most recent tokens, never to the future.
 
@@ -80,7 +80,7 @@ def sink_window(length: Length, *, sinks: int, window: int, block_size: BlockSiz
     return _sinks(read_canvas(length, block_size), sinks=sinks, window=window, last=0)
 
 
-@untraced
+@public
 def a_shape(length: Length, *, sinks: int = 128, window: int = 3968, block_size: BlockSize = 128) -> BlockLayout:
     """`sink_window` with the sizes of the A-shaped heads of MInference: 4,096 keys per query.
 
@@ -106,7 +106,7 @@ def a_shape(length: Length, *, sinks: int = 128, window: int = 3968, block_size:
     return sink_window(length, sinks=sinks, window=window, block_size=block_size)
 
 
-@untraced
+@public
 def tri_shape(
     length: Length, *, sinks: int = 128, window: int = 3968, last: int = 100, block_size: BlockSize = 128
 ) -> BlockLayout:

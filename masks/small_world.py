@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Length, check_nnz, read_square_canvas
 from .checks import read_fraction, read_integer
+from .public import public
 from .random import MAX_SEED, below, chances, draw_words, stream_keys
 
 # far ends tried per step; an edge that finds no free one tries as many again
@@ -63,7 +63,7 @@ def _edges(n_blocks: int, n_side: int, rewire: float, seed: int) -> tuple[np.nda
     return near, far
 
 
-@untraced
+@public
 def small_world(
     length: Length, *, neighbors: int, rewire: float, seed: int, block_size: BlockSize = 128
 ) -> BlockLayout:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_switch
 from .chunks import chunks_in
 from .heads import by_head, read_heads
 from .kinds import joint_numbers
+from .public import public
 
 
 class Fixed(NamedTuple):
@@ -70,7 +70,7 @@ def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
-@untraced
+@public
 def fixed(
     length: Length,
     *,

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
+from .public import public
 
 
 def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -28,7 +28,7 @@ def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarra
     return blocks_between(canvas, first_key, last_key)
 
 
-@untraced
+@public
 def strided(length: Length, *, stride: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens nearer than `stride`, itself included, and to every stride-th token beyond.
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_integers
+from .public import public
 
 
 def _read_parents(parents: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
@@ -70,7 +70,7 @@ def _candidates(canvas: Canvas, parents: np.ndarray) -> tuple[np.ndarray, np.nda
     return distinct_blocks(canvas, np.concatenate([none, *found_rows]), np.concatenate([none, *found_cols]))
 
 
-@untraced
+@public
 def tree(
     parents: Sequence[int] | np.ndarray | torch.Tensor, *, prompt: int = 0, block_size: BlockSize = 128
 ) -> BlockLayout:

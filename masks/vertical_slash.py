@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.runtime.tracing import untraced
 
 from .canvas import BlockSize, Canvas, Length, blocks_between, distinct_blocks, read_canvas, spread
 from .checks import read_integers
 from .heads import by_head
 from .kinds import kinds_of_rows, kinds_of_sides
+from .public import public
 
 Numbers = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | torch.Tensor
 
@@ -96,7 +96,7 @@ def _one_head(canvas: Canvas, is_vertical: np.ndarray, is_slash: np.ndarray) -> 
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 
 
-@untraced
+@public
 def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the chosen keys before it, and to the tokens at the chosen distances back.
 

@@ -228,6 +228,14 @@ def test_links_exist(name: str) -> None:
             assert anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+def test_the_notebook_and_every_page_are_linked() -> None:
+    for name in ("README.md", "docs/index.md"):
+        links = re.findall(r"\]\(([^)#]+)", prose(PAGES[name]))
+        linked = {(ROOT / name).parent.joinpath(link).resolve() for link in links if not link.startswith("https://")}
+        pages = {ROOT / page for page in DOCS if page != name} | {ROOT / "docs" / "quickstart.ipynb"}
+        assert pages <= linked, name
+
+
 def index_readme() -> str:
     """README.md as a package index shows it: with the substitutions of pyproject.toml."""
     hooks = project()["tool"]["hatch"]["metadata"]["hooks"]
@@ -289,9 +297,25 @@ def test_required_versions_are_those_of_the_package() -> None:
     assert f"Programming Language :: Python :: {python}" in metadata["classifiers"]
 
 
+def escaped_bars(text: str) -> list[str]:
+    """Code in table cells with `\\|`: the site shows the backslash."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [code for row in rows for code in re.findall(r"`[^`]*`", row) if r"\|" in code]
+
+
+def test_no_code_in_a_table_has_an_escaped_bar() -> None:
+    assert escaped_bars(r"| `a \| b` | c \| d | `e` |") == [r"`a \| b`"]
+    assert [code for page in PAGES.values() for code in escaped_bars(page)] == []
+
+
 def test_extras_exist() -> None:
     extras = {extra for page in PAGES.values() for extra in re.findall(r"pip install '[\w.]+\[(\w+)\]'", page)}
     assert {"huggingface", "docs"} <= extras <= project()["project"]["optional-dependencies"].keys()
+
+
+def test_every_extra_is_in_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `pip install '\.\[(\w+)\]'` \|", PAGES["docs/index.md"], flags=re.MULTILINE)
+    assert {name for pair in rows for name in pair} == project()["project"]["optional-dependencies"].keys()
 
 
 def test_make_targets_exist() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Collection, Iterable
 
@@ -11,6 +12,15 @@ import pandas as pd
 def table(header: Collection[str], rows: Iterable[Iterable[str]]) -> str:
     head, *body = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
     return "\n".join([head, "|" + "---|" * len(header), *body])
+
+
+def code(text: str) -> str:
+    """Text as code in a cell. | would end the cell on GitHub; escaped inside backticks, it has a backslash on the site.
+
+    >>> code("local | causal")
+    '<code>local &#124; causal</code>'
+    """
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def listing(lines: pd.DataFrame, columns: dict[str, str]) -> str:

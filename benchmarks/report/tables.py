@@ -10,7 +10,7 @@ import pandas as pd
 from . import lines as measurements
 from .attention import short_ms
 from .lines import frame, providers, select
-from .markdown import joined, listing, table
+from .markdown import code, joined, listing, table
 from .summaries import SPEEDUP, Value, ranges, speedups
 
 # clocks and directions of small calls
@@ -113,10 +113,10 @@ def _mask_cell(lines: pd.DataFrame, provider: str) -> str:
 
 
 def _mask_name(pattern: str) -> str:
-    """`documents, 10000, causal` -> `documents`, 10,000, causal; | would end a cell."""
+    """`documents, 10000, causal` -> `documents`, 10,000, causal."""
     name, *rest = pattern.split(", ")
     rest = [f"{int(word):,}" if word.isdecimal() else word for word in rest]
-    return ", ".join(["`" + name.replace("|", "\\|") + "`", *rest])
+    return ", ".join([code(name), *rest])
 
 
 def mask_building(lines: pd.DataFrame) -> str:

@@ -6,6 +6,7 @@ from .attention import attention_function
 from .mask_builder import attention_mask
 from .model_hooks import watch_models
 from .names import NAME
+from .saving import explain_unsaved_layouts
 
 
 def register() -> None:
@@ -30,8 +31,13 @@ def register() -> None:
     >>> config = transformers.LlamaConfig(attention_layout="butterfly | local(window=512)")  # doctest: +SKIP
     >>> transformers.LlamaForCausalLM._from_config(config, attn_implementation="blocksparse")  # doctest: +SKIP
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "huggingface.register needs transformers: pip install 'blocksparse_flash[huggingface]'"
+        ) from error
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, attention_mask)
     watch_models()
+    explain_unsaved_layouts()

@@ -479,6 +479,21 @@ def test_a_specification_is_saved_with_the_model(tmp_path: Any) -> None:
     assert torch.equal(again(ids()).logits, made(ids()).logits)
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, [LAYOUT, None]])
+def test_a_layout_that_cannot_be_saved_gets_a_way_out(layout: Any, tmp_path: Any) -> None:
+    explained = transformers.PreTrainedConfig.to_json_string
+    huggingface.register()
+    assert transformers.PreTrainedConfig.to_json_string is explained
+    config = transformers.LlamaConfig(**GROUPED, attention_layout=layout)
+    message = r"^config\.attention_layout has a BlockLayout, .* set it to a specification for masks\.build, .* to None"
+    for fails in (lambda: config.save_pretrained(tmp_path), config.to_json_string):
+        with pytest.raises(TypeError, match=message):
+            fails()
+    config.attention_layout = {1, 2}
+    with pytest.raises(TypeError, match=r"^Object of type set is not JSON serializable"):
+        config.to_json_string()
+
+
 # ---- padding ----
 
 

@@ -83,6 +83,27 @@ def test_equal_documents_share_their_bitmasks():
     assert len(few.bitmasks) == len(many.bitmasks)
 
 
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("lengths", [[100, 156], [3] * 20, [1, 1, 40]])
+def test_the_document_of_each_token_is_refused_with_the_way_out(lengths, make):
+    ids = np.repeat(np.arange(len(lengths)), lengths).tolist()
+    with pytest.raises(ValueError, match=r"look like the document of each token\. Write ") as caught:
+        masks.documents(make(ids))
+    bounds = eval(str(caught.value).partition("Write ")[2], {"numpy": np, "ids": ids, "len": len})
+    assert bounds == [0, *np.cumsum(lengths)]
+    assert masks.documents(bounds) == masks.documents([0, *np.cumsum(lengths)])
+
+
+# many empty ones; the end repeated, as by padding; one token each, a few empty; few; no token at all
+@pytest.mark.parametrize(
+    "bounds",
+    [[0, *[40] * 30, 97], [0, 60, *[61] * 30], [0, 0, *range(30), 29, 29], [0, 0, 0, 1, 1, 1], [0] * 100],
+    ids=str,
+)
+def test_bounds_with_empty_documents_are_no_documents_of_tokens(bounds):
+    assert masks.documents(bounds) == masks.documents(np.unique(bounds) if max(bounds) else [0])
+
+
 def test_causal_is_the_causal_half():
     bounds = [0, 77, 77, 300, 411]
     assert masks.documents(bounds, causal=True) == masks.documents(bounds) & masks.causal(411)

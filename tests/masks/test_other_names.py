@@ -38,6 +38,28 @@ def test_specifications_get_the_same_help() -> None:
         masks.build("sliding_window(256) | causal", 1024)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("local", {"window_size": 8}, "Did you mean window?"),
+        ("local", {"window": 8, "causal": True}, "Write `& masks.causal(n)` after the mask"),
+        ("longformer", {"window": 8, "causal": True}, "Write `& masks.causal(n)` after the mask"),
+        ("butterfly", {"causal": True}, "Write `& masks.causal(n)` after the mask"),
+        ("causal", {"zzz": 1}, "It takes length, block_size"),
+    ],
+)
+def test_an_unknown_argument_gets_a_known_one(name: str, given: dict[str, object], meant: str) -> None:
+    unknown = [*given][-1]
+    message = re.escape(f"{name}() got an unexpected keyword argument '{unknown}'. {meant}")
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        getattr(masks, name)(64, **given)
+
+
+def test_specifications_say_what_makes_a_mask_causal() -> None:
+    with pytest.raises(ValueError, match=r"not causal\. Write `& causal` after the mask\n"):
+        masks.build("local(8, causal=True)", 64)
+
+
 def test_a_name_like_no_other_is_refused_without_help() -> None:
     with pytest.raises(AttributeError, match=r"module 'masks' has no attribute 'zzz'\.$"):
         masks.zzz  # type: ignore[attr-defined]  # noqa: B018
