@@ -679,8 +679,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/combine_splits.py",
-            "tl.load(p_split + TILE * DIM + o_row[:, None]",
-            "tl.load(p_split + TILE * DIM_V + o_row[:, None]",
+            "tl.load(p_split + SIDE * DIM + o_row[:, None]",
+            "tl.load(p_split + SIDE * DIM_V + o_row[:, None]",
             "tests/kernels/triton/test_combine_splits.py -k columns_are_added",
         ),
         (
