@@ -21,10 +21,10 @@ from ...runtime.launch import Launch, Memory, allocator, contiguous
 from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
 from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
 
-# tile rows (or columns) of a program, tiles of a step
-LINES, MINORS = 8, 128
+# tile rows (or columns) of a program, tiles of a step; with 128 tiles list_kernel spills on sm80
+LINES, MINORS = 8, 64
 # heads of a step in most_long
-AXES = 8
+AXES = 16
 # bitmask words of a program
 WORDS = 1024
 # subtracted from the index of a partial tile
