@@ -252,8 +252,8 @@ def tile_of(backend: str, fine_share: float, head_dim: int, v_dim: int) -> int:
 
     fine_share  of the layout, see tile_choice
     """
-    # "auto" is a traced call on a Hopper GPU, see `decide`
     widest = max(head_dim, v_dim)
+    # "auto" is a traced call on a Hopper GPU, see `decide`
     if backend not in ("hopper", "auto") or widest > MAX_FINE_HEAD_DIM:
         return TILE
     return FINE_TILE if tile_choice.pays(fine_share, 64 if widest <= 64 else 128) else TILE

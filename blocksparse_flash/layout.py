@@ -622,7 +622,7 @@ class BlockLayout:
         return self._state({name: tensor.clone() for name, tensor in self._tensors._asdict().items()})
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
-        """The same layout on a device, with its plan there.
+        """The same layout on a device, with the plans that calls there may use.
 
         non_blocking  as in `plan`
         """
@@ -938,13 +938,9 @@ class BlockLayout:
 
     @tracing.untraced
     def _counted_fine_share(self) -> float:
-        frame = self._frame
         if "selection" in self._cache:
-            return 1.0 if min(frame.block_size) >= TILE else tile_choice.SELECTED_SHARE
-        if tile_choice.consists_of_tiles(frame) and not self._tensors.bitmasks.shape[0]:
-            return 1.0
-        fine, coarse = (len(self._tiles(frame, side)[0].cols) for side in (FINE_TILE, TILE))
-        return tile_choice.fine_share(fine, coarse)
+            return 1.0 if min(self._frame.block_size) >= TILE else tile_choice.SELECTED_SHARE
+        return tile_choice.fine_share(self._rows(), self._frame)
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

@@ -186,15 +186,13 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
         chosen = memory.split(call, first, n_sms)
         return split_lines(lines, chosen.n_lines * n_batch_heads, chosen.parts)
 
-    forward = backward = sides = call.sides
-    if call.is_fine:
-        return sides._replace(rows=split(sides.rows, 0, call.batch * call.heads)), Sides(
-            split(sides.rows, 0, call.batch * call.heads), split(sides.cols, 3, call.batch * call.kv_heads)
-        )
+    forward = backward = call.sides
     if call.backend == "hopper":
-        forward = sides._replace(rows=split(sides.rows, 0, call.batch * call.heads))
+        forward = forward._replace(rows=split(forward.rows, 0, call.batch * call.heads))
     if memory.uses_hopper_backward(call):
-        backward = sides._replace(cols=split(sides.cols, 3, call.batch * call.kv_heads))
+        # in tiles of 64 x 64 the backward iterates over tile rows too, for dq
+        rows = forward.rows if call.is_fine else backward.rows
+        backward = Sides(rows, split(backward.cols, 3, call.batch * call.kv_heads))
     return forward, backward
 
 

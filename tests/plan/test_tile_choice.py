@@ -1,4 +1,4 @@
-"""The share of pairs in tiles of 64 x 64 tokens, compared with a loop over the dense mask; when such tiles pay."""
+"""The share of pairs in tiles of 64 x 64 tokens, by a loop over the dense mask and by plans; when such tiles pay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 
 from blocksparse_flash import BlockLayout, dispatch
 from blocksparse_flash.plan import tile_choice
-from blocksparse_flash.plan_format import FINE_TILE, TILE
+from blocksparse_flash.plan_format import FINE_TILE, N_TILES, TILE
 from tests.support import cases
 from tests.support.dense_masks import Problem, problems
 
@@ -36,12 +36,37 @@ def test_the_share_of_the_zoo_is_that_of_the_mask(case: cases.Case) -> None:
     layout = case.build()
     share = layout._fine_share(CPU, False)
     assert share == expected_share(layout) and 0.25 <= share <= 1
+    if share < 1:
+        plans = [layout.plan("cpu", tile=tile) for tile in (FINE_TILE, TILE)]
+        fine, coarse = (int(plan.row_records[..., N_TILES].sum()) for plan in plans)
+        assert share == fine / (4 * coarse)
 
 
 @given(problems())
 def test_the_share_is_that_of_the_mask_in_blocks_of_any_size(problem: Problem) -> None:
     layout = BlockLayout.from_dense(problem.mask, block_size=problem.block_size)
     assert layout._fine_share(CPU, False) == expected_share(layout)
+
+
+@pytest.mark.parametrize("block_size", [128, 256, (256, 128)])
+def test_blocks_of_whole_tiles_are_counted_alone(block_size: int | tuple[int, int]) -> None:
+    """Full and partial blocks, several times the same bitmask, ragged ends."""
+    mask = np.zeros((2, 2, 700, 900), bool)
+    mask[0, 0, :40, ::300], mask[:, 1, 300:512, 256:512], mask[1, :, 600:, 800:] = True, True, True
+    mask[:, 0, 520] = True
+    layout = BlockLayout.from_dense(mask, block_size=block_size)
+    share = layout._fine_share(CPU, False)
+    assert share == expected_share(layout) and share < 1
+
+
+def test_full_blocks_of_whole_tiles_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = BlockLayout.from_blocks([0, 1, 3], [0, 0, 2], 500, 500, block_size=128)
+    monkeypatch.setattr(tile_choice, "by_keys", None)
+    assert layout._fine_share(CPU, False) == 1.0
+    # a partial block is
+    partial = layout - BlockLayout.from_blocks([0], [0], 500, 500, block_size=(128, 64)).with_block_size(128)
+    with pytest.raises(TypeError):
+        partial._fine_share(CPU, False)
 
 
 def test_the_share_is_cached_and_moves_along(monkeypatch: pytest.MonkeyPatch) -> None:

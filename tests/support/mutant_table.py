@@ -380,14 +380,26 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/tile_choice.py",
-            "n_fine * FINE_TILE**2 / (n_coarse * TILE**2)",
-            "n_fine / n_coarse",
+            "len(rows.bitmasks) + edge_kinds(keys, frame)",
+            "len(rows.bitmasks)",
             "tests/plan/test_tile_choice.py",
         ),
         (
-            "layout.py",
-            "consists_of_tiles(frame) and not self._tensors.bitmasks.shape[0]",
-            "consists_of_tiles(frame)",
+            "plan/tile_choice.py",
+            "kinds = (every, (every[0], exists[1]), (exists[0], every[1]), exists)",
+            "kinds = (every, (exists[0], every[1]), (every[0], exists[1]), exists)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "(leads[block] * tiled.n_rows + row)",
+            "(leads[block] + row)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "not len(rows.bitmasks) and _tiled_by(frame, TILE)",
+            "_tiled_by(frame, TILE)",
             "tests/plan/test_tile_choice.py",
         ),
         (
