@@ -150,6 +150,18 @@ def change_section(lines: pd.DataFrame) -> str:
     return joined(*parts)
 
 
+def fine_section(lines: pd.DataFrame) -> str:
+    """TFLOP/s and speed-ups of random small blocks, for each length; "" without lines."""
+    parts = []
+    for shown in groups(lines[lines["direction"].isin(DIRECTIONS)], SETTING):
+        text = (
+            f"{caption(shown)} TFLOP/s of stored blocks, forward / backward; the number in a mask's name is its block"
+        )
+        speedups = ranges(summaries.speedups(shown), "backend", "baseline", "direction")
+        parts += [f"{text} size.", speed_table(shown), speedups]
+    return joined(*parts)
+
+
 def sweeps_section(lines: pd.DataFrame) -> str:
     """The pictures and tables of the sweeps that were run."""
     by = ("measurement", "backend", "baseline")
@@ -165,7 +177,8 @@ def sweeps_section(lines: pd.DataFrame) -> str:
         if len(shown):
             parts += [f"![{title}](benchmarks/results/{name}.png)", tables[name](shown)]
     equal = summaries.deterministic(select(lines, bench="deterministic"))
-    return joined(*parts, ranges(equal, *by, "head_dim"))
+    fine = select(lines, bench="fine")
+    return joined(*parts, fine_section(fine) if len(fine) else "", ranges(equal, *by, "head_dim"))
 
 
 # ---- other GPUs ----

@@ -31,6 +31,8 @@ LABELS = {
     ("flash_attention_4", "cute"): "FlashAttention-4",
     ("flashinfer", "auto"): "FlashInfer",
     ("block_sparse_attention", "cuda"): "Block-Sparse-Attention",
+    ("cudnn_block_sparse", "cute"): "cuDNN block-sparse",
+    ("fastvideo", "triton"): "FastVideo, Triton",
     ("natten", "auto"): "NATTEN",
     ("xformers", "auto"): "xFormers",
     ("cudnn", "cudnn"): "cuDNN",

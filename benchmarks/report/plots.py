@@ -15,8 +15,8 @@ from .summaries import dense_times, sparse_curves
 
 # in the order of LABELS, ours in blues; distinguishable with colour blindness
 HUES = (
-    "#08306b", "#4292c6", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#66c2a5", "#b3a100", "#555555", "#999999",
-    "#cccccc",
+    "#08306b", "#4292c6", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#005a32", "#8c510a", "#66c2a5", "#b3a100",
+    "#555555", "#999999", "#cccccc",
 )  # fmt: skip
 COLOURS = dict(zip(measurements.LABELS.values(), HUES, strict=True))
 # provider -> (name, colour)

@@ -2,8 +2,9 @@
 
 Peers: FlexAttention, compiled and with full blocks (for causal a partial diagonal); for dense and causal the kernels
 of scaled_dot_product_attention, cuDNN, FlashAttention-2 and "math"; and, where installed, FlashAttention-4,
-FlashInfer, MIT's Block-Sparse-Attention, xFormers and NATTEN. Outputs and gradients are compared with float32 on
-sampled rows before timing; wrong ones are reported and not timed.
+FlashInfer, MIT's and cuDNN's block-sparse attention, FastVideo's, xFormers and NATTEN. Outputs and gradients are
+compared with float32 on sampled rows before timing; wrong ones are reported and not timed. The peers of a pattern take
+turns within one process.
 
 Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool per block on the host to the mask on
 the device), "step" or "steps" (--sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored
@@ -13,6 +14,7 @@ product of 8192 x 8192 x 8192.
 --sweep length         2 K to 1 M tokens, fixed keys per query, and dense
 --sweep density        1 % to 100 % of random blocks, and dense
 --sweep block-size     blocks of 16 to 256 tokens at one density
+--sweep fine           random blocks of 64, 32 and 16 as models select them: 5 to 25 %, also of 2.5 times the length
 --sweep regroup        masks of blocks of 128 in finer blocks: all of them stored, or 80 % of each block of 128
 --sweep change         a step with one mask, with a new mask from the host, and with a mask selected on the GPU;
                        FlexAttention's from prepared lists and from create_block_mask, eager and compiled. The host
@@ -96,9 +98,24 @@ def for_each(among: Iterable[Peer], name: str, pattern: Pattern, run: Run, work:
             print(f"{label}: {refusal}; not timed", flush=True)
 
 
+class Ready(NamedTuple):
+    """A peer whose results are right: its line without figures, and the calls to time by direction."""
+
+    line: dict[str, Any]
+    calls: dict[str, Callable[[], Any]]
+
+
 def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
-    """Measures every peer that supports the pattern, forward and backward."""
-    for_each(among, case.name, case.pattern, run, functools.partial(time_one, case, run))
+    """Measures every peer that supports the pattern, forward and backward: a line each. The peers take turns."""
+    ready: list[Ready] = []
+    for_each(among, case.name, case.pattern, run, functools.partial(make_ready, case, run, ready))
+    for direction in ("fwd", "bwd"):
+        there = [(line, calls[direction]) for line, calls in ready if direction in calls]
+        peaks = [measure.peak_bytes(call) for _, call in there]
+        timings = measure.milliseconds_in_turns([call for _, call in there])
+        for (line, _), peak, times in zip(there, peaks, timings, strict=True):
+            tflops = run.tflops(case.pattern, direction, times["ms"])
+            measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
 
 
 def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
@@ -112,8 +129,8 @@ def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> No
         compare(case, among, run)
 
 
-def time_one(case: sweeps.Case, run: Run, peer: Peer, label: str) -> None:
-    """Times mask, forward and backward of one peer on one pattern: a line each."""
+def make_ready(case: sweeps.Case, run: Run, ready: list[Ready], peer: Peer, label: str) -> None:
+    """Checks the results of one peer on one pattern, times its mask, and appends it to `ready`."""
     pattern = case.pattern
     tensors, dout = inputs(run, pattern.length, tokens_first=peer.tokens_first)
     call = peer.prepare(pattern, run.shape)
@@ -123,11 +140,7 @@ def time_one(case: sweeps.Case, run: Run, peer: Peer, label: str) -> None:
     line = {**facts(case.bench, case.name, pattern, peer, run), "setup_ms": setup_ms}
     built = measure.wall_milliseconds(lambda: peer.prepare(pattern, run.shape))
     measure.append(run.out, {**line, "direction": "mask", **built, "tflops": None, "peak_bytes": None})
-    calls = measure.directions(call, tensors, dout)
-    for direction in [name for name in calls if name != "step"]:
-        peak, times = measure.peak_bytes(calls[direction]), measure.milliseconds(calls[direction])
-        tflops = run.tflops(pattern, direction, times["ms"])
-        measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
+    ready.append(Ready(line, measure.directions(call, tensors, dout)))
 
 
 def change(among: Iterable[Peer], run: Run, length: int, *, steps: int = 20) -> None:

@@ -43,6 +43,18 @@ def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: in
     return percentiles(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, return_mode="all"))
 
 
+def milliseconds_in_turns(calls: Sequence[Callable[[], Any]], *, n_rounds: int = 4) -> list[dict[str, float]]:
+    """`milliseconds` of each call. They take turns, each round in another order: a clock that changes changes all."""
+    import triton
+
+    times: list[list[float]] = [[] for _ in calls]
+    for n_round in range(n_rounds):
+        for place in range(len(calls)):
+            which = (n_round + place) % len(calls)
+            times[which] += triton.testing.do_bench(calls[which], warmup=10, rep=40, return_mode="all")
+    return [percentiles(each) for each in times]
+
+
 def peak_bytes(call: Callable[[], Any]) -> int:
     """Peak of the bytes requested during a call, over those before it, without the caching of the allocator."""
     # garbage of earlier calls, freed during this one, would lower the peak

@@ -65,6 +65,10 @@ def _unless(can: Callable[[Pattern, Shape], bool], reason: str) -> Callable[[Pat
 
 NOTHING = _unless(lambda pattern, shape: True, "")
 BUT_DENSE = _unless(lambda pattern, shape: pattern.is_dense, "has no block layouts")
+FINE_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == 64 and not pattern.causal, "takes blocks of 64 only")
+SQUARE_BLOCKS = _unless(
+    lambda pattern, shape: pattern.block_size in (64, 128) and not pattern.causal, "takes full blocks of 64 or 128 only"
+)
 OTHER_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == BLOCK, f"takes blocks of {BLOCK} only")
 BATCHES = _unless(lambda pattern, shape: shape.batch == 1, "takes one sequence, not a batch")
 BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighbourhoods only")
@@ -134,6 +138,13 @@ def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(counts, cols) of the True blocks of each row, then the others, as in BlockMask."""
     counts = blocks.sum(1, dtype=torch.int32)[None, None]
     return counts, torch.argsort(~blocks, dim=1, stable=True).to(torch.int32)[None, None]
+
+
+def _block_lists(pattern: Pattern, shape: Shape) -> tuple[Tensor, Tensor]:
+    """(cols, counts) of the stored blocks: int32 (batch, heads, rows, largest count) and (batch, heads, rows)."""
+    counts, cols = _flex_lists(torch.from_numpy(pattern.blocks).to(shape.device))
+    cols = cols[..., : int(counts.max())].expand(shape.batch, shape.heads, -1, -1)
+    return cols.contiguous(), counts.expand(shape.batch, shape.heads, -1).contiguous()
 
 
 def flex_mask(pattern: Pattern, device: str) -> Any:
@@ -247,6 +258,49 @@ def _block_sparse_attention(pattern: Pattern, shape: Shape) -> Call:
     return call
 
 
+class _CudnnFunction(torch.autograd.Function):
+    """Forward and backward of cuDNN's block-sparse attention, which has no gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cols: Tensor, options: dict[str, Any]) -> Tensor:
+        from cudnn.block_sparse_attention.api import block_sparse_attention_forward
+
+        found = block_sparse_attention_forward(q, k, v, cols, **options)
+        ctx.save_for_backward(q, k, v, found["o_tensor"], found["lse_tensor"], cols)
+        ctx.options = options
+        return found["o_tensor"]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        from cudnn.block_sparse_attention.api import block_sparse_attention_backward
+
+        found = block_sparse_attention_backward(dout, *ctx.saved_tensors, **ctx.options)
+        return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"], None, None
+
+
+def _cudnn_block_sparse(pattern: Pattern, shape: Shape) -> Call:
+    """Gradients exist for head_dim 128 only."""
+    cols, counts = _block_lists(pattern, shape)
+    options: dict[str, Any] = {"sparse_block_size": pattern.block_size}
+    if counts.unique().numel() > 1:
+        options["q2k_block_nums"] = counts
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.set_grad_enabled(shape.head_dim == 128):
+            return _CudnnFunction.apply(q, k, v, cols, options)
+
+    return call
+
+
+def _fastvideo(pattern: Pattern, shape: Shape) -> Call:
+    """Its Triton kernels; the others are compiled for one version of PyTorch."""
+    from fastvideo_kernel.block_sparse_attn import block_sparse_attn_triton
+
+    cols, counts = _block_lists(pattern, shape)
+    sizes = torch.full((pattern.blocks.shape[1],), pattern.block_size, dtype=torch.int32, device=shape.device)
+    return lambda q, k, v: block_sparse_attn_triton(q, k, v, cols, counts, sizes)[0]
+
+
 def _xformers(pattern: Pattern, _shape: Shape) -> Call:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
@@ -264,6 +318,8 @@ PACKAGES = (
     Peer("flash_attention_4", "cute", OTHER_BLOCKS, _flash_attention_4, "flash_attn.cute", tokens_first=True),
     Peer("flashinfer", "auto", BATCHES, _flashinfer, "flashinfer", tokens_first=True),
     Peer("block_sparse_attention", "cuda", OTHER_BLOCKS, _block_sparse_attention, "block_sparse_attn", True),
+    Peer("cudnn_block_sparse", "cute", SQUARE_BLOCKS, _cudnn_block_sparse, "cudnn.block_sparse_attention"),
+    Peer("fastvideo", "triton", FINE_BLOCKS, _fastvideo, "fastvideo_kernel"),
     Peer("xformers", "auto", BUT_DENSE, _xformers, "xformers", tokens_first=True),
     Peer("natten", "auto", BUT_NEIGHBORHOODS, _natten, "natten", tokens_first=True),
 )  # fmt: skip

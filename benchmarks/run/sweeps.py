@@ -1,4 +1,4 @@
-"""Cases of each sweep: length, density, block size, regrouping, changing masks, determinism."""
+"""Cases of each sweep: length, density, block size, fine blocks, regrouping, changing masks, determinism."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from . import patterns
 from .patterns import Pattern
 
 # choices of --sweep
-NAMES = ("length", "density", "block-size", "regroup", "change", "deterministic")
+NAMES = ("length", "density", "block-size", "fine", "regroup", "change", "deterministic")
 SHORTEST = 2048
 # tokens; beyond it a dense backward takes seconds
 DENSE_UP_TO = 131_072
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+# of --sweep fine: side of the blocks, density
+SCATTERED = ((64, 0.1), (64, 0.25), (32, 0.05), (16, 0.05))
 # sides of the finer blocks, and the share of them that is stored
 FINER = (64, 16)
 FILLED = (1.0, 0.8)
@@ -73,6 +75,14 @@ def over_block_size(length: int) -> Iterator[Case]:
         yield Case("block-size", f"random, {block_size}", scattered)
 
 
+def over_fine(length: int) -> Iterator[Case]:
+    """Random blocks below 128, equally many per row, at two lengths."""
+    for n in (length, length // 128 * 320):
+        for block_size, density in SCATTERED:
+            pattern = patterns.random(n, density=density, block_size=block_size)
+            yield Case("fine", f"random, {block_size}, {density:.0%}", pattern)
+
+
 def over_regrouping(length: int) -> Iterator[Case]:
     """Patterns of blocks of 128 in finer blocks: the same mask, and a share of each block of 128."""
     for pattern in (patterns.local(length), patterns.butterfly(length), patterns.random(length, density=FIXED_DENSITY)):
@@ -94,5 +104,8 @@ def cases(sweep: str | None, length: int) -> Iterator[Case]:
         return iter([Case("change", "random", changing(length, seed=0))])
     if sweep == "deterministic":
         return (Case("deterministic", pattern.name, pattern) for pattern in patterns.patterns(length))
-    over = {"length": over_length, "density": over_density, "block-size": over_block_size, "regroup": over_regrouping}
+    over = {
+        "length": over_length, "density": over_density, "block-size": over_block_size, "fine": over_fine,
+        "regroup": over_regrouping,
+    }  # fmt: skip
     return grid(length) if sweep is None else over[sweep](length)

@@ -254,6 +254,18 @@ def test_sweeps_have_pictures_and_tables() -> None:
     # 2 ms with a new mask, 1 ms with the same one: the change costs 1 ms, and theirs 1.5 ms
     assert "| blocksparse_flash, triton | new mask | 64 | 2.00 (1.80 to 2.20) | 1.00 | 5.0 |" in section
     assert "| FlexAttention | new mask | 64 | 3.00 (2.70 to 3.30) | 1.50 | 5.0 |" in section
+    # a table for each length, the larger first
+    fine = [
+        of(provider, bench="fine", pattern=pattern, density=0.1, n=n, ms=ms, tflops=100 / ms)
+        for provider, ms in ((TRITON, 1.0), (FLEX, 2.5))
+        for pattern, n in (("random, 64, 10%", 2048), ("random, 32, 5%", 2048), ("random, 64, 10%", 5120))
+    ]
+    section = attention.sweeps_section(frame([*SWEPT, *fine]))
+    assert section.count("| random, 64, 10% | 0.1 | 64 | 100 / - | 40 / - |") == 2
+    assert (
+        section.count("`python -m benchmarks.run.attention --sweep fine`") == 2 == section.count("2,048 tokens, b") + 1
+    )
+    assert "| blocksparse_flash, triton | FlexAttention | forward | 2 | 2.50 | 2.50 | 2.50 | 0 |" in section
     assert attention.sweeps_section(frame([])) == ""
     assert attention.everything(frame(SWEPT)).count("## ") == 5
     commands = [f"`python -m benchmarks.run.attention --sweep {name}`" for name in attention.SWEEPS]

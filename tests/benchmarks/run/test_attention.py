@@ -30,6 +30,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
         return TIMES
 
     monkeypatch.setattr(measure, "milliseconds", called)
+    monkeypatch.setattr(measure, "milliseconds_in_turns", lambda calls: [called(call) for call in calls])
     monkeypatch.setattr(measure, "wall_milliseconds", called)
     monkeypatch.setattr(measure, "first_call_milliseconds", lambda call: call() is None or 1.0)
     monkeypatch.setattr(measure, "peak_bytes", lambda call: call() is None or 7)
@@ -223,6 +224,20 @@ def test_the_matrix_product_is_a_line(tmp_path: Path) -> None:
     benchmark.matmul(run, side=64)
     (line,) = written(run.out)
     assert [*line] == measure.KEYS and line["tflops"] == pytest.approx(2 * 64**3 * 0.5e-9)
+
+
+def test_calls_take_turns_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def timed(call: Any, **options: Any) -> list[float]:
+        call()
+        return [float(len(done))]
+
+    monkeypatch.setattr("triton.testing.do_bench", timed)
+    found = measure.milliseconds_in_turns([lambda name=name: done.append(name) for name in "abc"], n_rounds=4)
+    assert "".join(done) == "abcbcacababc"
+    # a was the first, sixth, eighth and tenth
+    assert found[0] == pytest.approx({"ms": 7.0, "ms_p20": 4.0, "ms_p80": 8.8})
 
 
 def test_wall_clock_is_median_and_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,12 +101,11 @@ def heads_first(function: Any) -> Any:
     return lambda q, k, v, *rest: function(*(x.transpose(1, 2) for x in (q, k, v)), *rest).transpose(1, 2)
 
 
-def blocks_to_mask(rows: list[list[int]], length: int) -> torch.Tensor:
-    mask = torch.zeros(length, length, dtype=torch.bool)
+def blocks_to_mask(rows: list[list[int]], length: int, side: int = 128) -> torch.Tensor:
+    blocks = np.zeros((length // side,) * 2, dtype=bool)
     for row, cols in enumerate(rows):
-        for col in cols:
-            mask[row * 128 : row * 128 + 128, col * 128 : col * 128 + 128] = True
-    return mask
+        blocks[row, cols] = True
+    return mask_of(patterns.Pattern("lists", blocks, block_size=side))
 
 
 def fake_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +152,10 @@ def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
             packed_mask=None,
             q_data_type=None,
         ):
-            assert (M, N, R, C, num_qo_heads, num_kv_heads, head_dim) == (
-                N_TOKENS,
-                N_TOKENS,
-                128,
-                128,
-                HEADS,
-                HEADS,
-                DIM,
-            )
+            assert (M, N, num_qo_heads, num_kv_heads, head_dim) == (N_TOKENS, N_TOKENS, HEADS, HEADS, DIM) and R == C
             assert mask is None and packed_mask is None
             ends = indptr.tolist()
-            self.mask = blocks_to_mask([indices[a:b].tolist() for a, b in itertools.pairwise(ends)], M)
+            self.mask = blocks_to_mask([indices[a:b].tolist() for a, b in itertools.pairwise(ends)], M, R)
 
         def run(self, q, k, v):
             return plain(*(x.transpose(0, 1) for x in (q, k, v)), self.mask).transpose(0, 1)
@@ -197,6 +188,47 @@ def fake_block_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     fake(monkeypatch, "block_sparse_attn", block_sparse_attn_func=function)
+
+
+def lists_to_mask(cols: torch.Tensor, counts: torch.Tensor, side: int) -> torch.Tensor:
+    """Of the first head; all heads have the same lists."""
+    assert cols.dtype == counts.dtype == torch.int32 and cols.is_contiguous() and counts.is_contiguous()
+    assert torch.equal(cols, cols[:1, :1].expand_as(cols)) and cols.shape[:3] == counts.shape
+    rows = [row[:count].tolist() for row, count in zip(cols[0, 0], counts[0, 0].tolist(), strict=True)]
+    return blocks_to_mask(rows, N, side)
+
+
+def fake_cudnn_block_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(cols, block_size, counts):
+        every = torch.full(cols.shape[:3], cols.shape[3], dtype=torch.int32)
+        return lists_to_mask(cols, every if counts is None else counts, block_size)
+
+    def forward(q, k, v, cols, sparse_block_size, q2k_block_nums=None):
+        out = plain(q, k, v, listed(cols, sparse_block_size, q2k_block_nums))
+        return {"o_tensor": out, "lse_tensor": torch.ones(3)}
+
+    def backward(dout, q, k, v, out, lse, cols, sparse_block_size, q2k_block_nums=None):
+        assert torch.equal(lse, torch.ones(3)) and torch.equal(
+            out, forward(q, k, v, cols, sparse_block_size, q2k_block_nums)["o_tensor"]
+        )
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = forward(*leaves, cols, sparse_block_size, q2k_block_nums)["o_tensor"]
+        return dict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), torch.autograd.grad(out, leaves, dout), strict=True))
+
+    fake(monkeypatch, "cudnn")
+    fake(monkeypatch, "cudnn.block_sparse_attention")
+    functions = {"block_sparse_attention_forward": forward, "block_sparse_attention_backward": backward}
+    fake(monkeypatch, "cudnn.block_sparse_attention.api", **functions)
+
+
+def fake_fastvideo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def block_sparse_attn_triton(q, k, v, cols, counts, sizes):
+        assert sizes.tolist() == [64] * (N // 64) and sizes.dtype == torch.int32
+        return plain(q, k, v, lists_to_mask(cols, counts, 64)), None
+
+    fake(monkeypatch, "fastvideo_kernel")
+    fake(monkeypatch, "fastvideo_kernel.block_sparse_attn", block_sparse_attn_triton=block_sparse_attn_triton)
 
 
 def fake_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +267,8 @@ FAKES = {
     "flash_attention_4": fake_flash_attention_4,
     "flashinfer": fake_flashinfer,
     "block_sparse_attention": fake_block_sparse_attention,
+    "cudnn_block_sparse": fake_cudnn_block_sparse,
+    "fastvideo": fake_fastvideo,
     "xformers": fake_xformers,
     "natten": fake_natten,
 }
@@ -245,11 +279,27 @@ def test_packages_get_the_same_mask(peer: Peer, monkeypatch: pytest.MonkeyPatch)
     FAKES[peer.provider](monkeypatch)
     shape = Shape(1, HEADS, DIM, "cpu")
     q, k, v = inputs(tokens_first=peer.tokens_first)
-    able = [case for case in CASES if peer.refuses(case.pattern, shape) is None]
+    cases = [*CASES, *(case for case in sweeps.over_fine(N) if case.pattern.length == N)]
+    able = [case for case in cases if peer.refuses(case.pattern, shape) is None]
     assert able
     for case in able:
         found = peer.prepare(case.pattern, shape)(q, k, v)
         torch.testing.assert_close(found, plain(q, k, v, mask_of(case.pattern)), msg=case.name)
+
+
+@pytest.mark.parametrize("name", ["local", "random"])
+def test_cudnn_has_gradients_for_heads_of_128(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a window have different counts, random ones the same."""
+    fake_cudnn_block_sparse(monkeypatch)
+    (peer,) = (each for each in peers.PACKAGES if each.provider == "cudnn_block_sparse")
+    (pattern,) = (case.pattern for case in CASES if case.name == name)
+    run = benchmark.Run(1, HEADS * 128, 128, Path(), device="cpu")
+    leaves = [x.detach().float().requires_grad_() for x in benchmark.inputs(run, N)[0]]
+    dout = torch.randn_like(leaves[0])
+    found = torch.autograd.grad(peer.prepare(pattern, run.shape)(*leaves), leaves, dout)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(*leaves, mask_of(pattern)), leaves, dout))
+    narrow = peer.prepare(pattern, Shape(1, HEADS, DIM, "cpu"))(*(x.requires_grad_() for x in inputs()))
+    assert not narrow.requires_grad
 
 
 def test_windows_of_natten_are_whole_blocks_in_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
