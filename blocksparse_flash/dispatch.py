@@ -27,7 +27,7 @@ TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 # "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. With 2^24 a
 # dense forward of `hopper` takes 201 us for 264 of `triton`, with 2^23 77 for 68 (H200, 16 heads of 128, bf16)
 MIN_HOPPER_ELEMENTS = 1 << 24
-# of the Hopper kernels that iterate over tiles of 64 x 64
+# of the kernels that iterate over tiles of 64 x 64
 MAX_FINE_HEAD_DIM = 128
 # "auto" also leaves this many queries to `triton`, which splits their keys among programs
 FEW_QUERIES = 64
@@ -235,28 +235,28 @@ def decide(
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
 
-def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int = TILE) -> str:
-    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes.
-
-    tile  of its plan; only `hopper` has kernels for tiles of 64 x 64, and copies what TMA cannot load
-    """
-    unfit = None if tile == FINE_TILE else _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
+def resolve(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes."""
+    unfit = _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
     chosen = "hopper" if unfit is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _log("auto", chosen, q.device, q.dtype, unfit)
     return chosen
 
 
+def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False) -> bool:
+    """Whether calls with a layout may iterate over tiles of 64 x 64. Tables of block_bias are made for 128 x 128."""
+    # "auto" is a traced call on a Hopper GPU, see `decide`
+    return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
+
+
 def tile_of(backend: str, fine_share: float, head_dim: int, v_dim: int) -> int:
-    """Tokens per side of the tiles that a call with a layout iterates over; part of its plan.
+    """Tokens per side of the tiles that such a call iterates over; part of its plan.
 
     fine_share  of the layout, see tile_choice
     """
-    widest = max(head_dim, v_dim)
-    # "auto" is a traced call on a Hopper GPU, see `decide`
-    if backend not in ("hopper", "auto") or widest > MAX_FINE_HEAD_DIM:
-        return TILE
-    return FINE_TILE if tile_choice.pays(fine_share, 64 if widest <= 64 else 128) else TILE
+    dim = 64 if max(head_dim, v_dim) <= 64 else 128
+    return FINE_TILE if tile_choice.pays(fine_share, dim, "triton" if backend == "triton" else "hopper") else TILE
 
 
 def is_deterministic(deterministic: bool | None) -> bool:

@@ -115,7 +115,8 @@ def _run(
     if layout is not None:
         device = _plan_device(q)
         tile = TILE
-        if spec.backend in ("hopper", "auto"):
+        has_bias = scores is not None and scores.block_bias is not None
+        if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=has_bias):
             share = layout._fine_share(device, spec.causal)
             tile = dispatch.tile_of(spec.backend, share, q.shape[3], v.shape[3])
         plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
@@ -376,8 +377,20 @@ def explain(
     has_scores = scores is not None
     choice = dispatch.explained_choice(backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_score_mods=has_scores)
     is_deterministic = dispatch.is_deterministic(deterministic)
-    has_lengths = kv_lengths is not None
-    call = Call(q, k, v, layout, causal, has_lengths, dropout_p, is_deterministic, dtype, choice.backend, has_scores)
+    call = Call(
+        q,
+        k,
+        v,
+        layout,
+        causal,
+        has_kv_lengths=kv_lengths is not None,
+        dropout_p=dropout_p,
+        deterministic=is_deterministic,
+        dtype=dtype,
+        backend=choice.backend,
+        has_score_options=has_scores,
+        has_block_bias=block_bias is not None,
+    )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():
         determinism = dispatch.explained_determinism(deterministic, choice.backend, call.tile)

@@ -717,12 +717,11 @@ class BlockLayout:
         """Makes the plans that calls on a device may use; torch.compile uses those that were made before."""
         device = resolved(device)
         self.plan(device, causal=causal, non_blocking=non_blocking)
-        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        if is_hopper and self._fine_share(device, causal) <= tile_choice.MAX_SHARE:
+        if device.type == "cuda" and self._fine_share(device, causal) <= tile_choice.MAX_SHARE:
             self.plan(device, causal=causal, tile=FINE_TILE, non_blocking=non_blocking)
 
     def _fine_share(self, device: torch.device, causal: bool) -> float:
-        """`tile_choice.fine_share` of the layout, by which a call on a Hopper GPU chooses its plan. Cached.
+        """`tile_choice.fine_share` of the layout, by which kernels choose their plan. Cached.
 
         While torch.compile traces it is 1 unless a plan of 64 x 64 tiles was made before.
         """

@@ -38,8 +38,7 @@ torch.library.define(
 @functools.cache
 def _kernels(backend: str, deterministic: bool, tile: int = TILE) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of a backend for plans of such tiles. Imports Triton when it is first needed."""
-    if tile == FINE_TILE:
-        assert backend == "hopper", f"{backend} has no kernels for tiles of {tile} x {tile}"
+    if backend == "hopper" and tile == FINE_TILE:
         from .kernels.hopper import fine_backward, fine_forward
 
         return fine_forward.forward, fine_backward.backward
@@ -75,9 +74,8 @@ def launch_forward(
 
     specs  of q, k and v where they are known; `eager` has no use for them
     """
-    tile = tile_of(plan)
-    backend = resolve(q, k, v, tile) if spec.backend == "auto" else spec.backend
-    forward = _kernels(backend, spec.deterministic, tile)[0]
+    backend = resolve(q, k, v) if spec.backend == "auto" else spec.backend
+    forward = _kernels(backend, spec.deterministic, tile_of(plan))[0]
     options: dict[str, Any] = {}
     if scores is not None:
         options["scores"] = scores
@@ -101,9 +99,8 @@ def launch_backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and bias, the others empty."""
     dout = inputs.dout
-    tile = tile_of(plan)
-    backend = resolve(inputs.q, inputs.k, inputs.v, tile) if spec.backend == "auto" else spec.backend
-    backward = _kernels(backend, spec.deterministic, tile)[1]
+    backend = resolve(inputs.q, inputs.k, inputs.v) if spec.backend == "auto" else spec.backend
+    backward = _kernels(backend, spec.deterministic, tile_of(plan))[1]
     options = {} if scores is None else {"scores": scores, "wanted": wanted}
     causal = spec.causal and not plan
     arguments = (inputs, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p)

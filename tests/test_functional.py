@@ -1215,7 +1215,7 @@ def test_only_hopper_is_not_bitwise_reproducible_by_default():
 
 
 @pytest.mark.parametrize(("backend", "block_size", "expected"), [
-    ("hopper", 64, 64), ("auto", 64, 64), ("hopper", 128, 128), ("triton", 64, 128),
+    ("hopper", 64, 64), ("auto", 64, 64), ("hopper", 128, 128), ("triton", 64, 64), ("eager", 64, 128),
 ])  # fmt: skip
 def test_fine_layouts_get_a_plan_of_fine_tiles(monkeypatch, backend, block_size, expected):
     """Which kernels run follows from the plan; "auto" is a traced call on a Hopper GPU."""
@@ -1227,16 +1227,24 @@ def test_fine_layouts_get_a_plan_of_fine_tiles(monkeypatch, backend, block_size,
     attention(q, q, q, layout)
     (plan,) = plans
     assert tile_of(plan) == expected
-    if expected == 64:
-        assert dispatch.resolve(q, q, q, 64) == "hopper"
 
 
-def test_fine_tiles_have_kernels_of_their_own():
+def test_a_bias_of_blocks_has_tiles_of_128(monkeypatch):
+    """Its tables are made for them."""
+    plans = []
+    monkeypatch.setattr(dispatch, "decide", lambda *_, **__: "triton")
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, plan, *_, **__: plans.append(plan) or (q, q))
+    q, layout = torch.zeros(1, 1, 1024, 64), BlockLayout.from_blocks([0], [0], 1024, 1024, block_size=64)
+    attention(q, q, q, layout, softcap=3.0)
+    attention(q, q, q, layout, block_bias=torch.zeros(1, 1, 1))
+    assert [tile_of(plan) for plan in plans] == [64, 128]
+
+
+def test_fine_tiles_of_hopper_have_kernels_of_their_own():
     pytest.importorskip("triton", reason="needs Triton")
     forward, backward = ops._kernels("hopper", False, 64)
     assert (forward.__module__.split(".")[-1], backward.__module__.split(".")[-1]) == ("fine_forward", "fine_backward")
-    with pytest.raises(AssertionError, match="triton has no kernels for tiles of 64 x 64"):
-        ops._kernels("triton", False, 64)
+    assert ops._kernels("triton", False, 64) == ops._kernels("triton", False, 128)
 
 
 def test_without_triton_auto_is_eager_and_says_why(monkeypatch):
@@ -1259,7 +1267,8 @@ def test_explain_prints_a_report(backend, device):
         assert (f'not       "{name}": ' in report) == (name != explanation.backend)
     assert all(why for _, why in explanation.others)
     assert "deterministic=True" in report
-    assert ("128 queries x 128 keys" in report) == (backend != "reference")
+    side = 64 if backend == "triton" else 128
+    assert (f"{side} queries x {side} keys" in report) == (backend != "reference")
 
 
 def test_explain_gives_the_reason_against_triton(monkeypatch):

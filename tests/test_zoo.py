@@ -349,18 +349,26 @@ def test_the_deterministic_backward_of_hopper_is_accurate(wanted, hopper_call, d
     assert_backend_is_accurate("hopper", layout, hopper_call, device, deterministic=True)
 
 
-FINE_CALLS = [call for call in HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= dispatch.MAX_FINE_HEAD_DIM]
+def fine_calls(backend: str) -> list[Call]:
+    """The calls that may iterate over tiles of 64 x 64."""
+    of_backend = HOPPER_CALLS if backend == "hopper" else CALLS
+    return [
+        call
+        for call in of_backend
+        if dispatch.has_fine_tiles(backend, call.head_dim, call.v_dim or call.head_dim, has_block_bias=bool(call.bias))
+    ]
 
 
-@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0; other backends have no such kernels")
+@pytest.mark.parametrize("name", ["triton", *(["hopper"] if HAS_HOPPER else [])])
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
-def test_tiles_of_64_are_as_accurate(index, device, monkeypatch):
+def test_tiles_of_64_are_as_accurate(name, index, device, monkeypatch):
+    pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(dispatch, "tile_of", lambda *_: FINE_TILE)
-    # seven: prime to the number of calls, so that neighbours differ
-    assert len(FINE_CALLS) % 7
-    for turn in range(3):
-        hopper_call = FINE_CALLS[(index + 7 * turn) % len(FINE_CALLS)]
-        assert_backend_is_accurate("hopper", cases.LAYOUTS[index], hopper_call, device)
+    calls = fine_calls(name)
+    # seven: prime to the number of calls, so that neighbours differ; the interpreter is slow
+    assert len(calls) % 7
+    for turn in range(3 if device.type == "cuda" else 1):
+        assert_backend_is_accurate(name, cases.LAYOUTS[index], calls[(index + 7 * turn) % len(calls)], device)
 
 
 def test_the_spread_covers_every_value_of_every_axis():

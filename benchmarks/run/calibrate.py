@@ -57,8 +57,13 @@ class Prior(NamedTuple):
 # the lines determine a tile's microseconds; measured ratios separate two kernels of one direction
 PROGRAM, MASKING, LAUNCH = Prior(1.0, 0.02), Prior(0.3, 0.05), Prior(8.0, 0.05)
 TILE, RATIO = 0.02, 0.3
-# two programs of triton share an SM, two to five of hopper-64; one of hopper occupies it
-ALONE = {"triton": Prior(1.5, 0.05), "hopper": Prior(1.0, 0.05), "hopper-64": Prior(2.0, 0.05)}
+# two programs of triton share an SM, two to five of those for tiles of 64; one of hopper occupies it
+ALONE = {
+    "triton": Prior(1.5, 0.05),
+    "triton-64": Prior(2.0, 0.05),
+    "hopper": Prior(1.0, 0.05),
+    "hopper-64": Prior(2.0, 0.05),
+}
 
 # (backend, padded head_dim, direction) -> (side, splits, microseconds of a tile) of each kernel that iterates over
 # tiles, as in the tables of the kernels on sm90
@@ -67,6 +72,10 @@ KERNELS = {
     ("triton", 64, "fwd"): (Kernel("rows", 1, 1.3),),
     ("triton", 128, "bwd"): (Kernel("cols", 2, 3.8), Kernel("rows", 2, 2.7)),
     ("triton", 64, "bwd"): (Kernel("cols", 2, 2.4), Kernel("rows", 1, 1.3)),
+    ("triton-64", 128, "fwd"): (Kernel("rows", 1, 0.6),),
+    ("triton-64", 64, "fwd"): (Kernel("rows", 1, 0.4),),
+    ("triton-64", 128, "bwd"): (Kernel("cols", 1, 1.0), Kernel("rows", 1, 0.7)),
+    ("triton-64", 64, "bwd"): (Kernel("cols", 1, 0.6), Kernel("rows", 1, 0.4)),
     ("hopper", 128, "fwd"): (Kernel("rows", 1, 1.7),),
     ("hopper", 64, "fwd"): (Kernel("rows", 1, 1.2),),
     ("hopper", 128, "bwd"): (Kernel("cols", 1, 5.0),),

@@ -128,7 +128,7 @@ def _moved(of: Moved) -> str:
 
 
 def _said_tiles(call: Call) -> str:
-    """Why a call of `hopper` iterates over tiles of 64 x 64; empty for one that does not."""
+    """Why a call iterates over tiles of 64 x 64; empty for one that does not."""
     if call.layout is None or not call.is_fine:
         return ""
     share = call.layout._fine_share(call.q.device, call.causal)

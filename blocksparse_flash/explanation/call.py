@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import misaligned, tile_of
+from ..dispatch import has_fine_tiles, misaligned, tile_of
 from ..layout import BlockLayout
 from ..plan_format import FINE_TILE, TILE, Plan
 from . import scheduling
@@ -29,6 +29,7 @@ class Call:
     dtype: torch.dtype
     backend: str
     has_score_options: bool = False
+    has_block_bias: bool = False
 
     @property
     def batch(self) -> int:
@@ -82,13 +83,13 @@ class Call:
 
     @property
     def is_fine(self) -> bool:
-        """Whether the tiles are of 64 x 64, which have kernels of their own."""
+        """Whether the tiles are of 64 x 64."""
         return self.tile == FINE_TILE
 
     @property
     def kernels(self) -> str:
-        """The backend, as the calibrations name its kernels: "hopper-64" for those for tiles of 64 x 64."""
-        return "hopper-64" if self.is_fine else self.backend
+        """The backend as the calibrations name it: with the suffix "-64" for tiles of 64 x 64."""
+        return f"{self.backend}-64" if self.is_fine else self.backend
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -109,7 +110,9 @@ class Call:
     @functools.cached_property
     def tile(self) -> int:
         """Tokens per side of a tile."""
-        if self.layout is None or self.is_empty or self.backend != "hopper":
+        if self.layout is None or self.is_empty:
+            return TILE
+        if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.has_block_bias):
             return TILE
         share = self.layout._fine_share(self.q.device, self.causal)
         return tile_of(self.backend, share, self.head_dim, self.v_dim)

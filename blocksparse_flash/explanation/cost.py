@@ -137,7 +137,8 @@ def unmeasured(call: Call) -> str:
 
 def kernels_of(call: Call) -> dict[str, str]:
     """The kernels of each direction, as the calibrations name them."""
-    return {"fwd": call.kernels, "bwd": call.kernels if memory.uses_hopper_backward(call) else "triton"}
+    is_own = call.backend == "triton" or memory.uses_hopper_backward(call)
+    return {"fwd": call.kernels, "bwd": call.kernels if is_own else "triton"}
 
 
 def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> tuple[Prediction | None, str]:

@@ -68,7 +68,11 @@ def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequenc
 
 
 class Options(NamedTuple):
-    """Cache key of a call besides q, k, v, dout and the plan; `others` are the keys of further tensors."""
+    """Cache key of a call besides q, k, v, dout and the plan's tensors.
+
+    others  the keys of further tensors
+    tile    tokens per side of the plan's tiles
+    """
 
     scale: float
     causal: bool
@@ -78,6 +82,7 @@ class Options(NamedTuple):
     major: int
     shared_memory: int
     others: tuple[tuple[torch.dtype, bool] | None, ...]
+    tile: int = TILE
     scores: ScoreSpecs | None = None
 
     @property
@@ -86,11 +91,23 @@ class Options(NamedTuple):
         return self.scores is not None and self.scores.changes
 
 
-def options_of(q: torch.Tensor, scale: float, causal: bool, dropout_p: float, *others: torch.Tensor | None) -> Options:
-    """The options of a call with q's dtype and device; `others` are tensors whose shapes follow from q, k and v."""
+def options_of(
+    q: torch.Tensor,
+    plan: Sequence[torch.Tensor],
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+    *others: torch.Tensor | None,
+) -> Options:
+    """The options of a call with q's dtype and device.
+
+    plan    the tensors of a Plan; empty for dense or causal calls
+    others  tensors whose shapes follow from q, k and v
+    """
     index = q.device.index
     keys = tuple([cache_key_of(other) for other in others])
-    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), keys)
+    tile = plan_format.tile_of(plan)
+    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), keys, tile)
 
 
 def sign(scale: float) -> int:
@@ -107,6 +124,7 @@ class Constants(NamedTuple):
     """Compile-time arguments of a Triton kernel.
 
     GROUP            query heads per key head
+    TILE             tokens per side of the plan's tiles
     PRECISION        of products of float32: "tf32" or "ieee"
     TMA              whether q, k, v and dout are TMA descriptors
     DIM, DIM_V       HEAD_DIM and V_DIM, padded
@@ -123,6 +141,7 @@ class Constants(NamedTuple):
     V_DIM: int
     DIM: int
     DIM_V: int
+    TILE: int
     SIGN: int = 1
     CELL_Q: int = 0
     CELL_KV: int = 0
@@ -162,6 +181,7 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
         V_DIM=v_dim,
         DIM=padded_dim("triton", head_dim),
         DIM_V=padded_dim("triton", v_dim),
+        TILE=options.tile,
     )
 
 

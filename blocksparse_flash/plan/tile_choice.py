@@ -1,4 +1,4 @@
-"""Whether tiles of 64 x 64 pay for a layout: the Hopper kernels exist for these and for tiles of 128 x 128.
+"""Whether tiles of 64 x 64 pay for a layout: the kernels exist for these and for tiles of 128 x 128.
 
 Tiles of both sizes are counted without making a plan, in a fraction of its time.
 """
@@ -12,20 +12,24 @@ import numpy as np
 from ..blocks.block_list import Array, BlockRows, Frame, by_keys, edge_kinds
 from ..plan_format import FINE_TILE, TILE
 
-# time per pair of the 64 x 64 kernels over that of the others, forward and backward together, by padded head dimension
-# (H100, 16,384 tokens, random blocks of 128: 1.08 and 1.19, butterfly 1.09 and 1.12; kernels/hopper/TUNING.md)
-SLOWDOWN = {64: 1.08, 128: 1.15}
+# time per pair in tiles of 64 x 64 over that in tiles of 128 x 128, forward and backward together, by padded head
+# dimension: 16,384 tokens, full blocks of 128, see the TUNING.md of each
+SLOWDOWN = {"hopper": {64: 1.08, 128: 1.15}, "triton": {64: 1.02, 128: 1.04}}
 # largest share of a layout for which 64 x 64 tiles can pay
-MAX_SHARE = 1 / min(SLOWDOWN.values())
+MAX_SHARE = 1 / min(min(by_dim.values()) for by_dim in SLOWDOWN.values())
 # the share taken for small blocks that are selected on the device, which is not waited for
 SELECTED_SHARE = 0.5
 # bitmasks are read in pieces of 16 keys
 _PIECE = 16
 
 
-def pays(share: float, dim: int) -> bool:
-    """Whether 64 x 64 tiles are faster for a layout with this `fine_share`. dim: the larger head dimension, padded."""
-    return share * SLOWDOWN[dim] <= 1
+def pays(share: float, dim: int, kernels: str) -> bool:
+    """Whether 64 x 64 tiles are faster for a layout with this `fine_share`.
+
+    dim      the larger head dimension, padded to 64 or 128
+    kernels  "hopper" or "triton"
+    """
+    return share * SLOWDOWN[kernels][dim] <= 1
 
 
 def fine_share(rows: BlockRows, frame: Frame) -> float:

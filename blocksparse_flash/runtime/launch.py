@@ -33,6 +33,12 @@ class Config:
         """Warps and pipeline stages by the names of Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
+    def within(self, tile: int) -> Config:
+        """The configuration with blocks of at most `tile` tokens, and 4 warps if they were larger."""
+        if max(self.block_q, self.block_kv) <= tile:
+            return self
+        return Config(min(self.block_q, tile), min(self.block_kv, tile), 4, self.num_stages)
+
 
 @functools.cache
 def device_limits(index: int | None) -> tuple[int, int]:

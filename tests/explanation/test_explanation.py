@@ -293,4 +293,4 @@ def test_advice_depends_on_the_gpu(on: Any) -> None:
 
 
 def test_the_table_is_read_from_the_package() -> None:
-    assert {one.backend for one in prediction.calibrations()} <= {"triton", "hopper", "hopper-64"}
+    assert {one.backend for one in prediction.calibrations()} <= {"triton", "triton-64", "hopper", "hopper-64"}

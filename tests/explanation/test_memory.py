@@ -93,8 +93,14 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 # split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64
 @pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "strided", "split", "fine layout", "fine split"])
 def test_reported_bytes_are_those_that_launchers_allocate(
-    launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str
+    launchers: dict[str, ModuleType],
+    dims: tuple[int, int],
+    backend: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # by the kind, not by the layout
+    monkeypatch.setattr("blocksparse_flash.explanation.call.tile_of", lambda *_: 64 if kind.startswith("fine") else 128)
     batch, heads, kv_heads, q_len, kv_len = {
         # whole tiles of 128 x 128
         "layout": (2, 4, 2, 250, 380),
@@ -120,9 +126,9 @@ def test_reported_bytes_are_those_that_launchers_allocate(
         layout |= masks.global_tokens((q_len, kv_len), tokens=100, block_size=64)
     call = Call(q, k, v, layout, False, False, 0.0, "deterministic" in backend, q.dtype, backend.partition(",")[0])
     plan = [] if call.plan is None else list(call.plan)
-    assert call.is_fine == (kind.startswith("fine") and backend != "triton" and max(dims) <= 128)
+    assert call.is_fine == (kind.startswith("fine") and max(dims) <= 128)
 
-    prefix = "fine_" if call.is_fine else "" if backend == "triton" else "hopper_"
+    prefix = "" if backend == "triton" else "fine_" if call.is_fine else "hopper_"
     forward: Callable[..., Any] = launchers[f"{prefix}forward"].forward
     backward: Callable[..., Any] = launchers[f"{prefix}backward"].backward
     with Allocations(q, k, v, *plan) as allocations:

@@ -48,7 +48,7 @@ def family(seed: int) -> Call:
         )
         dtype = numbers.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
     head_dim = numbers.choice([8, 16, 33, 40, 64, 64, 64, 72, 96, 100, 128, 128, 128, 192, 256])
-    if backend == "hopper" and has_layout and head_dim <= MAX_FINE_HEAD_DIM and seed % 2:
+    if has_layout and head_dim <= MAX_FINE_HEAD_DIM and not variant.has_bias and seed % 2:
         variant = replace(variant, tile=FINE_TILE)
     return Call(backend, (0, 0, 0, 0), head_dim, dtype, variant)
 

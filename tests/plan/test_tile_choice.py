@@ -89,7 +89,7 @@ def test_selected_blocks_are_taken_for_scattered_if_small() -> None:
     indices = torch.tensor([[[[0, -1], [1, 0]]]])
     small = BlockLayout.from_topk(indices, 128, 128, block_size=64)._fine_share(CPU, False)
     large = BlockLayout.from_topk(indices, 256, 256, block_size=128)._fine_share(CPU, False)
-    assert tile_choice.pays(small, 128) and not tile_choice.pays(large, 64)
+    assert tile_choice.pays(small, 128, "triton") and not tile_choice.pays(large, 64, "triton")
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,29 @@ def test_selected_blocks_are_taken_for_scattered_if_small() -> None:
         ("hopper", 0.9, (64, 64), FINE_TILE),
         ("hopper", 0.9, (64, 72), TILE),
         ("hopper", 1.0, (64, 64), TILE),
-        ("hopper", 0.3, (128, 136), TILE),
-        ("hopper", 0.3, (192, 64), TILE),
-        ("triton", 0.3, (128, 128), TILE),
-        ("eager", 0.3, (128, 128), TILE),
+        ("triton", 0.9, (64, 72), FINE_TILE),
+        ("triton", 1.0, (64, 64), TILE),
     ],
 )
-def test_fine_tiles_run_on_hopper_where_they_save_work(
+def test_fine_tiles_are_chosen_where_they_save_work(
     backend: str, share: float, dims: tuple[int, int], expected: int
 ) -> None:
     assert dispatch.tile_of(backend, share, *dims) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims", "has_block_bias", "expected"),
+    [
+        ("hopper", (128, 128), False, True),
+        ("auto", (64, 64), False, True),
+        ("triton", (128, 64), False, True),
+        ("hopper", (128, 136), False, False),
+        ("triton", (192, 64), False, False),
+        ("triton", (64, 64), True, False),
+        ("eager", (128, 128), False, False),
+    ],
+)
+def test_kernels_without_fine_tiles_are_known(
+    backend: str, dims: tuple[int, int], has_block_bias: bool, expected: bool
+) -> None:
+    assert dispatch.has_fine_tiles(backend, *dims, has_block_bias=has_block_bias) is expected

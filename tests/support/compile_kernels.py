@@ -413,6 +413,12 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
         for head_dim in (64, 128)
         for option in ({"dropout_p": 0.1}, {"scores": "softcap"})
     ]
+    # tiles of 64 x 64
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": "fine", **option}
+        for head_dim in (64, 128)
+        for option in ({}, {"dropout_p": 0.1}, {"scores": "softcap"}, {"q_len": 16, "group": 4})
+    ]
     # split-KV: q_len * group is 4, 32, 64 and 256 rows per key head
     grid += [
         {"head_dim": head_dim, "dtype": half, "q_len": q_len, "group": 4}
@@ -440,6 +446,7 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
         grid += [{"head_dim": 100, "v_dim": 3, "dtype": half, "q_len": q_len, "group": 4} for q_len in (16, 64)]
         # with grouped heads, as without TMA descriptors, dk and dv have a launch of their own
         grid += [{"head_dim": 128, "dtype": half, "group": 4, "mode": mode} for mode in ("layout", "causal")]
+        grid += [{"head_dim": head_dim, "length": 256, "mode": "fine", **small} for head_dim in (64, 128)]
         # kernels with a running maximum are compiled separately for a negative scale, and for 0
         grid += [{**call, "scale": -0.125} for call in grid if call["dtype"] == half]
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in SIGNS]

@@ -155,7 +155,7 @@ def main() -> None:
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
         mock.patch.object(launcher, "MAX_TENSOR_MAPS", 2),
     ):
-        options = kernel_arguments.options_of(out, 0.125, False, 0.0, None)
+        options = kernel_arguments.options_of(out, plan, 0.125, False, 0.0, None)
         specs = specs_of(out, out, out)
         (out_spec,) = specs_of(out).tensors
         tile_lists = kernel_arguments.tile_lists(plan, 0)

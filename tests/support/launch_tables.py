@@ -104,9 +104,16 @@ DROPOUT = [
     Variant("dropout-causal-lengths-group", "causal", group=2, has_lengths=True, dropout_p=0.3),
     Variant("dropout-softcap-dense", "dense", dropout_p=0.2, softcap=3.0),
 ]
-ALL = [*PLAIN, *SCORE_MODS, *DROPOUT]
+PORTABLE_FINE = [
+    Variant("fine-group", "fine", group=2, tile=FINE_TILE),
+    Variant("fine", "fine", tile=FINE_TILE),
+    Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
+    Variant("fine-dropout", dropout_p=0.2, tile=FINE_TILE),
+    Variant("fine-sinks-softcap-slopes", "blocks-causal", has_sinks=True, softcap=3.0, has_slopes=True, tile=FINE_TILE),
+]
+ALL = [*PLAIN, *SCORE_MODS, *DROPOUT, *PORTABLE_FINE]
 # for head dimensions that are padded to others: every part of a kernel once
-FEW = [ALL[i] for i in (1, 2, 5, 12, 14)]
+FEW = [*(ALL[i] for i in (1, 2, 5, 12, 14)), *PORTABLE_FINE]
 HOPPER = [
     *(each for each in PLAIN if not each.has_sinks),
     Variant("long", "long"),
@@ -183,12 +190,12 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     if "C" in rest:
         steps = (constants.BLOCK_Q, constants.BLOCK_KV, *steps)
     if name in ("forward", "keys", "queries"):
-        yield name, dim, given["q_ref"].element_size(), constants.TMA, *steps
+        yield name, dim, given["q_ref"].element_size(), constants.TMA, constants.TILE, *steps
     elif name == "joint":
         blocks = [side for word in ("KEYS", "QUERIES") for side in (rest[word].BLOCK_Q, rest[word].BLOCK_KV)]
-        yield name, dim, constants.TMA, *blocks, *steps
+        yield name, dim, constants.TMA, constants.TILE, *blocks, *steps
     elif name == "split_kv":
-        yield name, dim, given["q_ptr"].element_size(), *steps
+        yield name, dim, given["q_ptr"].element_size(), constants.TILE, *steps
         yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
     elif name == "preprocess":
         wanted = tuple(
@@ -279,7 +286,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         scale = 0.125 if call.scale is None else call.scale
         seed = torch.empty(1, dtype=torch.int64) if variant.dropout_p else None
         options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
-        if variant.tile == FINE_TILE:
+        if call.backend == "hopper" and variant.tile == FINE_TILE:
             out, lse = fine_forward.forward(q, k, v, *options)
             inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
             fine_backward.backward(inputs, *options)
@@ -323,30 +330,30 @@ def known(gpu: Gpu) -> set[Key]:
 def _known_portable(gpu: Gpu) -> Iterator[Key]:
     flags = (False, True)
     on = {"major": gpu.major, "shared_memory": gpu.shared_memory}
-    for dim, size in itertools.product(DIMS, (2, 4)):
+    for dim, size, tile in itertools.product(DIMS, (2, 4), (TILE, FINE_TILE)):
+        if tile == FINE_TILE and dim > MAX_FINE_HEAD_DIM:
+            continue
         for tma, dropout, changed in itertools.product(flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags):
             options = {"tma": tma, "dropout": dropout, "changed": changed}
-            for narrow in flags:
-                yield (
-                    "forward",
-                    dim,
-                    size,
-                    tma,
-                    *dataclasses.astuple(forward.config(dim, size, **options, **on, narrow=narrow)),
-                )
-            yield "keys", dim, size, tma, *dataclasses.astuple(backward.config_keys(dim, size, **options, **on))
-            yield "queries", dim, size, tma, *dataclasses.astuple(backward.config_queries(dim, size, **options, **on))
+            found = [
+                *(("forward", forward.config(dim, size, **options, **on, narrow=narrow)) for narrow in flags),
+                ("keys", backward.config_keys(dim, size, **options, **on)),
+                ("queries", backward.config_queries(dim, size, **options, **on)),
+            ]
+            # smaller tiles always have narrow blocks
+            for name, each in found[tile == FINE_TILE :]:
+                yield name, dim, size, tma, tile, *dataclasses.astuple(each.within(tile))
             for group in (1, 2):
                 both = backward.config_joint(dim, size, major=gpu.major, group=group, **options)
                 if both:
                     keys, queries = both
                     blocks = keys.block_q, keys.block_kv, queries.block_q, queries.block_kv
-                    yield "joint", dim, tma, *blocks, keys.num_warps, keys.num_stages
+                    yield "joint", dim, tma, tile, *blocks, keys.num_warps, keys.num_stages
         for n_rows, changed in itertools.product((1, 17, 33, 65), flags):
             of_rows = split_kv.config(
                 n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, changed=changed
             )
-            yield "split_kv", dim, size, *dataclasses.astuple(of_rows.config)
+            yield "split_kv", dim, size, tile, *dataclasses.astuple(of_rows.config)
         yield from (("split_kv", dim, word) for word in ("split", "whole"))
         yield "combine", dim
     yield "preprocess", True, False, False, False
@@ -386,9 +393,14 @@ def _known_hopper() -> Iterator[Key]:
 def candidates(gpu: Gpu) -> Iterator[Call]:
     """Calls of every kind, cheap ones first."""
     # few and many tile rows; many keys, so that tensors of small heads are large enough for TMA; enough causal rows
-    shapes = [(2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300)]
+    shapes = [
+        (2, 20, 300, 300), (2, 20, 300, 900), (2, 20, 300, 1600), (4, 12, 300, 1100), (8, 50, 300, 300),
+        (1, 4, 400, 16000),
+    ]  # fmt: skip
     for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
         variants = ALL if dim in (64, 128) and dtype == HALF else FEW
+        if dim > MAX_FINE_HEAD_DIM:
+            variants = [each for each in variants if each.tile == TILE]
         # odd head dimensions, whose rows TMA cannot load
         for odd, shape, variant in itertools.product((0, dim // 2 - 1), shapes, variants):
             yield Call("triton", shape, dim - odd, dtype, variant)

@@ -374,8 +374,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/tile_choice.py",
-            "share * SLOWDOWN[dim] <= 1",
-            "share * SLOWDOWN[dim] >= 1",
+            "share * SLOWDOWN[kernels][dim] <= 1",
+            "share * SLOWDOWN[kernels][dim] >= 1",
             "tests/plan/test_tile_choice.py",
         ),
         (
@@ -404,8 +404,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "widest > MAX_FINE_HEAD_DIM",
-            "head_dim > MAX_FINE_HEAD_DIM",
+            "max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM",
+            "head_dim <= MAX_FINE_HEAD_DIM",
             "tests/plan/test_tile_choice.py",
         ),
         # on the device, by kernels
@@ -654,8 +654,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/backward_kernels.py",
-            "i_batch, i_head, kv_start // TILE)",
-            "i_batch, i_kv_head, kv_start // TILE)",
+            "i_batch, i_head, kv_start // C.TILE)",
+            "i_batch, i_kv_head, kv_start // C.TILE)",
             GROUPS,
         ),
         (
@@ -673,8 +673,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/split_kv.py",
-            "o_q // C.CELL_Q * (TILE // C.CELL_KV)",
-            "o_q // C.CELL_Q * (TILE // C.CELL_Q)",
+            "o_q // C.CELL_Q * (C.TILE // C.CELL_KV)",
+            "o_q // C.CELL_Q * (C.TILE // C.CELL_Q)",
             "tests/kernels/triton/test_split_kv.py -k split_rows",
         ),
         (

@@ -599,7 +599,7 @@ def backward(
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
+    options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     by_cols, empty, n_sms = tile_lists(plan, 3), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)

@@ -179,10 +179,12 @@ def bias_sums_shape(
     return sums_shape(shared, tables.shape[2], scores.bias_cell, (chosen.block_q, chosen.block_kv))
 
 
-def lines_and_programs(record_shape: Shape | None, length: int, block: int, n_batch_heads: int) -> tuple[int, int]:
+def lines_and_programs(
+    record_shape: Shape | None, length: int, block: int, tile: int, n_batch_heads: int
+) -> tuple[int, int]:
     """(tile rows or columns per head, programs of all n_batch_heads heads); blocks instead of tiles without a plan."""
     n_lines = record_shape[2] if record_shape else -(-length // block)
-    return n_lines, n_lines * (TILE_SIDE // block if record_shape else 1) * n_batch_heads
+    return n_lines, n_lines * (tile // block if record_shape else 1) * n_batch_heads
 
 
 def descriptor_factories_of(specs: TensorSpecs, chosen: Config, dim: int, dim_v: int) -> dict[str, DescriptorFactory]:
@@ -214,8 +216,8 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
         "shared_memory": options.shared_memory,
         "changed": options.changes_scores,
     }
-    keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted)
-    queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted)
+    keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
+    queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
 
     strides = Strides(q.strides[:3], k.strides[:3], v.strides[:3], dout.strides[:3])
     common = {
@@ -229,7 +231,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
 
     def launch_over(kernel: Any, chosen: Config, direction: int, heads: int, length: int, sums: Shape | None) -> Launch:
         record_shape, block = (rows[0], chosen.block_q) if direction == 0 else (cols[0], chosen.block_kv)
-        n_lines, n_programs = lines_and_programs(record_shape, length, block, batch * heads)
+        n_lines, n_programs = lines_and_programs(record_shape, length, block, options.tile, batch * heads)
         table_strides, (cell_q, cell_kv) = bias_arguments(options, direction)
         rest = {
             **common,
@@ -288,8 +290,8 @@ def joint_launch(
     if chosen is None:
         return None
     (of_keys, of_queries), (rows, cols) = chosen, lists
-    n_cols, n_keys = lines_and_programs(cols, kv_len, of_keys.block_kv, batch * heads)
-    n_rows, n_queries = lines_and_programs(rows, q_len, of_queries.block_q, batch * heads)
+    n_cols, n_keys = lines_and_programs(cols, kv_len, of_keys.block_kv, options.tile, batch * heads)
+    n_rows, n_queries = lines_and_programs(rows, q_len, of_queries.block_q, options.tile, batch * heads)
     if not joint_pays(n_keys + n_queries, max(dim, dim_v), tma, options, has_layout=rows is not None):
         return None
     rest = {
@@ -328,7 +330,7 @@ def backward(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
-    options = options_of(q, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seed)
+    options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seed)
     slopes = rows = cols = sums = dslopes = None
     if scores is not None:
         slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)

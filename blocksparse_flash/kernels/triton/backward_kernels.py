@@ -15,8 +15,7 @@ from .tile import (
     LOG2_E,
     N_TILES,
     NUMBER,
-    TILE,
-    WITHOUT_SIGN,
+    PARTIAL,
     add_product,
     attending_pairs,
     dense_kv_steps,
@@ -83,13 +82,13 @@ def keys_program(
     HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
-    STEPS: tl.constexpr = TILE // BLOCK_Q
+    STEPS: tl.constexpr = C.TILE // BLOCK_Q
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
             tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads,
-            TILE // BLOCK_KV, C.GROUP,
+            C.TILE // BLOCK_KV, C.GROUP,
         )
-        kv_start = tl.load(p_record + NUMBER) * TILE + i_split * BLOCK_KV
+        kv_start = tl.load(p_record + NUMBER) * C.TILE + i_split * BLOCK_KV
     else:
         batch_head = pid // sizes.n_lines
         kv_start = pid % sizes.n_lines * BLOCK_KV
@@ -124,10 +123,10 @@ def keys_program(
             p_member = p_record
             if C.GROUP > 1:
                 # heads of a group may have different layouts, hence launch orders
-                p_member = find_line_record(tiles.records, strides.records, i_batch, i_head, kv_start // TILE)
+                p_member = find_line_record(tiles.records, strides.records, i_batch, i_head, kv_start // C.TILE)
             first = tl.load(p_member + BEGIN) * STEPS
             end = first + tl.load(p_member + N_TILES) * STEPS
-            q_next = tile_start(tiles.indices, first, BLOCK_Q, STEPS)
+            q_next = tile_start(tiles.indices, first, BLOCK_Q, C.TILE)
         else:
             first, full, end = dense_q_steps(kv_start, q_len, kv_len, C.CAUSAL, BLOCK_Q, BLOCK_KV)
             n_full = q_len // BLOCK_Q
@@ -136,8 +135,8 @@ def keys_program(
             q_start = q_next
             if HAS_LAYOUT:
                 is_partial = q_start < 0
-                q_start = q_start & WITHOUT_SIGN
-                q_next = tile_start(tiles.indices, i_step + 1, BLOCK_Q, STEPS)
+                q_start = q_start & (PARTIAL * C.TILE - 1)
+                q_next = tile_start(tiles.indices, i_step + 1, BLOCK_Q, C.TILE)
             else:
                 is_partial = (i_step < full) | (i_step >= n_full)
                 q_next = q_start + BLOCK_Q
@@ -165,7 +164,7 @@ def keys_program(
                     i_bitmask = tl.load(tiles.ids + i_step // STEPS)
                 m_pairs = attending_pairs(
                     tiles.words, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                    HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, True,
+                    HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, True,
                 )  # fmt: skip
                 b_p = tl.where(m_pairs, b_p, 0.0)
             # [BLOCK_Q, DIM_V]
@@ -216,12 +215,12 @@ def queries_program(
     HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
-    STEPS: tl.constexpr = TILE // BLOCK_KV
+    STEPS: tl.constexpr = C.TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
-            tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads, TILE // BLOCK_Q, 1
+            tiles.records, strides.records, pid, sizes.n_lines, sizes.n_heads, sizes.n_batch_heads, C.TILE // BLOCK_Q, 1
         )
-        q_start = tl.load(p_record + NUMBER) * TILE + i_split * BLOCK_Q
+        q_start = tl.load(p_record + NUMBER) * C.TILE + i_split * BLOCK_Q
     else:
         batch_head = pid // sizes.n_lines
         q_start = (sizes.n_lines - 1 - pid % sizes.n_lines) * BLOCK_Q
@@ -254,7 +253,7 @@ def queries_program(
     if HAS_LAYOUT:
         first = tl.load(p_record + BEGIN) * STEPS
         end = first + tl.load(p_record + N_TILES) * STEPS
-        kv_next = tile_start(tiles.indices, first, BLOCK_KV, STEPS)
+        kv_next = tile_start(tiles.indices, first, BLOCK_KV, C.TILE)
     else:
         n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)
         first = 0
@@ -263,8 +262,8 @@ def queries_program(
         kv_start = kv_next
         if HAS_LAYOUT:
             is_partial = kv_start < 0
-            kv_start = kv_start & WITHOUT_SIGN
-            kv_next = tile_start(tiles.indices, i_step + 1, BLOCK_KV, STEPS)
+            kv_start = kv_start & (PARTIAL * C.TILE - 1)
+            kv_next = tile_start(tiles.indices, i_step + 1, BLOCK_KV, C.TILE)
         else:
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
@@ -294,7 +293,7 @@ def queries_program(
                 i_bitmask = tl.load(tiles.ids + i_step // STEPS)
             m_pairs = attending_pairs(
                 tiles.words, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, False,
+                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
             )  # fmt: skip
             b_p = tl.where(m_pairs, b_p, 0.0)
         if C.DROPOUT:

@@ -48,8 +48,7 @@ from .tile import (
     LOG2_E,
     N_TILES,
     NUMBER,
-    TILE,
-    WITHOUT_SIGN,
+    PARTIAL,
     add_product,
     attending_pairs,
     dense_kv_steps,
@@ -91,6 +90,8 @@ def config(
         return Config(128, 64, 8, 2)
     if dim <= 128 and narrow and major == 9:
         return Config(64, 64, 4, 3)
+    if dim <= 64 and narrow and major == 10:
+        return Config(64, 64, 8, 3)
     if dim <= 64:
         return Config(128, 64, 8 if major == 10 else 4, 3)
     if dim <= 128 and major == 10 and not tma:
@@ -135,12 +136,12 @@ def forward_kernel(
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
-    STEPS: tl.constexpr = TILE // BLOCK_KV
+    STEPS: tl.constexpr = C.TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
-            records_ptr, strides.records, tl.program_id(0), n_lines, n_heads, n_batch_heads, TILE // BLOCK_Q, 1
+            records_ptr, strides.records, tl.program_id(0), n_lines, n_heads, n_batch_heads, C.TILE // BLOCK_Q, 1
         )
-        q_start = tl.load(p_record + NUMBER) * TILE + i_split * BLOCK_Q
+        q_start = tl.load(p_record + NUMBER) * C.TILE + i_split * BLOCK_Q
     else:
         # last rows first: with CAUSAL they are the longest
         batch_head = tl.program_id(0) // n_lines
@@ -178,7 +179,7 @@ def forward_kernel(
     if HAS_LAYOUT:
         first = tl.load(p_record + BEGIN) * STEPS
         end = first + tl.load(p_record + N_TILES) * STEPS
-        kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
+        kv_next = tile_start(indices_ptr, first, BLOCK_KV, C.TILE)
     else:
         n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)
         first = 0
@@ -188,8 +189,8 @@ def forward_kernel(
         kv_start = kv_next
         if HAS_LAYOUT:
             is_partial = kv_start < 0
-            kv_start = kv_start & WITHOUT_SIGN
-            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
+            kv_start = kv_start & (PARTIAL * C.TILE - 1)
+            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, C.TILE)
         else:
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
@@ -211,7 +212,7 @@ def forward_kernel(
                 i_bitmask = tl.load(ids_ptr + i_step // STEPS)
             m_pairs = attending_pairs(
                 words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, False,
+                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
             )
             b_scores = tl.where(m_pairs, b_scores, float("-inf"))
         if LIMITED and HAS_LAYOUT:
@@ -262,10 +263,11 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
         dropout=options.dropout_p > 0,
         shared_memory=options.shared_memory,
         changed=options.changes_scores,
-        narrow=narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None),
-    )
+        narrow=options.tile < TILE_SIDE
+        or narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None),
+    ).within(options.tile)
     n_lines = record_shape[2] if record_shape else -(-q_len // chosen.block_q)
-    split = TILE_SIDE // chosen.block_q if record_shape else 1
+    split = options.tile // chosen.block_q if record_shape else 1
     table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     rest = {
         "strides": Strides(
@@ -316,7 +318,7 @@ def forward(
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     seed = device_seed(seed, q.device)
-    options = options_of(q, scale, causal, dropout_p, kv_lengths, seed)
+    options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seed)
     added: tuple[torch.Tensor | None, ...] = (None, None, None)
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)

@@ -24,7 +24,6 @@ import triton.language as tl
 from ...runtime.launch import Config, DescriptorFactory, Launch, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores
-from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
     PlanSpecs,
@@ -49,8 +48,7 @@ from .tile import (
     LN_2,
     LOG2_E,
     N_TILES,
-    TILE,
-    WITHOUT_SIGN,
+    PARTIAL,
     add_product,
     dense_kv_steps,
     head_base,
@@ -148,7 +146,7 @@ def split_kv_kernel(
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
-    STEPS: tl.constexpr = TILE // BLOCK_KV
+    STEPS: tl.constexpr = C.TILE // BLOCK_KV
     # blocks of one split are neighbours, so that they share keys in L2
     i_block = tl.program_id(0) % n_blocks
     i_split = tl.program_id(0) // n_blocks % n_splits
@@ -185,7 +183,7 @@ def split_kv_kernel(
         if slopes_ptr is not None:
             b_slopes = tl.load(slopes_ptr + i_head + o_head) * LOG2_E
         if tables_ptr is not None:
-            o_line = o_head.to(tl.int64) * strides.tables[1] + o_q // C.CELL_Q * (TILE // C.CELL_KV)
+            o_line = o_head.to(tl.int64) * strides.tables[1] + o_q // C.CELL_Q * (C.TILE // C.CELL_KV)
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     n_full = 0
@@ -199,14 +197,14 @@ def split_kv_kernel(
     first, end = split_range(first, end, i_split, n_splits)
     kv_next = first * BLOCK_KV
     if HAS_LAYOUT:
-        kv_next = tile_start(indices_ptr, first, BLOCK_KV, STEPS)
+        kv_next = tile_start(indices_ptr, first, BLOCK_KV, C.TILE)
     for i_step in tl.range(first, end):
         # the next index is loaded a step ahead: in its own step it would take a pipeline stage from the keys
         kv_start = kv_next
         if HAS_LAYOUT:
             is_partial = kv_start < 0
-            kv_start = kv_start & WITHOUT_SIGN
-            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, STEPS)
+            kv_start = kv_start & (PARTIAL * C.TILE - 1)
+            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, C.TILE)
         else:
             is_partial = i_step >= n_full
             kv_next = kv_start + BLOCK_KV
@@ -226,7 +224,7 @@ def split_kv_kernel(
             o_kv = kv_start + tl.arange(0, BLOCK_KV)
             if HAS_LAYOUT:
                 i_bitmask = tl.load(ids_ptr + i_step // STEPS)
-                m_pairs = query_pairs(words_ptr, i_bitmask, o_q, kv_start % TILE, BLOCK_Q, BLOCK_KV)
+                m_pairs = query_pairs(words_ptr, i_bitmask, o_q, kv_start % C.TILE, BLOCK_Q, BLOCK_KV, C.TILE)
             elif C.CAUSAL:
                 m_pairs = (o_kv < limit)[None, :] & (o_kv[None, :] <= o_q[:, None] + (kv_len - q_len))
             else:
@@ -332,7 +330,7 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_blocks = -(-packed * q_len // chosen.config.block_q)
     n_programs = batch * heads // packed * n_blocks
-    n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // TILE_SIDE)
+    n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // options.tile)
     # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
     n_worth = n_tiles // max(1, chosen.config.block_q // 64)
     n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
@@ -390,7 +388,7 @@ def forward(
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    options = options_of(q, scale, causal, 0.0, kv_lengths)
+    options = options_of(q, plan, scale, causal, 0.0, kv_lengths)
     sinks = slopes = tables = None
     if scores is not None:
         sinks, slopes, tables = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)

@@ -9,10 +9,10 @@ import triton.language as tl
 from ... import plan_format
 from .. import arguments
 
-# tokens per side of a tile
+# tokens per side of a tile, but in plans of smaller tiles, see Constants.TILE; cells of a bias are always within it
 TILE = tl.constexpr(arguments.TILE)
-# clears the sign bit of a partial tile, see tile_start
-WITHOUT_SIGN = tl.constexpr(0x7FFFFFFF)
+# subtracted from the list entries of partial tiles
+PARTIAL = tl.constexpr(plan_format.PARTIAL)
 # int32 values per record of a plan, and where in it each field is
 RECORD = tl.constexpr(plan_format.RECORD)
 NUMBER, BEGIN, N_TILES, N_PARTIAL = (
@@ -195,11 +195,12 @@ def find_line_record(records_ptr, record_strides, i_batch, i_head, i_line):
 
 
 @triton.jit
-def tile_start(indices_ptr, i_step, side: tl.constexpr, STEPS: tl.constexpr):
-    """First token of step `i_step`, with STEPS steps of `side` tokens per listed tile; negative if partial.
+def tile_start(indices_ptr, i_step, side: tl.constexpr, TILE: tl.constexpr):
+    """First token of step `i_step` of `side` tokens, TILE / side of which are a listed tile.
 
-    The entry of a partial tile has bit 24 set, which becomes its token's sign: `& WITHOUT_SIGN` restores it.
+    Negative if the tile is partial: `& (PARTIAL * TILE - 1)` restores the token.
     """
+    STEPS: tl.constexpr = TILE // side
     i_tile = i_step // STEPS
     return tl.load(indices_ptr + i_tile) * TILE + (i_step - i_tile * STEPS) * side
 
@@ -221,7 +222,7 @@ def load_words(words_ptr, o_word):
 
 
 @triton.jit
-def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr):
+def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr):
     """[ROWS, COLS] bool: which queries o_q attend to which keys from kv_start on; positions within the tile."""
     o_col = tl.arange(0, COLS)
     p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
@@ -233,7 +234,10 @@ def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: t
 
 
 @triton.jit
-def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, COLS: tl.constexpr, T: tl.constexpr):
+def bitmask_pairs(
+    words_ptr, i_bitmask, q_start, kv_start,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """[ROWS, COLS] bool, or [COLS, ROWS] if T: the pairs that attend; starts are within the tile."""
     if T:
         o_col = tl.arange(0, COLS)
@@ -244,7 +248,7 @@ def bitmask_pairs(words_ptr, i_bitmask, q_start, kv_start, ROWS: tl.constexpr, C
             b_bits = tl.where((o_col // 32 == i_word)[:, None], load_words(p_words, o_word + i_word)[None, :], b_bits)
         return ((b_bits >> (o_col % 32)[:, None]) & 1) != 0
     else:
-        return query_pairs(words_ptr, i_bitmask, q_start + tl.arange(0, ROWS), kv_start, ROWS, COLS)
+        return query_pairs(words_ptr, i_bitmask, q_start + tl.arange(0, ROWS), kv_start, ROWS, COLS, TILE)
 
 
 @triton.jit
@@ -313,11 +317,12 @@ def dense_q_steps(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.con
 @triton.jit
 def attending_pairs(
     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-    HAS_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+    HAS_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TILE: tl.constexpr,
+    T: tl.constexpr,
 ):
     """[BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T: the pairs of a partial step that attend."""
     if HAS_LAYOUT:
-        m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, T)
+        m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, TILE, T)
     else:
         o_q = q_start + tl.arange(0, BLOCK_Q)
         o_kv = kv_start + tl.arange(0, BLOCK_KV)
