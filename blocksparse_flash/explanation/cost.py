@@ -146,38 +146,39 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     why = unmeasured(call)
     if why or device is None:
         return None, why
-    dim = max(call.head_dim, call.v_dim)
-    backends = kernels_of(call)
-    padded = {direction: padded_dim(backend, dim) for direction, backend in backends.items()}
-    used = {
-        direction: prediction.find(table, device, backend, padded[direction], direction)
-        for direction, backend in backends.items()
-    }
-    forward, backward = used["fwd"], used["bwd"]
-    if forward is None or backward is None:
+    # without a layout the kernels may be others: tiles are of 128 x 128
+    dense_call = dataclasses.replace(call, layout=None)
+    used, dense_used = (_calibrations(each, device, table) for each in (call, dense_call))
+    if used is None or dense_used is None:
+        dim = padded_dim(call.backend, max(call.head_dim, call.v_dim))
         return None, (
-            f'"{call.kernels}" was not measured at a head dimension of {padded["fwd"]} or wider on a GPU of compute '
-            f"capability {device.capability[0]}.{device.capability[1]}"
+            f'"{call.kernels}" was not measured at a head dimension of {dim} or wider on a GPU of compute capability '
+            f"{device.capability[0]}.{device.capability[1]}"
         )
-
-    for one in (forward, backward):
-        if not prediction.can_scale(one, device):
-            return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
-    mine = dense = _times(call, device, forward, backward)
-    if call.layout is not None:
-        dense = _times(dataclasses.replace(call, layout=None), device, forward, backward)
-    said = [
-        *prediction.caveats(forward, device, padded["fwd"]),
-        *prediction.caveats(backward, device, padded["bwd"]),
-    ]
+    if not all(prediction.can_scale(each, device) for each in used):
+        return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
+    mine, dense = _times(call, device, *used), _times(dense_call, device, *dense_used)
+    said: list[str] = []
+    for direction, each in zip(("fwd", "bwd"), used, strict=True):
+        dim = padded_dim(kernels_of(call)[direction], max(call.head_dim, call.v_dim))
+        said += prediction.caveats(each, device, dim)
     if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
         said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens host time dominates, which is not predicted")
     if call.has_kv_lengths:
         said.append("kv_lengths are ignored, as if all were kv_len")
     if call.unreadable:
         said.append(f"where TMA cannot load {' and '.join(call.unreadable)}, nothing was measured")
-    basis = prediction.basis((forward, backward))
-    return Prediction(*mine, *dense, basis=basis, caveats=tuple(dict.fromkeys(said))), ""
+    return Prediction(*mine, *dense, basis=prediction.basis(used), caveats=tuple(dict.fromkeys(said))), ""
+
+
+def _calibrations(call: Call, device: Device, table: tuple[Calibration, ...]) -> tuple[Calibration, Calibration] | None:
+    """The calibrations of a call's forward and backward; None if one is missing."""
+    dim = max(call.head_dim, call.v_dim)
+    forward, backward = (
+        prediction.find(table, device, kernels, padded_dim(kernels, dim), direction)
+        for direction, kernels in kernels_of(call).items()
+    )
+    return None if forward is None or backward is None else (forward, backward)
 
 
 def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
