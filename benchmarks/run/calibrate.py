@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 DEVICES = {"NVIDIA H200": Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)}
 # GPUs without a fit of their own; their lines test the scaling of rates to another GPU
 SCALED = {"NVIDIA H100 80GB HBM3": Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2933.0)}
-BENCHES = ("attention", "length", "density", "block-size")
+BENCHES = ("attention", "length", "density", "block-size", "fine")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # parts of the cross-validation
 FOLDS = 5
