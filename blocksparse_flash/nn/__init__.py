@@ -1,4 +1,4 @@
-"""torch.nn modules over a layout: self-attention, encoders, decoders, and replacements for modules of torch.nn."""
+"""torch.nn modules over a layout: self-attention, encoders, decoders, selected blocks, and torch.nn's own modules."""
 
 from .decoder import Decoder, DecoderBlock
 from .kv_cache import KVCache
@@ -6,6 +6,7 @@ from .layers import Encoder, EncoderBlock, SelfAttention
 from .layout_by_length import LayoutByLength
 from .positions import LearnedPositions, RotaryTable, alibi_slopes, rotary_table
 from .torch_modules import MultiheadAttention, TransformerEncoderLayer
+from .video_sparse import VideoSparseAttention, video_sparse_attention
 
 __all__ = [
     "Decoder",
@@ -19,6 +20,8 @@ __all__ = [
     "RotaryTable",
     "SelfAttention",
     "TransformerEncoderLayer",
+    "VideoSparseAttention",
     "alibi_slopes",
     "rotary_table",
+    "video_sparse_attention",
 ]

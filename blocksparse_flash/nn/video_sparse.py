@@ -1,0 +1,158 @@
+"""Video sparse attention: blocks of keys selected by pooled queries and keys, beside attention over the pools."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from ..functional import attention
+from ..layout import BlockLayout
+from .arguments import check_positions, check_tensor, positive_int
+from .layers import SelfAttention
+
+
+def video_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, k_blocks: int, block_size: int = 64, coarse_gate: Tensor | None = None
+) -> Tensor:
+    """Attention of each block of queries to the k_blocks blocks of keys with the highest pooled scores.
+
+    Queries, keys and values are averaged over blocks of consecutive tokens. In the coarse branch the averages attend to
+    each other; every query of a block gets the same result. In the fine branch the queries of a block attend to the
+    tokens of the k_blocks blocks whose coarse scores are highest. The result is fine + coarse_gate * coarse.
+
+    q            (batch, heads, q_len, head_dim)
+    k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
+    k_blocks     blocks of keys for each block of queries and head; all of them if there are fewer
+    block_size   tokens of a block: 16, 32, 64, 128 or a multiple of 128; the last block may be shorter
+    coarse_gate  broadcasts to the result, such as (batch, heads, q_len, v_head_dim); None: no coarse branch
+    returns      (batch, heads, q_len, v_head_dim)
+    raises       TypeError, ValueError
+
+    Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient; q, k
+    and v have gradients through both branches. Memory is O(heads * (length / block_size)^2 + heads * length).
+
+    Zhang et al., "Faster Video Diffusion with Trainable Sparse Attention" (VSA), arXiv:2505.13389, section 2.
+
+    >>> q = torch.randn(1, 2, 256, 32)
+    >>> video_sparse_attention(q, q, q, k_blocks=2, coarse_gate=torch.ones(())).shape
+    torch.Size([1, 2, 256, 32])
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have shape (batch, heads, length, head_dim), got {tuple(tensor.shape)}")
+    positive_int("k_blocks", k_blocks)
+    positive_int("block_size", block_size)
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
+    group = q.shape[1] // k.shape[1]
+    # each head of keys once per query head that shares it
+    pooled_q, pooled_k, pooled_v = (
+        block_means(q, block_size),
+        *(repeat(block_means(x, block_size), "b h n d -> b (h group) n d", group=group) for x in (k, v)),
+    )
+    scores = pooled_q @ pooled_k.mT / math.sqrt(q.shape[3])
+    layout = BlockLayout.from_scores(
+        scores.detach(), q.shape[2], k.shape[2], k=min(k_blocks, scores.shape[3]), block_size=block_size
+    )
+    fine = attention(q, k, v, layout)
+    if coarse_gate is None:
+        return fine
+    coarse = scores.softmax(-1) @ pooled_v
+    coarse = repeat(coarse, "b h n d -> b h (n block) d", block=block_size)[:, :, : q.shape[2]]
+    return fine + coarse_gate * coarse
+
+
+def block_means(x: Tensor, block_size: int) -> Tensor:
+    """Means over blocks of tokens: (batch, heads, length, d) to (batch, heads, blocks, d). The last may be shorter."""
+    whole = x.shape[2] // block_size * block_size
+    found = [x[:, :, :whole].unflatten(2, (-1, block_size)).mean(3)] if whole else []
+    if whole < x.shape[2]:
+        found.append(x[:, :, whole:].mean(2, keepdim=True))
+    return torch.cat(found, 2)
+
+
+class VideoSparseAttention(nn.Module):
+    """Self-attention over a grid of tokens: `video_sparse_attention` of cubes, between projections without bias.
+
+    embed_dim  features per token, a multiple of num_heads unless head_dim is given
+    num_heads  query heads
+    grid       tokens along each axis, such as (frames, height, width); inputs are in row-major order
+    k_blocks   cubes of keys for each cube of queries and head
+    cube       tokens of a cube along each axis; their product is 16, 32, 64, 128 or a multiple of 128
+    kv_heads, rope, head_dim  as SelfAttention
+    raises     TypeError, ValueError
+
+    A block holds the tokens of one cube. Where an axis of the grid is no multiple of the cube's, cubes at its end are
+    smaller, and a block holds tokens of neighbouring cubes.
+
+    The gate of the coarse branch is a linear function of the input that starts at zero. A new layer therefore computes
+    sparse attention alone, and the weights of a dense layer, a SelfAttention, can be loaded into `projections`.
+
+    Zhang et al., "Faster Video Diffusion with Trainable Sparse Attention" (VSA), arXiv:2505.13389, section 2; without
+    the gate of the fine branch, as in its models adapted from dense ones.
+
+    >>> VideoSparseAttention(64, 2, (4, 8, 8), k_blocks=2)(torch.zeros(1, 256, 64)).shape
+    torch.Size([1, 256, 64])
+    """
+
+    # buffers
+    order: Tensor
+    place: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        grid: Sequence[int],
+        *,
+        k_blocks: int,
+        cube: Sequence[int] = (4, 4, 4),
+        kv_heads: int | None = None,
+        rope: float | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        # imports the mask builders
+        from ..masks import tile_order
+
+        super().__init__()
+        self.k_blocks = positive_int("k_blocks", k_blocks)
+        self.projections = SelfAttention(embed_dim, num_heads, kv_heads=kv_heads, rope=rope, head_dim=head_dim)
+        self.coarse_gate = nn.Linear(embed_dim, num_heads * self.projections.head_dim)
+        nn.init.zeros_(self.coarse_gate.weight)
+        nn.init.zeros_(self.coarse_gate.bias)
+        order = tile_order(tuple(grid), tile=tuple(cube))
+        self.block_size = math.prod(cube)
+        # token at each place in the order of cubes, and place of each token
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("place", torch.argsort(order), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (batch, tokens of the grid, embed_dim), in row-major order, to the same shape.
+
+        positions  for rope, as in SelfAttention: numbers (length,) or (length, axes), such as frame, row and column;
+                   None is the row-major index
+        raises     TypeError, ValueError
+        """
+        check_tensor("x", x)
+        if x.dim() != 3 or x.shape[1] != len(self.order):
+            raise ValueError(
+                f"x must have shape (batch, {len(self.order)} tokens of the grid, embed_dim), got {tuple(x.shape)}"
+            )
+        if positions is not None:
+            check_positions(positions)
+            positions = positions[self.order]
+        elif self.projections.rope is not None:
+            positions = self.order
+        x = x[:, self.order]
+        q, k, v = self.projections.project(x, positions)
+        gate = rearrange(self.coarse_gate(x), "batch length (heads d) -> batch heads length d", d=v.shape[3])
+        out = video_sparse_attention(q, k, v, k_blocks=self.k_blocks, block_size=self.block_size, coarse_gate=gate)
+        return self.projections.unite(out)[:, self.place]
+
+    def extra_repr(self) -> str:
+        return f"{len(self.order)} tokens, k_blocks={self.k_blocks}, block_size={self.block_size}"
