@@ -240,9 +240,10 @@ def attention(
                by 1 - dropout_p
     seed       dropout seed: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's
                CPU generator. The same seed drops the same pairs for every layout, backend and device
-    deterministic  True gives equal bits in every run, forward and backward; None follows
-               torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" sums dq in any order, which
-               is faster, and the last bits of dq change from run to run; everything else has equal bits anyway
+    deterministic  True makes results bitwise identical in every run, forward and backward; None follows
+               torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" with tiles of 128 x 128 sums
+               dq in an order that varies, which is faster, so that the last bits of dq can differ between runs.
+               Everything else is always deterministic
     backend    "auto", "hopper", "triton", "eager" or "reference". A backend given by name runs the call or raises an
                error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
                each new kind of call, and why
@@ -267,9 +268,9 @@ def attention(
     Non-finite numbers are neither detected nor hidden. On every backend:
 
     scores     -inf (as from a block_bias of -inf) means that the pair does not attend. A query whose scores are all
-               -inf has no keys: out 0, lse -inf, gradients 0. A score of NaN or +inf of an attending pair makes out and
-               lse of its query NaN, and of no other query. So do a sink of +inf or NaN, and an infinite slope at
-               distance 0. A sink of -inf is no sink
+               -inf has no keys: out 0, lse -inf, gradients 0. If an attending pair has the score NaN or +inf, out and
+               lse of its query are NaN; other queries are not affected. A sink of +inf or NaN, and an infinite slope at
+               distance 0, have the same effect. A sink of -inf is no sink
     unread     keys and values beyond kv_lengths are not read. A tile of 128 keys (0 to 127, 128 to 255, ...) is not
                read either if no query of the heads that share it attends to any of its keys. Unread keys and values may
                hold anything, and their gradients are 0
@@ -278,14 +279,14 @@ def attention(
                0 * NaN = NaN. With a layout, `hopper`, `triton` and `eager` confine them to the queries of the 128 x 128
                tiles in which some pair attends. `reference`, and any backend without a layout, may spread them over all
                queries of the heads that share the value
-    gradients  dq, dk and dv spread NaN as v does: one in q, k, v or dout may reach the gradients of all queries and
-               keys of such tiles. It reaches no other batch entry, and no head that does not share its keys. The
+    gradients  a NaN or inf in q, k, v or dout may reach the gradients of all queries and keys of the tiles in which
+               some pair attends. It reaches no other batch entry, and no head that does not share its keys. The
                gradient of the lse of a query without keys is ignored
 
     The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does. Each of up to
-    four roundings of lse changes a weight by a factor of up to 1 + |lse| * 2**-24. Up to |lse| = 4096 that is less than
-    a rounding of 16-bit gradients (2**-10); float32 gradients are off by 0.1 % there, and gradients of any type by up
-    to 24 % at 1e6. `reference` is not affected.
+    four roundings of lse changes a weight by a relative error of up to |lse| * 2**-24. Up to |lse| = 4096 their sum is
+    at most 2**-10, no more than a rounding of 16-bit gradients; float32 gradients are off by up to 0.1% there, and
+    gradients of any type by up to about a quarter at 1e6. `reference` is not affected.
 
     >>> q = k = v = torch.randn(1, 2, 512, 64)
     >>> attention(q, k, v, causal=True).shape

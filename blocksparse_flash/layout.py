@@ -156,14 +156,15 @@ class BlockLayout:
         fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors that broadcast. With heads or batch given,
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
         q_len, kv_len  tokens
-        within   gives from_predicate(fn) & within, but evaluates only the blocks of `within`: O(nnz)
+        within   a layout: the result is from_predicate(fn) & within, but only the blocks of `within` are evaluated,
+                 in O(nnz)
         dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for
                  equal keys (ragged edges aside), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
         looks    the old name of dedup_key, deprecated
 
-        Without `within` and dedup_key it warns above 10^8 pairs. It then shows a progress bar, or logs progress (logger
-        "blocksparse_flash", level INFO) if tqdm is not installed.
+        If neither `within` nor `dedup_key` is given, more than 10^8 pairs cause a warning and a progress bar, or, if
+        tqdm is not installed, log lines (logger "blocksparse_flash", level INFO).
 
         >>> window = lambda q_pos, kv_pos: (q_pos - kv_pos).abs() <= 64
         >>> BlockLayout.from_predicate(window, 256, 256, block_size=64).density
@@ -257,9 +258,9 @@ class BlockLayout:
         returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
                  wait for the device
 
-        A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU four kernels make the
-        layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for more than 4
-        blocks per tile, and under torch.compile, some 60 PyTorch operations do the same.
+        A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU, four fused kernels
+        make the layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for more
+        than 4 blocks per tile, and under torch.compile, about 60 PyTorch operations do so, which take longer.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity

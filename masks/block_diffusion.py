@@ -58,10 +58,10 @@ def _sides(n_sides: int, side: int, length: int, size: int) -> Sides:
 
 @public
 def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> BlockLayout:
-    """Noised tokens attend to their own block and earlier clean blocks, clean tokens to clean blocks up to their own.
+    """Noised tokens attend to their own chunk and earlier clean chunks; clean tokens to clean chunks up to their own.
 
     The sequence is [x_t | x_0]: `length` noised tokens, then `length` clean tokens. Token i of either half is in
-    diffusion block i // size; the last block of a half may be shorter.
+    chunk i // size, the diffusion block of the paper; the last chunk of a half may be shorter.
 
     length=4, size=2 (noised | clean, queries down, keys across):
         1 1 0 0 | 0 0 0 0
@@ -75,7 +75,7 @@ def block_diffusion(length: int, *, size: int, block_size: BlockSize = 128) -> B
         0 0 0 0 | 1 1 1 1
 
     length      tokens of the clean sequence; the layout has twice as many queries and keys
-    size        tokens in a diffusion block, at least 1
+    size        tokens in a chunk, at least 1
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, 2 * length, 2 * length), shared by every head, exact to the token
     raises      ValueError if length < 0 or size < 1; TypeError if one is not an int

@@ -167,7 +167,7 @@ def _candidates(canvas: Canvas, grid: Sequence[int], axes: Sequence[Axis]) -> tu
 def _cells(canvas: Canvas, grid: Sequence[int], order: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
     """(cells, cols): for each axis the cell of each coordinate, and the block col that holds all tokens of a cell.
 
-    An axis is cut wherever some token and its neighbour along it are in different cols, so tiles of whole blocks are
+    An axis is cut wherever some token and its neighbor along it are in different cols, so tiles of whole blocks are
     cut only at their faces.
     """
     cols = np.empty_like(order)

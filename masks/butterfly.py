@@ -60,11 +60,11 @@ def _stretched(canvas: Canvas, n_cells: int, cells: tuple[np.ndarray, np.ndarray
 def butterfly(
     length: Length, *, n_factors: int | None = None, stretch: int | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """Each block attends to itself and to the blocks whose index differs from its own in one of the low bits.
+    """Each block attends to itself and to blocks whose index differs in exactly one bit, of the n_factors lowest.
 
     A block is full if col == row or col == row XOR 2**k for some k < n_factors: the sum of the butterfly factors of
-    strides 1, 2, 4, ... instead of their product. After log2(blocks) layers every token has reached every other one.
-    If the number of blocks is not a power of two, partners beyond the grid are dropped.
+    strides 1, 2, 4, ... instead of their product. After log2(blocks) layers, every token can receive information from
+    every other. If the number of blocks is not a power of two, partners beyond the grid are dropped.
 
     With stretch=n, the butterfly pairs the cells of an n x n grid laid over queries and keys of any lengths: token i is
     in cell i * n // length, and a block is full if it holds a pair of a kept cell. If n is the number of blocks and the

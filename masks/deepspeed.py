@@ -206,9 +206,9 @@ class FixedSparsityConfig(SparsityConfig):
     num_global_blocks   global blocks of a window, its last ones for head 0. Divides num_local_blocks
     attention           "bidirectional", or "unidirectional": a row sees the cols up to its own
     horizontal_global_attention    True: rows of global blocks see all cols; bidirectional only
-    num_different_global_patterns  number of places that heads use for the global blocks: head h takes group
-                        1 + h % this from the end of a window. At most num_local_blocks / num_global_blocks; more than 1
-                        needs different_layout_per_head
+    num_different_global_patterns  number of places that heads use for the global blocks: head h uses group
+                        1 + h % num_different_global_patterns, counted from the end of a window. At most
+                        num_local_blocks / num_global_blocks; more than 1 needs different_layout_per_head
 
     If the last window is cut short, its global blocks stay at their place, or move to the end of the sequence if that
     place lies beyond it.
@@ -216,7 +216,7 @@ class FixedSparsityConfig(SparsityConfig):
     Differs from DeepSpeed: a unidirectional row sees global blocks up to its own. In DeepSpeed the rows from the first
     global block of a window on see all of them, up to num_global_blocks - 1 blocks of the future.
 
-    Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.3 (fixed attention), customised by DeepSpeed.
+    Child et al., "Sparse Transformers", arXiv:1904.10509, section 4.3 (fixed attention), customized by DeepSpeed.
 
     >>> FixedSparsityConfig(num_heads=1).make_layout(128)[0, 0].tolist()
     [1, 1, 1, 1, 0, 0, 0, 1]

@@ -51,7 +51,7 @@ class _Graph:
         return free
 
     def join(self, some: np.ndarray, others: np.ndarray) -> None:
-        """Give every block some[i] the neighbour others[i]; both arguments are permutations of the blocks."""
+        """Give every block some[i] the neighbor others[i]; both arguments are permutations of the blocks."""
         self.partners[some, self._n_partners] = others
         self._n_partners += 1
 
@@ -96,8 +96,8 @@ def _add_matching(graph: _Graph) -> None:
 def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each block attends to `degree` other blocks, and they attend to it: a random regular graph.
 
-    Such a graph has no bottleneck: with high probability, information spreads between any two blocks in about as few
-    layers as the degree permits. It is the union of degree // 2 random Hamiltonian cycles and, for an odd degree, a
+    Such a graph has no bottleneck: with high probability, any two blocks are connected within a number of layers close
+    to the minimum for this degree. It is the union of degree // 2 random Hamiltonian cycles and, for an odd degree, a
     random perfect matching. Repeated edges are exchanged within their cycle, so every row has exactly `degree` blocks.
     If degree exceeds half of the blocks, the graph is the complement of a sparser one. The diagonal is not added: use
     `expander(...) | local(...)`.
@@ -108,7 +108,7 @@ def expander(length: Length, *, degree: int, seed: int, block_size: BlockSize = 
     length      tokens, or (q_len, kv_len) with equal numbers of blocks
     degree      blocks in every row, 0 to n_blocks - 1; even if n_blocks is odd
     seed        0 to 2**64 - 1
-    block_size  tokens per side of a block, a multiple of 16
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only; symmetric
     raises      ValueError if the block counts of queries and keys differ, if degree and n_blocks are both odd, or if a
                 number is out of range

@@ -1,4 +1,4 @@
-"""Masks on a grid of pixels or of frames and pixels: neighbourhoods, windows, tiles and axes."""
+"""Masks on a grid of pixels or of frames and pixels: neighborhoods, windows, tiles and axes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def neighborhood(
     grid        tokens along each axis, (height, width) or (frames, height, width), row-major; an int is one axis
     kernel      tokens seen along each axis; an int for all of them
     dilation    distance between these tokens; kernel * dilation is at most the side
-    stride      number of neighbouring tokens that share a window, 1 to kernel
+    stride      number of neighboring tokens that share a window, 1 to kernel
     causal      bool, or one for each axis: True sees no later token along the axis
     order       int64 (tokens,): the token at each position, as from `tile_order`; or "morton" or "hilbert". None is
                 row-major

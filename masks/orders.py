@@ -1,6 +1,6 @@
 """Token orders for grids: tiles and space-filling curves, as permutations of the row-major tokens.
 
-Neighbours on the grid then share blocks; the masks of grid.py take such a permutation as `order=`.
+Neighbors on the grid then share blocks; the masks of grid.py take such a permutation as `order=`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def bigbird(
     global_blocks  blocks at the start that attend to every block and to which every block attends
     extra_tokens   global tokens at the start, 0 to length; if any, q_len must equal kv_len
     seed           0 to 2**64 - 1
-    block_size     tokens per side of a block, a multiple of 16
+    block_size     tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns        BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only without extra
                    tokens
     raises         ValueError if the block counts of queries and keys differ or a number is out of range

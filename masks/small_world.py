@@ -83,7 +83,7 @@ def small_world(
     neighbors   blocks to which each block is joined before rewiring: even, 0 to n_blocks - 1
     rewire      probability that an edge is rewired, 0 to 1
     seed        0 to 2**64 - 1
-    block_size  tokens per side of a block, a multiple of 16
+    block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, of full blocks only; symmetric
     raises      ValueError if the block counts of queries and keys differ, neighbors is odd or a number is out of range
 

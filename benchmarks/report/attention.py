@@ -14,13 +14,21 @@ from .lines import DIRECTIONS, SETTING, groups, providers, select
 from .markdown import joined, listing, table
 from .summaries import Value, ranges
 
-# sweeps with a picture -> its title
+# sweeps with a picture -> heading of their section, and title of the picture
 SWEEPS = {
-    "length": "Time against length, at a fixed number of keys for each query",
-    "density": "Time against density, and where sparse stops paying",
-    "block-size": "Time against the block size of the layout",
-    "change": "A step with one mask for all steps, and with a new mask each step",
+    "length": ("Length", "Time against length, at a fixed number of keys for each query"),
+    "density": ("Density", "Time against density, and the break-even density"),
+    "block-size": ("Block size", "Time against the block size of the layout"),
+    "change": ("A new mask at every step", "A step with one mask for all steps, and with a new mask each step"),
 }
+# explanations of the tables of --sweep change
+STEPS = (
+    "A synchronized step: the host waits for the GPU after each step. Steps in a row: it does not wait, as in training."
+)
+FLEX_MASKS = (
+    "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at every "
+    "pair. `new mask from the host` of FlexAttention is `BlockMask.from_kv_blocks` of block lists prepared in advance."
+)
 CHART = "![TFLOP/s by mask, forward and backward](benchmarks/results/speed.png)"
 
 
@@ -80,7 +88,7 @@ def speed_section(lines: pd.DataFrame) -> str:
     product = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s."
     return joined(
         f"{caption(shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
-        f"measured.{product}",
+        f"measured. {measurements.order_of_timing(shown)}{product}",
         speed_table(shown),
         "Speed-up: time of the baseline divided by our time, over forward and backward and both head dimensions. The "
         "mean is geometric; `slower` counts the cases in which ours takes longer.",
@@ -128,13 +136,10 @@ def everything(lines: pd.DataFrame) -> str:
 
 def change_section(lines: pd.DataFrame) -> str:
     """Wall-clock milliseconds of a step with one mask and with new masks: the tables of each setting."""
-    parts = ["p20 and p80 are percentiles. `< x`: the change costs less than x, the variation between steps."]
-    if (lines["provider"] == "flex").any():
-        parts.append(
-            "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at "
-            "every pair. The other new masks of FlexAttention are `BlockMask.from_kv_blocks` of block lists prepared "
-            "in advance."
-        )
+    parts = [
+        f"p20 and p80 are percentiles. `< x`: the change costs less than x, the variation between steps. {STEPS}",
+        FLEX_MASKS if (lines["provider"] == "flex").any() else "",
+    ]
     columns = {
         "library": "{by}", "mask": "{pattern}", "head_dim": "{head_dim}",
         "ms per step (p20 to p80)": "{ms:.2f} ({ms_p20:.2f} to {ms_p80:.2f})", "ms for the change": "{cost}",
@@ -155,10 +160,11 @@ def fine_section(lines: pd.DataFrame) -> str:
     parts = []
     for shown in groups(lines[lines["direction"].isin(DIRECTIONS)], SETTING):
         text = (
-            f"{caption(shown)} TFLOP/s of stored blocks, forward / backward; the number in a mask's name is its block"
+            f"{caption(shown)} TFLOP/s of stored blocks, forward / backward; the number in a mask's name is its block "
+            f"size. {measurements.order_of_timing(shown)}"
         )
         speedups = ranges(summaries.speedups(shown), "backend", "baseline", "direction")
-        parts += [f"{text} size.", speed_table(shown), speedups]
+        parts += [text, speed_table(shown), speedups]
     return joined(*parts)
 
 
@@ -172,13 +178,17 @@ def sweeps_section(lines: pd.DataFrame) -> str:
         "change": change_section,
     }
     parts = []
-    for name, title in SWEEPS.items():
+    for name, (heading, title) in SWEEPS.items():
         shown = swept(lines, name)
         if len(shown):
-            parts += [f"![{title}](benchmarks/results/{name}.png)", tables[name](shown)]
-    equal = summaries.deterministic(select(lines, bench="deterministic"))
+            parts += [f"### {heading}", f"![{title}](benchmarks/results/{name}.png)", tables[name](shown)]
     fine = select(lines, bench="fine")
-    return joined(*parts, fine_section(fine) if len(fine) else "", ranges(equal, *by, "head_dim"))
+    if len(fine):
+        parts += ["### Random blocks of 16 to 64", fine_section(fine)]
+    costs = summaries.deterministic(select(lines, bench="deterministic"))
+    if costs:
+        parts += ["### Deterministic backward", ranges(costs, *by, "head_dim")]
+    return joined(*parts)
 
 
 # ---- other GPUs ----
@@ -210,22 +220,46 @@ def other_gpus_section(lines: pd.DataFrame) -> str:
 
 # ---- the speed section of README.md ----
 
-HOPPER, FLEX, CUDNN = (
-    measurements.LABELS[by] for by in (("blocksparse_flash", "hopper"), ("flex", "triton"), ("cudnn", "cudnn"))
+HOPPER, FLEX, FLASH_4, CUDNN = (
+    measurements.LABELS[by]
+    for by in (
+        ("blocksparse_flash", "hopper"),
+        ("flex", "triton"),
+        ("flash_attention_4", "cute"),
+        ("cudnn", "cudnn"),
+    )
 )
 # the mask of the second sentence
 SPARSE = "bigbird"
 
 
+def _speedups(shown: pd.DataFrame, baseline: str) -> list[float]:
+    """Of `hopper` over a peer, over all masks of the chart."""
+    found = summaries.speedups(shown)
+    return [value.value for value in found if (value.backend, value.baseline) == (HOPPER, baseline)]
+
+
 def _against_flex(shown: pd.DataFrame) -> str:
     """How many times as fast as FlexAttention, over all masks of the chart; "" if it was not measured."""
-    speedups = summaries.speedups(shown)
-    found = [value.value for value in speedups if (value.backend, value.baseline) == (HOPPER, FLEX)]
+    found = _speedups(shown, FLEX)
     if not found:
         return ""
     return (
-        f"- `hopper` is {min(found):.2f} to {max(found):.2f} times as fast as compiled FlexAttention with the same "
-        f"masks (geometric mean {statistics.geometric_mean(found):.2f})."
+        f"- The backend for Hopper GPUs, `hopper`, is {min(found):.2f} to {max(found):.2f} times as fast as compiled "
+        f"FlexAttention (geometric mean {statistics.geometric_mean(found):.2f}). The {shown['pattern'].nunique()} "
+        "masks consist of whole blocks of 128 x 128 pairs, except on the causal diagonal."
+    )
+
+
+def _against_flash_4(shown: pd.DataFrame) -> str:
+    """How many times as fast as FlashAttention-4, over all masks of the chart; "" if it was not measured."""
+    found = _speedups(shown, FLASH_4)
+    if not found:
+        return ""
+    return (
+        f"- Against FlashAttention-4, given the same blocks, `hopper` is {min(found):.2f} to {max(found):.2f} times as "
+        f"fast (geometric mean {statistics.geometric_mean(found):.2f}); it is slower in "
+        f"{sum(value < 1 for value in found)} of {len(found)} cases."
     )
 
 
@@ -258,12 +292,13 @@ def _growth(lines: pd.DataFrame) -> str:
 
 
 def front_page(lines: pd.DataFrame) -> str:
-    """What was measured on, three sentences and the chart; sentences about what was not measured are left out.
+    """What was measured on, four statements and the chart; statements about what was not measured are left out.
 
     lines  all lines of one GPU
     """
     shown = main_lines(lines)
-    sentences = [_against_flex(shown), _against_dense(shown), _growth(select(lines, bench="length"))]
+    length = select(lines, bench="length")
+    sentences = [_against_flex(shown), _against_flash_4(shown), _against_dense(shown), _growth(length)]
     versions = measurements.versions(shown, "torch", "triton").replace("torch", "PyTorch").replace("triton", "Triton")
     # without the CUDA version of the wheel: 2.11.0+cu130
     versions = re.sub(r"\+\w+", "", versions)

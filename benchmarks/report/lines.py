@@ -22,6 +22,11 @@ IDENTITY = (
 # columns that are equal in all measurements of one table
 SETTING = ["device", "dtype", "n", "batch", "hidden"]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+# commits whose lines of attention.jsonl were timed one library after another; since then the libraries take turns
+ONE_BY_ONE = (
+    "05cb073", "0ba8546", "134f9b7", "1c123c6", "28926e2", "34aa14f", "42d3202", "6fff7f5", "9db8dab", "a140406",
+    "abcee27", "c825dcc", "e895398", "f18b14e",
+)  # fmt: skip
 
 # (provider, backend) -> name in tables, in the order of columns; ours first
 LABELS = {
@@ -97,6 +102,21 @@ def providers(lines: pd.DataFrame) -> list[str]:
 def versions(lines: pd.DataFrame, *keys: str) -> str:
     """`torch 2.11.0+cu130, triton 3.6.0`: every version that measured any of the lines."""
     return ", ".join(f"{key} {' and '.join(sorted(lines[key].unique()))}" for key in keys)
+
+
+def order_of_timing(lines: pd.DataFrame) -> str:
+    """Whether the libraries were timed in turns, as a sentence that names the exceptions."""
+    alone = lines["commit"].isin(ONE_BY_ONE)
+    if alone.all():
+        return "The libraries were timed one after another."
+    whole = [by for by in providers(lines) if alone[lines["by"] == by].all()]
+    rest = lines[alone & ~lines["by"].isin(whole)]
+    cases = dict.fromkeys(
+        f"`{line.pattern}` at head dimension {line.head_dim} ({DIRECTIONS[line.direction]})"
+        for line in rest.itertuples()
+    )
+    exceptions = " and ".join([*whole, *cases])
+    return f"The libraries were timed in turns{f', except {exceptions}' if exceptions else ''}."
 
 
 def matmul_rate(lines: pd.DataFrame, shown: pd.DataFrame) -> float | None:

@@ -144,7 +144,7 @@ def speed(lines: pd.DataFrame, rate: float | None) -> Any:
 def curves(lines: pd.DataFrame, sweep: str) -> Any:
     """Curves: time over the length, or at equal density over the side of a block, for each provider and pattern."""
     x, unit, dashed, common = CURVES[sweep]
-    title = f"{SWEEPS[sweep]}\n{_setting(lines)}{common.format_map(lines.iloc[0])}"
+    title = f"{SWEEPS[sweep][1]}\n{_setting(lines)}{common.format_map(lines.iloc[0])}"
     # of `random, 16`: the pattern and the side of its blocks
     names = lines["pattern"].str.partition(", ")
     figure, found = _panels(lines.assign(pattern=names[0], side=pd.to_numeric(names[2])), title)
@@ -163,7 +163,7 @@ def curves(lines: pd.DataFrame, sweep: str) -> Any:
 
 def density(lines: pd.DataFrame) -> Any:
     """Curves: time over density; dense times are level lines, and a dot marks where ours crosses the fastest."""
-    title = f"{SWEEPS['density']}\n{_setting(lines)}, {_tokens(lines)}, random 128 x 128 blocks"
+    title = f"{SWEEPS['density'][1]}\n{_setting(lines)}, {_tokens(lines)}, random 128 x 128 blocks"
     figure, found = _panels(lines, title)
     for axis, panel in found:
         curves, dense = sparse_curves(panel), dense_times(panel)
@@ -193,7 +193,7 @@ def change(lines: pd.DataFrame) -> Any:
     """Bars: a synchronized step (mask, forward, backward) with one mask and with new ones; a panel per length."""
     lines = select(lines, direction="step")
     cases = [*lines.assign(largest_first=-lines["head_dim"]).groupby(["n", "largest_first"])]
-    title = f"{SWEEPS['change']}\n{_setting(lines)}; wall clock of mask, forward and backward"
+    title = f"{SWEEPS['change'][1]}\n{_setting(lines)}; wall clock of mask, forward and backward"
     figure, axes = _figure(len(cases), 1, title)
     # the names of the ways are long
     figure.set_figwidth(9)

@@ -14,6 +14,7 @@ from .lines import DIRECTIONS, SETTING, break_even, panels, providers, select
 from .markdown import table
 
 SPEEDUP = "speed-up"
+BREAK_EVEN = "break-even density: sparse is faster than dense below it"
 # suffix of the backend that ran with deterministic=True in --sweep deterministic
 DETERMINISTIC = ", deterministic"
 # tokens; shorter calls are dominated by launches
@@ -99,7 +100,7 @@ def break_evens(lines: pd.DataFrame) -> list[Value]:
             level = break_even(curve["density"], curve["ms"], dense["ms"].iloc[0])
             density = curve["density"].iloc[-1] if level is None else level
             baseline = f"dense {dense['by'].iloc[0]}"
-            found.append(_value("density up to which sparse is faster", curve.iloc[-1], baseline, density))
+            found.append(_value(BREAK_EVEN, curve.iloc[-1], baseline, density))
     return found
 
 

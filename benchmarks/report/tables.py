@@ -155,7 +155,7 @@ def long_range(lines: pd.DataFrame) -> str:
     masks = lines["mask"].fillna("dense").str.replace(r"\([^|]*\)", "", regex=True).str.replace("|", "\\|")
     columns = {
         "configuration": "`{configuration}`", "task": "{task}", "mask": "{mask}", "test samples": "{n:,}",
-        "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "shortcut": "{floor:.1%}",
+        "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "floor": "{floor:.1%}",
         "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}",
     }  # fmt: skip
     return (

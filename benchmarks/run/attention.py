@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     capability = torch.cuda.get_device_capability()
     if options.sweep == "deterministic":
         if capability != (9, 0):
-            raise SystemExit("--sweep deterministic needs compute capability 9.0: all but hopper has equal bits anyway")
+            raise SystemExit("--sweep deterministic needs compute capability 9.0: others are deterministic anyway")
         among = [ours("hopper", deterministic=each) for each in (False, True)]
     else:
         among = chosen(options.providers, capability)

@@ -56,7 +56,7 @@ class Description:
                                hops: layers until every block has reached every other; a lower bound for tokens if
                                blocks are partial. Searched from every block, or from evenly spaced ones if that
                                would visit more than 2**25 edges.
-                               gap: second smallest eigenvalue of the normalised Laplacian, 1 minus the second largest
+                               gap: second smallest eigenvalue of the normalized Laplacian, 1 minus the second largest
                                of D^-1/2 A D^-1/2 (A joins blocks in either direction, D counts them per row). 0 if A
                                is disconnected, 1 if it is complete. Not computed beyond 16,384 blocks
     """

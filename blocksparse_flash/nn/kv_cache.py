@@ -151,7 +151,7 @@ class KVCache:
             )
 
     def claim(self, layer: Any) -> None:
-        """Notes that a layer uses this cache; ValueError if another one did since it was empty.
+        """Records the layer that uses this cache; ValueError if the cache holds tokens of another layer.
 
         layer  a module
         """

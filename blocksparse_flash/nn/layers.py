@@ -29,7 +29,7 @@ class SelfAttention(HoldsLayout):
     layout     BlockLayout of length x length; a specification such as "local(window=256)", from which a LayoutByLength
                builds the layout of each length; another function from a length to a layout; or None: every token
                attends to every token
-    kv_heads   key and value heads, each shared by neighbouring query heads; None means num_heads
+    kv_heads   key and value heads, each shared by neighboring query heads; None means num_heads
     causal     True keeps only kv_pos <= q_pos
     rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
                a token is its index, unless `positions` are passed to forward
@@ -241,7 +241,8 @@ class SelfAttention(HoldsLayout):
                     unit; or their rotary_table, which layers can share; None means 0, 1, 2, ..., with a cache
                     continued from the tokens in it
         cache       KVCache of this layer: x holds the tokens after those in the cache, and attends to those too. Needs
-                    a causal layer, and no gradients. torch.compile leaves the attention out of its graphs
+                    a causal layer, and no gradients. Under torch.compile, attention with a cache runs outside the
+                    compiled graph (a graph break)
         """
         if cache is None:
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))

@@ -32,8 +32,8 @@ class HoldsLayout(nn.Module):
     def layout_for(self, length: int, batch: int | None = None, way_out: str = "") -> BlockLayout | None:
         """The layout for `length` queries; TypeError if a function returns None, which would mean every pair.
 
-        batch    of the input; None if batch and length cannot be confused
-        way_out  ends the message of the ValueError for an input whose batch is the length of the layout
+        batch    of the input, for the check that its axes are not swapped; None for no check
+        way_out  advice at the end of the error message if they seem swapped (batch equals the length of the layout)
         """
         layout = self.layout
         if layout is None:

@@ -106,7 +106,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         *,
         kv_lengths: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """(out, None), out of query's shape.
+        """Returns (out, None), where out has the shape of query.
 
         query, key, value  (length, batch, features), batch first with batch_first=True, or (length, features)
         key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for its device and

@@ -15,7 +15,7 @@ Gradients meet the tolerance if lse is not large. A backward computes p = exp(s 
 roundings (the sum, to and from base 2, s - lse) each change p by a relative error of up to |lse| 2^-24:
     |lse| up to 4096    4 * 2^12 * 2^-24 = 2^-10: one rounding of float16, an eighth of one of bfloat16
     float32             a rounding is 2^-23, so plain.py computes gradients from a rounded lse too
-    |lse| 1e6           up to 24 % in any type
+    |lse| 1e6           up to about a quarter in any type
 """
 
 from __future__ import annotations

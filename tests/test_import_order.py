@@ -1,4 +1,4 @@
-"""Imports point one way: a room (a file or folder of the package) imports only rooms above it in ROOMS."""
+"""Imports point one way: a module (a file or folder of the package) imports only modules listed before it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# rooms on one line may not import each other
-ROOMS = [
+# modules on one line may not import each other
+MODULES = [
     ["blocks", "philox", "runtime"],
     ["plan_format", "reference"],
     ["score_mods"],
@@ -28,10 +28,11 @@ ROOMS = [
     ["nn"],
     ["distributed", "huggingface"],
 ]
-RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
+RANK = {module: rank for rank, modules in enumerate(MODULES) for module in modules}
 # third-party packages that a module may import while it is loaded; others are imported inside functions
 LOADED = {"blocks": {"numpy", "torch"}, "kernels": {"numpy", "torch", "triton"}, "runtime": {"torch", "triton"}}
 ELSEWHERE = {"einops", "numpy", "torch"}
+KNOWN = {*sys.stdlib_module_names, "blocksparse_flash"}
 
 
 def imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
@@ -53,12 +54,12 @@ def imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
 
 
 def violations(root: Path) -> list[str]:
-    """One sentence per import that the order of the rooms forbids."""
+    """One sentence per import that the order of the modules forbids."""
     found = []
     for path in sorted((root / "blocksparse_flash").rglob("*.py")):
         name = path.relative_to(root / "blocksparse_flash").as_posix()
-        room = name.split("/")[0].removesuffix(".py")
-        if room == "__init__":
+        module = name.split("/")[0].removesuffix(".py")
+        if module == "__init__":
             continue
         package = ".".join(path.relative_to(root).parent.parts)
         for target, is_loaded in imports(path, package):
@@ -67,9 +68,9 @@ def violations(root: Path) -> list[str]:
                 if is_loaded or top == "benchmarks":
                     found.append(f"{name} imports {target}")
             elif top == "blocksparse_flash" and rest and rest[0] in RANK:
-                if rest[0] != room and RANK[rest[0]] >= RANK[room]:
+                if rest[0] != module and RANK[rest[0]] >= RANK[module]:
                     found.append(f"{name} imports {target}")
-            elif is_loaded and top not in {*sys.stdlib_module_names, "blocksparse_flash", *LOADED.get(room, ELSEWHERE)}:
+            elif is_loaded and top not in {*KNOWN, *LOADED.get(module, ELSEWHERE)}:
                 found.append(f"{name} loads {top}")
     return found
 
