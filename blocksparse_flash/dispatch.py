@@ -50,7 +50,7 @@ class CallSpec(NamedTuple):
     causal         ignored with a plan, which contains it
     softcap        0.0 for none
     backend        "hopper", "triton", "eager" or "reference"; "auto" in a traced call: see `resolve`
-    deterministic  whether every run must give equal bits
+    deterministic  whether results must be bitwise identical in every run
     """
 
     scale: float
@@ -322,5 +322,5 @@ def explained_determinism(deterministic: bool | None, backend: str, tile: int = 
     if deterministic is None:
         asked = f"None: as torch.are_deterministic_algorithms_enabled(), {is_deterministic(None)}"
     if backend == "hopper" and tile != FINE_TILE and not is_deterministic(deterministic):
-        return f"every run gives equal bits except in dq, which is summed in any order (deterministic={asked})"
-    return f"every run gives equal bits, forward and backward (deterministic={asked})"
+        return f"bitwise identical in every run except for dq, summed in no fixed order (deterministic={asked})"
+    return f"bitwise identical in every run, forward and backward (deterministic={asked})"

@@ -1207,10 +1207,10 @@ def test_determinism_reaches_the_backward_of_hopper(deterministic):
 
 
 def test_only_hopper_is_not_bitwise_reproducible_by_default():
-    assert "except in dq" in dispatch.explained_determinism(False, "hopper")
+    assert "except for dq" in dispatch.explained_determinism(False, "hopper")
     for deterministic, *call in ((True, "hopper"), (False, "hopper", 64), (False, "triton"), (False, "eager")):
         assert dispatch.explained_determinism(deterministic, *call).startswith(
-            "every run gives equal bits, forward and backward"
+            "bitwise identical in every run, forward and backward"
         )
 
 

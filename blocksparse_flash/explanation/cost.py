@@ -131,7 +131,9 @@ def unmeasured(call: Call) -> str:
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
     if not call.is_fine and memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
-        return "the backward of hopper with a launch for dq alone, used for few tiles or equal bits, was not measured"
+        return (
+            "the backward of hopper with a launch for dq alone, for few tiles or deterministic=True, was not measured"
+        )
     return ""
 
 

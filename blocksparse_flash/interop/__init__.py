@@ -25,6 +25,7 @@ from .bsr import (
     to_scipy_csr,
     to_torch_sparse,
 )
+from .cudnn import CudnnLists, from_cudnn, to_cudnn
 from .flash_attention_4 import BlockSparseTensors, FlashAttention4Mask, from_flash_attention_4, to_flash_attention_4
 from .flashmask import from_flashmask, to_flashmask
 from .flex_attention import from_flex_attention, to_flex_attention
@@ -33,10 +34,12 @@ from .magi import MagiSlices, from_magi, to_magi
 __all__ = [
     "BlockSparseAttentionMask",
     "BlockSparseTensors",
+    "CudnnLists",
     "FlashAttention4Mask",
     "FlashInferBsr",
     "MagiSlices",
     "from_block_sparse_attention",
+    "from_cudnn",
     "from_deepspeed",
     "from_flash_attention_4",
     "from_flashinfer",
@@ -50,6 +53,7 @@ __all__ = [
     "from_xformers",
     "kv_lengths_from_huggingface",
     "to_block_sparse_attention",
+    "to_cudnn",
     "to_deepspeed",
     "to_flash_attention_4",
     "to_flashinfer",

@@ -10,7 +10,7 @@ Shapes as in backward.py. Two kernels after the preprocess launch, which compute
     dq       a program per tile row, 64 queries of a head: q, dO stay, k, v of each listed tile are loaded
 
 Each computes scores and dp for itself: seven products per tile, where a single kernel needs five. In return every sum
-stays in registers and every run gives equal bits; dQ needs no float32 sum in memory, whose clearing, atomic additions
+stays in registers and is bitwise reproducible; dQ needs no float32 sum in memory, whose clearing, atomic additions
 and conversion take longer than two products.
 
 As in fine_forward.py, a program has one warpgroup, and several programs share an SM. Long tile rows and tile columns
