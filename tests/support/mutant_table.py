@@ -559,6 +559,18 @@ MUTANTS: dict[str, list[Mutant]] = {
             "i_kv_head = i_head % (n_heads // C.GROUP)",
             GROUPS,
         ),
+        (
+            "triton/forward.py",
+            "NUMBER) * C.TILE + i_split",
+            "NUMBER) * 128 + i_split",
+            "tests/test_zoo.py -k tiles_of_64",
+        ),
+        (
+            "triton/tile.py",
+            "load_words(p_words, o_q * (TILE // 32) + i_word)",
+            "load_words(p_words, o_q * 4 + i_word)",
+            "tests/test_zoo.py -k tiles_of_64",
+        ),
         ("triton/forward.py", "b_sum = b_sum * b_decay + tl.sum(b_p, 1)", "b_sum = b_sum + tl.sum(b_p, 1)", DENSE),
         ("triton/forward.py", "b_out = b_out * b_decay[:, None]", "b_out = b_out * 1.0", DENSE),
         ("triton/forward.py", "if LIMITED and HAS_LAYOUT:", "if False:", LENGTHS),
@@ -716,6 +728,18 @@ MUTANTS: dict[str, list[Mutant]] = {
     ),
     "interop": _of(
         f"{PACKAGE}/interop",
+        (
+            "cudnn.py",
+            "place < q2k_block_nums[..., None]",
+            "place <= q2k_block_nums[..., None]",
+            "tests/interop/test_cudnn.py",
+        ),
+        (
+            "cudnn.py",
+            "sizes[-1] = layout.kv_len % side",
+            "sizes[0] = layout.kv_len % side",
+            "tests/interop/test_cudnn.py",
+        ),
         (
             "key_runs.py",
             "is_full = crossing == heights",
@@ -930,6 +954,31 @@ MUTANTS: dict[str, list[Mutant]] = {
             GATES,
         ),
         ("layout.py", "return values if is_used is None else values.masked_fill(~is_used, 0)", "return values", GATES),
+        (
+            "nn/video_sparse.py",
+            "k=min(k_blocks, scores.shape[3])",
+            "k=min(k_blocks + 1, scores.shape[3])",
+            "tests/nn/test_video_sparse.py",
+        ),
+        (
+            "nn/video_sparse.py",
+            "pooled_q @ pooled_k.mT / math.sqrt(q.shape[3])",
+            "pooled_q @ pooled_k.mT",
+            "tests/nn/test_video_sparse.py",
+        ),
+        ("nn/video_sparse.py", "b (h group) n d", "b (group h) n d", "tests/nn/test_video_sparse.py"),
+        (
+            "nn/video_sparse.py",
+            "x[:, :, whole:].mean(2",
+            "x[:, :, whole - 1 :].mean(2",
+            "tests/nn/test_video_sparse.py",
+        ),
+        (
+            "nn/video_sparse.py",
+            "positions = positions[self.order]",
+            "positions = positions[self.place]",
+            "tests/nn/test_video_sparse.py",
+        ),
         ("nn/kv_cache.py", "None, 0 if causal else None", "None, None", CACHED),
         (
             "nn/kv_cache.py",
