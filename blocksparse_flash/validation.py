@@ -43,9 +43,8 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
     if not isinstance(q, Tensor):
         return None
     kind = q.device.type
-    # is_autocast_enabled raises for devices without autocast, such as meta
-    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return torch.get_autocast_dtype(kind) if has_autocast and torch.is_autocast_enabled(kind) else None
+    is_on = tracing.has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
