@@ -497,8 +497,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "eager/attention.py",
-            "kv_pos <= q_pos + offset",
-            "kv_pos < q_pos + offset",
+            ": TILE * n_partial] <= q_pos + offset",
+            ": TILE * n_partial] < q_pos + offset",
             "tests/kernels/eager/test_attention.py",
         ),
         (
