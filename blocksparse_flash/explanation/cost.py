@@ -200,7 +200,7 @@ def _times(call: Call, device: Device, forward: Calibration, backward: Calibrati
     """Milliseconds of forward and backward."""
 
     def one(found: Calibration, walked: Sides, moved: memory.Moved) -> float:
-        rates, known = prediction.on_device(found, device), prediction.known(found, device)
+        rates, known = prediction.on_device(found, device)
         return prediction.direction_ms(rates, walked, known, beside=moved.walk, passes=moved.passes)
 
     sides, n_sms = programs(call, device.n_sms), device.n_sms
