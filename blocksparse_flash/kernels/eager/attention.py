@@ -174,6 +174,8 @@ class _Chunks:
         first_kv_tile = (batch_idx * sizes.kv_heads + kv_head_idx) * sizes.n_cols
         # (rows, queries, 1)
         q_pos = _positions(rows.rows[:, None])[:, : sizes.q_side, None]
+        # the key at the position of each query; lengths are aligned at their ends
+        diagonal = q_pos + (sizes.kv_len - sizes.q_len)
         for first in range(0, rows.n_tiles, self.tiles_at_once):
             last = min(first + self.tiles_at_once, rows.n_tiles)
             # (rows, tiles)
@@ -182,14 +184,17 @@ class _Chunks:
             kv_pos = _positions(cols)[:, None]
             if first < rows.n_partial and first not in memory:
                 memory.clear()
-                memory[first] = self._limit_of(min(last, rows.n_partial) - first, entries, q_pos, kv_pos)
+                memory[first] = self._limit_of(min(last, rows.n_partial) - first, entries, diagonal, kv_pos)
+            change = None
+            if self.changes is not None:
+                change = self.changes.of_span(batch_idx, head_idx, entries, diagonal, kv_pos)
             yield _Span(
                 kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
                 shape=(*batch_idx.shape, sizes.q_side, TILE * (last - first)),
                 limit=memory.get(first),
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
-                change=self._change(entries, batch_idx, head_idx, q_pos, kv_pos),
+                change=change,
             )
 
     def _listed(self, rows: _Rows, first: int, last: int) -> tuple[Tensor, Tensor | None]:
@@ -202,11 +207,10 @@ class _Chunks:
         # a partial tile is listed with a sign
         return self.plan[1][entries].to(torch.int64) & (PARTIAL - 1), entries
 
-    def _limit_of(self, n_partial: int, entries: Tensor | None, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+    def _limit_of(self, n_partial: int, entries: Tensor | None, diagonal: Tensor, kv_pos: Tensor) -> Tensor:
         """(rows, queries, 128 * n_partial): +inf attends, -inf does not, for the first tiles of a span."""
         if entries is None:
-            offset = self.sizes.kv_len - self.sizes.q_len
-            return _limit(kv_pos[..., : TILE * n_partial] <= q_pos + offset, self.dtype)
+            return _limit(kv_pos[..., : TILE * n_partial] <= diagonal, self.dtype)
         ids, words = self.plan[2][entries[:, :n_partial]].to(torch.int64), self.plan[-1]
         return _unpacked(words[:, : self.sizes.q_side][ids], self.dtype)
 
@@ -226,16 +230,6 @@ class _Chunks:
         batch_idx, head_idx = batch_idx[:, :, None, None], head_idx[:, :, None, None]
         is_kept = philox.keep_mask(self.seed.to(self.device), batch_idx, head_idx, q_pos, kv_pos, self.dropout_p)
         return is_kept.to(self.dtype).mul_(1 / philox.kept_share(self.dropout_p))
-
-    def _change(
-        self, entries: Tensor | None, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor, kv_pos: Tensor
-    ) -> Change | None:
-        if self.changes is None:
-            return None
-        distance = None
-        if self.changes.needs_positions:
-            distance = (q_pos + (self.sizes.kv_len - self.sizes.q_len) - kv_pos).abs().to(self.dtype)
-        return self.changes.of_span(batch_idx, head_idx, entries, distance)
 
     def _plan_groups(self) -> Iterator[_Rows]:
         records = self.plan[0]
@@ -554,10 +548,7 @@ def backward(
             _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
             if changes is not None and span.change is not None:
-                distance_sums = changes.collect(span.change, dscores.view(span.shape))
-                if changes.distance_sums is not None and distance_sums is not None:
-                    # each query tile occurs once per chunk
-                    changes.distance_sums[index] += distance_sums
+                changes.collect(span.change, dscores.view(span.shape), index)
                 if tanh is not None:
                     dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
             _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
