@@ -146,29 +146,21 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     if why or device is None:
         return None, why
     dim = max(call.head_dim, call.v_dim)
-    backends = kernels_of(call)
-    padded = {direction: padded_dim(backend, dim) for direction, backend in backends.items()}
-    used = {
-        direction: prediction.find(table, device, backend, padded[direction], direction)
-        for direction, backend in backends.items()
-    }
-    forward, backward = used["fwd"], used["bwd"]
+    forward, backward = (
+        prediction.find(table, device, kernels, dim, direction) for direction, kernels in kernels_of(call).items()
+    )
     if forward is None or backward is None:
         return None, (
-            f'"{call.kernels}" was not measured at a head dimension of {padded["fwd"]} or wider on a GPU of compute '
-            f"capability {device.capability[0]}.{device.capability[1]}"
+            f'"{call.kernels}" was not measured at a head dimension of {padded_dim(call.kernels, dim)} or wider on a '
+            f"GPU of compute capability {device.capability[0]}.{device.capability[1]}"
         )
-
     for one in (forward, backward):
         if not prediction.can_scale(one, device):
             return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
     mine = dense = _times(call, device, forward, backward)
     if call.layout is not None:
         dense = _times(dataclasses.replace(call, layout=None), device, forward, backward)
-    said = [
-        *prediction.caveats(forward, device, padded["fwd"]),
-        *prediction.caveats(backward, device, padded["bwd"]),
-    ]
+    said = [*prediction.caveats(forward, device, dim), *prediction.caveats(backward, device, dim)]
     if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
         said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens host time dominates, which is not predicted")
     if call.has_kv_lengths:
@@ -221,9 +213,8 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     dim = max(call.head_dim, call.v_dim)
     losses = []
     walked_by = programs(call, device.n_sms)
-    for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
-        backend = kernels_of(call)[direction]
-        found = prediction.find(table, device, backend, padded_dim(backend, dim), direction)
+    for (direction, kernels), side, walked in zip(kernels_of(call).items(), ("rows", "cols"), walked_by, strict=True):
+        found = prediction.find(table, device, kernels, dim, direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
         losses.append(prediction.loss(generic if found is None else found.rates, walked, device.n_sms))
     return Balance(*spread, device.n_sms, *losses)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..kernels.schedule import padded_dim
 from . import scheduling
 from .scheduling import Array, Sides
 
@@ -217,8 +218,8 @@ def basis(used: tuple[Calibration, ...]) -> str:
 
 
 def caveats(used: Calibration, device: Device, head_dim: int) -> tuple[str, ...]:
-    """What the model was not fitted to: this GPU, this padded head dimension."""
-    said = []
+    """What the model was not fitted to: this GPU, this head dimension as padded."""
+    said, head_dim = [], padded_dim(used.backend, head_dim)
     if not _is_same(used.device, device):
         said.append(
             f"the model was not fitted to this {device.name}: scaled from {used.device.name} by {device.n_sms} "
