@@ -10,6 +10,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from . import philox
+from .runtime import tracing
 
 
 def attention(
@@ -51,63 +52,43 @@ def attention(
     gradients 0. 16-bit types compute scores and softmax in float32 and round the weights before the product with v, as
     the kernels do.
     """
-    if q.device.type not in ("cpu", "cuda") and not torch.amp.is_autocast_available(q.device.type):
-        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)
     # a caller's autocast would round the float32 scores of half types
-    with torch.autocast(device_type=q.device.type, enabled=False):
-        return _attention(q, k, v, mask, causal, scale, kv_lengths, dropout_p, seed, sinks, softcap, alibi_slopes, bias)
+    with tracing.without_autocast(q.device):
+        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+        scale = head_dim**-0.5 if scale is None else scale
+        group = heads // kv_heads if kv_heads else 1
+        k = repeat(k, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
+        v = repeat(v, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
 
+        attends = _attending_pairs(q, kv_len, mask, causal, kv_lengths)
+        # keys and values that no query attends to may be NaN
+        is_unread = ~attends.any(dim=-2).unsqueeze(-1)
+        k, v = k.masked_fill(is_unread, 0), v.masked_fill(is_unread, 0)
+        score_dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale
+        scores = _modified(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    kv_lengths: Tensor | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    scale = head_dim**-0.5 if scale is None else scale
-    group = heads // kv_heads if kv_heads else 1
-    k = repeat(k, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
-    v = repeat(v, "batch kv_heads n d -> batch (kv_heads group) n d", group=group)
+        highest = scores.new_full((batch, heads, q_len, 1), -torch.inf)
+        if kv_len:
+            highest = scores.detach().amax(dim=-1, keepdim=True)
+        if sinks is not None:
+            sinks = rearrange(sinks.to(score_dtype), "heads -> heads 1 1")
+            highest = torch.maximum(highest, sinks.detach())
+        # without keys, or with scores of -inf only: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, also
+        # in the backward
+        is_empty = highest == -torch.inf
+        pivot = highest.masked_fill(is_empty, 0)
+        weights = torch.exp(scores - pivot)
+        total = weights.sum(dim=-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks - pivot)
+        total = total.masked_fill(is_empty, 1)
+        lse = (pivot + torch.log(total)).masked_fill(is_empty, -torch.inf).squeeze(-1)
 
-    attends = _attending_pairs(q, kv_len, mask, causal, kv_lengths)
-    # keys and values that no query attends to may be NaN
-    is_unread = ~attends.any(dim=-2).unsqueeze(-1)
-    k, v = k.masked_fill(is_unread, 0), v.masked_fill(is_unread, 0)
-    score_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale
-    scores = _modified(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
-
-    highest = (
-        scores.detach().amax(dim=-1, keepdim=True) if kv_len else scores.new_full((batch, heads, q_len, 1), -torch.inf)
-    )
-    if sinks is not None:
-        sinks = rearrange(sinks.to(score_dtype), "heads -> heads 1 1")
-        highest = torch.maximum(highest, sinks.detach())
-    # without keys, or with scores of -inf only: a finite pivot and a total of 1 avoid -inf - (-inf) and 0 / 0, also in
-    # the backward
-    is_empty = highest == -torch.inf
-    pivot = highest.masked_fill(is_empty, 0)
-    weights = torch.exp(scores - pivot)
-    total = weights.sum(dim=-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - pivot)
-    total = total.masked_fill(is_empty, 1)
-    lse = (pivot + torch.log(total)).masked_fill(is_empty, -torch.inf).squeeze(-1)
-
-    weights = weights / total
-    if dropout_p > 0:
-        weights = weights * _keep(seed, weights.shape, dropout_p) / philox.kept_share(dropout_p)
-    return weights.to(v.dtype) @ v, lse
+        weights = weights / total
+        if dropout_p > 0:
+            weights = weights * _keep(seed, weights.shape, dropout_p) / philox.kept_share(dropout_p)
+        return weights.to(v.dtype) @ v, lse
 
 
 def _modified(scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None, bias: Tensor | None) -> Tensor:

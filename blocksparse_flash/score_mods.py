@@ -20,12 +20,7 @@ LOG2_E = math.log2(math.e)
 
 
 def slopes_of(heads: int) -> list[float]:
-    """The ALiBi slopes of a number of heads, 1 or more, as the authors compute them.
-
-    2**(-8 (h + 1) / heads) for a power of two. Other numbers take the slopes of the power of two below, then every
-    other slope of the power of two above, from its first. Press et al., "Train Short, Test Long", arXiv:2108.12409,
-    section 3, and the code published with it.
-    """
+    """The ALiBi slopes of a number of heads, 1 or more; `nn.alibi_slopes` has the definition."""
     n_regular = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (head + 1) / n_regular) for head in range(n_regular)]
     # the next power of two has half the step

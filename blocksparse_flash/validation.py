@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .blocks import checks
 from .layout import BlockLayout
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
@@ -43,9 +44,8 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
     if not isinstance(q, Tensor):
         return None
     kind = q.device.type
-    # is_autocast_enabled raises for devices without autocast, such as meta
-    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return torch.get_autocast_dtype(kind) if has_autocast and torch.is_autocast_enabled(kind) else None
+    is_on = tracing.has_autocast(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
@@ -460,10 +460,7 @@ def check(
     dtype, batch, heads, q_len, kv_len, head_dim = agreed
     if layout is not None:
         check_layout(layout, batch, heads, q_len, kv_len)
-    if causal is not True and causal is not False:
-        raise TypeError(
-            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
-        )
+    checks.switch(causal, "causal")
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
     # torch.compile cannot trace math.isfinite of a symbolic number; nan fails too
     if not -MAX_SCALE <= scale <= MAX_SCALE:

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,14 +35,6 @@ class Batch(NamedTuple):
     lengths: Tensor
     labels: Tensor
     places: Tensor
-
-
-class Rows(Protocol):
-    """Samples that are read in batches."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, places: np.ndarray) -> Batch: ...
 
 
 def _batch(tokens: np.ndarray, lengths: np.ndarray, labels: np.ndarray, places: np.ndarray) -> Batch:
@@ -137,6 +129,10 @@ class ExampleRows:
                 kept = document[: self.length]
                 tokens[row, column, : len(kept)], lengths[row, column] = kept, len(kept)
         return _batch(tokens, lengths, np.array([example.label for example in examples]), places)
+
+
+# samples that are read in batches
+Rows = RecordRows | FreshRows | PairRows | ExampleRows
 
 
 @dataclass(frozen=True)

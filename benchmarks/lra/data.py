@@ -54,7 +54,7 @@ class Rules:
         return self.contour_length == Rules.contour_length and not self.changes
 
 
-def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> sources.Generator:
+def _changed(source: sources.Source, changes: dict[str, Any], name: str) -> sources.Source:
     """The source with changed fields of its rules."""
     known = {each.name for each in dataclasses.fields(source.rules)}
     if unknown := set(changes) - known:
@@ -63,9 +63,9 @@ def _changed(source: sources.Generator, changes: dict[str, Any], name: str) -> s
     return dataclasses.replace(source, rules=dataclasses.replace(source.rules, **fields))  # type: ignore[arg-type]
 
 
-def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generator:
+def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Source:
     """The generator of a task."""
-    source: sources.Generator
+    source: sources.Source
     if task.name.startswith("listops"):
         source = sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
     elif task.name.startswith("path") and task.grid is not None:
@@ -78,7 +78,7 @@ def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Generato
     return _changed(source, rules.changes, "rules")
 
 
-def stage_source(source: sources.Generator, stage: Stage, length: int) -> sources.Generator:
+def stage_source(source: sources.Source, stage: Stage, length: int) -> sources.Source:
     """The source with the rules of a stage and records of the same length."""
     changed = _changed(source, stage.changes, "stages")
     if isinstance(changed, sources.ListOpsSource):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,23 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import masks
+from benchmarks.run.measure import wall_milliseconds
 from blocksparse_flash import attention
 
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def seconds_of(call: Callable[[], object], n_calls: int = 2) -> float:
-    """Median time of a call, after one that warms up."""
-    times = []
-    for _ in range(n_calls + 1):
-        started = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
 
 
 def first_result(length: int = 2048) -> bool:
@@ -54,10 +40,10 @@ def first_result(length: int = 2048) -> bool:
     def dense() -> tuple[Tensor, ...]:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, gradient)
 
-    of_dense, of_sparse = seconds_of(dense), seconds_of(lambda: gradients(layout=layout))
+    of_dense, of_sparse = (wall_milliseconds(call, runs=2)["ms"] for call in (dense, lambda: gradients(layout=layout)))
     print(
         f"   forward and backward on {device()}, {str(dtype).removeprefix('torch.')}: PyTorch dense "
-        f"{1e3 * of_dense:.1f} ms, block-sparse {1e3 * of_sparse:.1f} ms, {of_dense / of_sparse:.1f}x as fast"
+        f"{of_dense:.1f} ms, block-sparse {of_sparse:.1f} ms, {of_dense / of_sparse:.1f}x as fast"
     )
     pairs = zip(gradients(layout=layout), gradients(layout=layout, backend="reference"), strict=True)
     error = max(((ours - plain).abs().max() / plain.abs().max()).item() for ours, plain in pairs)

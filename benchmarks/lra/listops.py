@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -206,12 +205,3 @@ def evaluate(tokens: Sequence[int], *, depth: int | None = None) -> int:
 def oracle_accuracy(samples: Sequence[Sample], *, depth: int) -> float:
     """Share of samples whose label is `evaluate(tokens, depth=depth)`."""
     return sum(evaluate(sample.tokens, depth=depth) == sample.label for sample in samples) / len(samples)
-
-
-def root_operator_floor(samples: Sequence[Sample]) -> float:
-    """The best accuracy on these samples from the first token alone: the most frequent label of each root operator."""
-    counts = Counter((sample.tokens[0], sample.label) for sample in samples)
-    best: dict[int, int] = {}
-    for (operator, _), count in counts.items():
-        best[operator] = max(best.get(operator, 0), count)
-    return sum(best.values()) / len(samples)

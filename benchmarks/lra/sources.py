@@ -11,7 +11,7 @@ import hashlib
 import json
 import zlib
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +23,6 @@ FIRST_NUMBER = {"test": 0, "validation": 2**32, "train": 2**33, "fresh": 2**34}
 VERSION = 1
 
 ORIGIN = "generated (by the published rules), not the official release"
-
-
-class Source(Protocol):
-    """name: folder name; dtype: of a record, with a field "label"; draw: int (n,) to records (n,)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def draw(self, split: str, places: np.ndarray) -> np.ndarray: ...
 
 
 def _named(kind: str, rules: pathfinder.Preset | listops.Preset, seed: int) -> str:
@@ -128,7 +116,8 @@ class ListOpsSource:
             attempt += 1
 
 
-Generator = PathfinderSource | ListOpsSource
+# name: folder name; dtype: of a record, with a field "label"; draw: int (n,) to records (n,)
+Source = PathfinderSource | ListOpsSource
 
 
 def split_of(tokens: bytes) -> str:

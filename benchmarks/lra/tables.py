@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
-from ..report import markdown
+from ..report.markdown import table
 from .peers import MATERIALISED, OURS
 from .published import ACCURACY, BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
@@ -17,10 +17,6 @@ TASKS = tuple(STEPS)
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 # of training steps, as in STEPS; of attention alone
 SIZE, ALONE = ["batch", "documents", "n"], ["device", "batch", "heads", "head_dim"]
-
-
-def table(header: Collection[str], rows: Iterable[Iterable[str]]) -> str:
-    return markdown.table(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def _name(line: Line) -> str:

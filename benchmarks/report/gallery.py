@@ -127,7 +127,7 @@ def tables() -> str:
         for name in names:
             sentence = " ".join((inspect.getdoc(getattr(masks, name)) or "").split("\n\n")[0].split())
             cell = "<br>".join(filter(None, [f"**`{signature(name)}`**", sentence, paper(name)]))
-            rows.append([f"![{name}]({Path(PICTURES).name}/{name}.png)", cell.replace("|", "\\|")])
+            rows.append([f"![{name}]({Path(PICTURES).name}/{name}.png)", cell])
         parts += [f"## {family}", table(["example", "mask"], rows)]
     return "\n\n".join(parts)
 

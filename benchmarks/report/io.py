@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
@@ -81,9 +81,8 @@ def counted(lines: pd.DataFrame) -> pd.DataFrame:
 
 def straight_line(densities: pd.Series, moved: pd.Series) -> tuple[float, float, float]:
     """(at zero, slope, R^2) of bytes over density, by least squares; needs two densities or more."""
-    slope, at_zero = np.polyfit(densities, moved, 1)
-    left, spread = ((moved - at_zero - slope * densities) ** 2).sum(), ((moved - moved.mean()) ** 2).sum()
-    return float(at_zero), float(slope), float(1 - left / spread) if spread else 1.0
+    found = stats.linregress(densities, moved)
+    return float(found.intercept), float(found.slope), float(found.rvalue**2)
 
 
 def _range(values: pd.Series, form: str) -> str:

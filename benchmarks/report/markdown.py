@@ -10,7 +10,9 @@ import pandas as pd
 
 
 def table(header: Collection[str], rows: Iterable[Iterable[str]]) -> str:
-    head, *body = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    """A table of texts; | in a cell is escaped, since it would end the cell."""
+    lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (header, *rows))
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
     return "\n".join([head, "|" + "---|" * len(header), *body])
 
 

@@ -152,7 +152,7 @@ def long_range(lines: pd.DataFrame) -> str:
     if lines.empty:
         return ""
     # without its arguments the mask fits into the page; the configuration has them
-    masks = lines["mask"].fillna("dense").str.replace(r"\([^|]*\)", "", regex=True).str.replace("|", "\\|")
+    masks = lines["mask"].fillna("dense").str.replace(r"\([^|]*\)", "", regex=True)
     columns = {
         "configuration": "`{configuration}`", "task": "{task}", "mask": "{mask}", "test samples": "{n:,}",
         "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "floor": "{floor:.1%}",

@@ -35,8 +35,7 @@ def cell_of(pattern: Pattern, lines: pd.DataFrame) -> dict[str, Any]:
     costs = cost_model.costs_of(pairs, owner, length, (heads, kv_heads), ranks, requested="auto", without_pass_q=False)
     by_scheme = lines.set_index("provider")
     chosen, best, ms = costs.scheme, str(by_scheme["ms"].idxmin()), by_scheme["ms"].to_dict()
-    received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "all_gather": costs.all_gather}[chosen]
-    n_bytes = None if received is None else int(received.max()) * head_dim * ELEMENT_BYTES
+    n_bytes = int(costs.received[chosen].max()) * head_dim * ELEMENT_BYTES
     return {
         "ranks": ranks, "length": length, "kv_heads": kv_heads, "pattern": pattern.name, **ms, "costs": costs,
         "chosen": chosen, "best": best, "loss": ms[chosen] / ms[best], "speedup": by_scheme.loc[chosen, "speedup"],

@@ -205,7 +205,7 @@ def lines(
         "kv_heads": case.heads[1], "head_dim": options.head_dim, "dtype": "bf16" if ranks.device == "cuda" else "fp32",
         "order": one.plan.order, "chunks": options.chunks, "priority": "high",
         "received_bytes": one.received * size, "bound_bytes": int(costs.bound.max()) * size,
-        "all_gather_bytes": int(costs.all_gather.max()) * size, "link_gb_s": link_gb_s,
+        "all_gather_bytes": int(costs.received["all_gather"].max()) * size, "link_gb_s": link_gb_s,
         "messages_ms": None, "attention_ms": None, "overlap": None,
     }  # fmt: skip
     timed = measure.directions(one.call, inputs, dout)

@@ -92,12 +92,10 @@ def provider(
             raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {heads[1]} key heads")
         plan = distributed.plan(layout, group, heads=heads, scheme=SCHEMES[name], order=order)
         costs = plan.layers[0].costs
-        received = {"exchange": costs.exchange, "ulysses": costs.ulysses, "gathered": costs.all_gather}[name]
-        assert received is not None
         # equal work on every rank
         tiles = costs.tiles.sum() // n_ranks if name == "ulysses" else costs.tiles.max()
         call: Call = partial(distributed.attention, plan=plan, chunks=chunks)
-        return Provider(name, call, plan, int(received.max()), int(tiles))
+        return Provider(name, call, plan, int(costs.received[SCHEMES[name]].max()), int(tiles))
     if layout.q_len % (n_ranks * BLOCK):
         raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {layout.q_len // BLOCK} blocks")
     plan = distributed.plan(layout, group, heads=heads, scheme="exchange", deterministic=True)
@@ -109,7 +107,7 @@ def provider(
         call = _flex(pattern, rank * local, local, layout.kv_len, group)
     else:
         raise NotTimed("cannot run: it needs a GPU")
-    return Provider(name, call, plan, int(costs.all_gather.max()), int(costs.tiles.max()))
+    return Provider(name, call, plan, int(costs.received["all_gather"].max()), int(costs.tiles.max()))
 
 
 def _flex(pattern: Pattern, first_query: int, n_queries: int, kv_len: int, group: Any) -> Call:

@@ -95,18 +95,16 @@ def profiled(options: argparse.Namespace) -> None:
     for heads, head_dim, density in cases(options):
         layout = patterns.random(options.length, density=density).layout()
         size = options.batch, heads, options.length, head_dim
-        q, k, v, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
-        forward = functools.partial(attention, q, k, v, layout, backend=options.backend)
-        # compiled, and its plan copied, before anything is profiled
-        out = forward()
-        backward = functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True)
-        backward()
-        for call in (forward, backward):
+        *tensors, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        call = functools.partial(attention, layout=layout, backend=options.backend)
+        by_direction = measure.directions(call, [tensor.requires_grad_() for tensor in tensors], dout)
+        # compiled, and the plan copied, before anything is profiled
+        by_direction["step"]()
+        for direction in DIRECTIONS:
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
             torch.cuda._sleep(1)
-            call()
+            by_direction[direction]()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
 

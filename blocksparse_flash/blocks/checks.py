@@ -25,9 +25,11 @@ def integer(value: object, name: str) -> int:
     return int(value)
 
 
-def switch(value: object, name: str) -> bool:
+def switch(value: object, name: str, way_out: str = "") -> bool:
+    """A bool; way_out ends the message, in place of how to make one."""
     if value is not True and value is not False:
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); bool({name}) makes one")
+        way_out = way_out or f"bool({name}) makes one"
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {way_out}")
     return value
 
 

@@ -90,7 +90,7 @@ class Description:
             f"layout    {self.q_len} x {self.kv_len} tokens, {blocks}, batch {self.batch}, heads {self.heads}",
             f"blocks    {self.nnz} stored, density {self.density:.4g}; {self.full_share:.1%} of them full",
             f"pairs     {self.pairs} attend, density {self.pair_density:.4g}",
-            f"bitmasks  {self.distinct_bitmasks} distinct; metadata {_amount(self.metadata_bytes, 'B')}",
+            f"bitmasks  {self.distinct_bitmasks} distinct; metadata {amount(self.metadata_bytes, 'B')}",
             f"forward   {self._said_cost()}",
         ]
         for name, side in (("rows", self.rows), ("cols", self.cols)):
@@ -102,8 +102,8 @@ class Description:
         return "\n".join([*lines, f"mixing    {self._said_mixing()}"])
 
     def _said_cost(self) -> str:
-        flops = f"{_amount(self.flops, 'FLOP')} ({_share(self.flops, self.dense_flops)} of dense)"
-        moved = f"{_amount(self.bytes, 'B')} moved ({_share(self.bytes, self.dense_bytes)} of dense)"
+        flops = f"{amount(self.flops, 'FLOP')} ({_share(self.flops, self.dense_flops)} of dense)"
+        moved = f"{amount(self.bytes, 'B')} moved ({_share(self.bytes, self.dense_bytes)} of dense)"
         return f"{flops}, {moved} at head_dim {self.head_dim}"
 
     def _said_mixing(self) -> str:
@@ -117,16 +117,16 @@ class Description:
         return f"{reach}; spectral gap {'not computed, the graph is too large' if gap is None else f'{gap:.3g}'}"
 
 
-def _amount(number: int, unit: str) -> str:
-    """A number with three digits and a decimal prefix.
+def amount(number: int, unit: str, digits: int = 3) -> str:
+    """A number with a decimal prefix.
 
-    >>> _amount(64_260_000_000, "FLOP")
+    >>> amount(64_260_000_000, "FLOP")
     '64.3 GFLOP'
     """
     scaled, prefixes = float(number), ["", "k", "M", "G", "T", "P", "E"]
-    while scaled >= 999.5 and len(prefixes) > 1:
+    while float(f"{scaled:.{digits}g}") >= 1000 and len(prefixes) > 1:
         scaled, prefixes = scaled / 1000, prefixes[1:]
-    return f"{scaled:.3g} {prefixes[0]}{unit}"
+    return f"{scaled:.{digits}g} {prefixes[0]}{unit}"
 
 
 def _share(part: int, whole: int) -> str:

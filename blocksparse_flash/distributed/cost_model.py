@@ -28,9 +28,8 @@ class Costs:
     """Costs of one layer. Arrays are int64 (n_ranks,); received amounts are heads * tokens of each rank.
 
     bound     lower bound of any scheme whose queries stay in place: the keys and values needed from other ranks
-    exchange  received by "exchange": the bound, or less with pass-Q rows (their lse is not counted)
-    ulysses   received by "ulysses"; None if the number of ranks does not divide the key heads
-    all_gather  received by "all_gather": all keys and values of other ranks
+    received  by each scheme. "exchange": the bound, or less with pass-Q rows (their lse is not counted); "all_gather":
+              all keys and values of other ranks; "ulysses" only if the number of ranks divides the key heads
     tiles     tiles that each rank computes, over all batches and heads; for "ulysses" those of "exchange"
     pass_q_rows  tile rows that use pass-Q under "exchange"; empty for other schemes
     work      work of the busiest rank without pass-Q rows; under "ulysses" that of every rank
@@ -40,9 +39,7 @@ class Costs:
     """
 
     bound: Array
-    exchange: Array
-    ulysses: Array | None
-    all_gather: Array
+    received: dict[str, Array]
     tiles: Array
     pass_q_rows: Array
     work: Work
@@ -107,27 +104,28 @@ def costs_of(
     call = Call(1, q_heads, q_heads // kv_heads, HEAD_DIM, ELEMENT_BYTES)
     is_pass_q = np.zeros(len(owner), np.bool_)
     exchanged, work, bound = _exchange(pairs, is_pass_q, owner, length, call, n_ranks)
-    exchange = bound
+    received = {"exchange": bound}
     reaches_most = 2 * np.bincount(pairs.row, minlength=len(owner)) > len(owner)
     if not without_pass_q and reaches_most.any():
         found = _exchange(pairs, reaches_most, owner, length, call, n_ranks)
         if found[0] < exchanged:
-            is_pass_q, (exchanged, work, exchange) = reaches_most, found
+            is_pass_q, (exchanged, work, received["exchange"]) = reaches_most, found
     if not is_pass_q.any():
         exchanged += time_model.HOST_OVERHEAD
     few_reach_most = 0 < reaches_most.sum() <= FEW * len(owner)
     was_timed = not few_reach_most or n_ranks >= time_model.TIMED_RANKS or n_ranks == 1
 
     held = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
-    gathered = 2 * kv_heads * (length - held)
-    work_of = {"exchange": work, "all_gather": _work(pairs, owner[pairs.row], int(gathered.max()))}
+    received["all_gather"] = 2 * kv_heads * (length - held)
+    work_of = {"exchange": work, "all_gather": _work(pairs, owner[pairs.row], int(received["all_gather"].max()))}
     gather = time_model.HOST_OVERHEAD + time_model.all_gather(work_of["all_gather"], call, 2 * kv_heads * length)
     seconds = {"exchange": exchanged if was_timed else None, "ulysses": None, "all_gather": gather}
-    ulysses, whole = None, _work(pairs, np.zeros(len(pairs.row), np.int64), 0)
+    whole = _work(pairs, np.zeros(len(pairs.row), np.int64), 0)
     if kv_heads % n_ranks == 0:
         # q, k and v of own heads from other ranks, and out of own tokens from other heads
-        ulysses = ((length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)) // n_ranks
-        work_of["ulysses"] = whole._replace(received=int(ulysses.max()))
+        amounts = (length - held) * (q_heads + 2 * kv_heads) + held * q_heads * (n_ranks - 1)
+        received["ulysses"] = amounts // n_ranks
+        work_of["ulysses"] = whole._replace(received=int(received["ulysses"].max()))
         seconds["ulysses"] = _ulysses(work_of["ulysses"], owner, length, call, n_ranks)
 
     known = {name: found for name, found in seconds.items() if found is not None}
@@ -136,9 +134,7 @@ def costs_of(
     is_pass_q &= scheme == "exchange"
     return Costs(
         bound=bound,
-        exchange=exchange,
-        ulysses=ulysses,
-        all_gather=gathered,
+        received=received,
         tiles=np.bincount(owner[np.where(is_pass_q[pairs.row], pairs.col, pairs.row)], minlength=n_ranks),
         pass_q_rows=np.flatnonzero(is_pass_q),
         work=work_of[scheme],
@@ -226,9 +222,10 @@ def report(plan: Any) -> str:
         lines += [f'layer {i_layer}: "{layer.scheme}": {costs.reason}{travels}']
         lines += filter(None, [_against_one(plan, costs)])
         columns: dict[str, Any] = {"rank": range(plan.n_ranks), "tokens": plan.sizes, "tiles": costs.tiles}
-        amounts = costs.exchange, costs.bound, costs.ulysses, costs.all_gather
-        for name, amount in zip(("exchange", "lower bound", "ulysses", "all-gather"), amounts, strict=True):
-            columns[name] = ["-"] * plan.n_ranks if amount is None else map(_mebibytes, amount)
+        amounts = {**costs.received, "lower bound": costs.bound}
+        for name in ("exchange", "lower bound", "ulysses", "all_gather"):
+            found = map(_mebibytes, amounts[name]) if name in amounts else ["-"] * plan.n_ranks
+            columns[name.replace("_", "-")] = found
         texts = [[name, *map(str, cells)] for name, cells in columns.items()]
         aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in texts]
         lines += ["  ".join(row) for row in zip(*aligned, strict=True)]

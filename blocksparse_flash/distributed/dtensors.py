@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..runtime import tracing
 
 if TYPE_CHECKING:
     from .context_plan import ContextPlan
 
-_PLAIN = (Tensor, nn.Parameter)
-
 
 def are_dtensors(*tensors: Any) -> bool:
     """Whether all are DTensors; TypeError for a mixture."""
-    if all(type(tensor) in _PLAIN for tensor in tensors):
+    if all(type(tensor) in tracing.PLAIN for tensor in tensors):
         return False
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,7 @@
-"""ExchangePlan: index lists and kernel plan of one rank's exchange, and their flat form for operators."""
+"""ExchangePlan: index lists and kernel plan of one rank's exchange, and their flat form for operators.
+
+The flat form has the tensors in the order of the fields, those of the kernel plan last, and the counts send + receive.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,9 @@ class ExchangePlan(NamedTuple):
     send: list[int]
     receive: list[int]
 
-    def flatten(self) -> Flat:
-        """The form that operators take."""
-        *lists, plan, send, receive = self
-        return [*lists, *plan], send + receive
+    def empty(self, x: Tensor) -> Tensor:
+        """Buffer for the own and received tokens of a tensor: (batch, heads, slots, features)."""
+        return x.new_empty(*x.shape[:2], self.own_slots.shape[0] + self.slots.shape[0], x.shape[3])
 
 
 def unflatten(tensors: list[Tensor], counts: list[int], n_ranks: int) -> tuple[list[ExchangePlan], list[Tensor]]:
@@ -72,22 +74,19 @@ def unflatten(tensors: list[Tensor], counts: list[int], n_ranks: int) -> tuple[l
 # ---- construction ----
 
 
-def _exchange_plan(
+def _flat_plan(
     tiles: BlockLayout, indices: TokenIndices, tokens: Array, touched: Array, rows: Array, cols: Array, shards: Shards,
     device: torch.device,
-) -> ExchangePlan:  # fmt: skip
-    """The plan of messages with these indices; its kernels compute rows x cols of a layout of tiles.
+) -> Flat:  # fmt: skip
+    """The flat plan of messages with these indices; its kernels compute rows x cols of a layout of tiles.
 
     tokens, touched  `rows` and `touched` of ExchangePlan
     """
     table = _table(indices, touched, shards)
     arrays = indices.own, indices.own_slots, indices.sent, indices.slots, tokens, touched, table
-    own, own_slots, sent, slots, of_rows, of_touched, of_table = (
-        torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays
-    )
-    kernel_plan = list(tiles.select(rows=rows, cols=cols).plan(device))
-    send, receive = indices.send_counts, indices.receive_counts
-    return ExchangePlan(own, own_slots, sent, slots, of_rows, of_touched, of_table, kernel_plan, send, receive)
+    lists = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
+    kernel_plan = tiles.select(rows=rows, cols=cols).plan(device)
+    return [*lists, *kernel_plan], indices.send_counts + indices.receive_counts
 
 
 def _table(found: TokenIndices, touched: Array, shards: Shards) -> Array:
@@ -139,7 +138,7 @@ def all_gather_plan(tiles: BlockLayout, shards: Shards, device: torch.device) ->
     every = np.arange(n_tiles)
     keys = routing.transfers(np.repeat(np.arange(n_ranks), n_tiles), np.tile(every, n_ranks), shards.owner)
     indices = routing.token_indices(every, keys, shards)
-    tensors, counts = _exchange_plan(tiles, indices, tokens, tokens, shards.held, every, shards, device).flatten()
+    tensors, counts = _flat_plan(tiles, indices, tokens, tokens, shards.held, every, shards, device)
     return tensors, [*counts, -1]
 
 
@@ -166,14 +165,14 @@ def pass_kv_plan(
         touched = np.union1d(found.own, found.sent)
     rows = routing.places(remote, held, shards.length)
     layout = _only(tiles, stay) if has_pass_q else tiles
-    tensors, counts = _exchange_plan(layout, found, rows, touched, remote, found.tiles, shards, device).flatten()
+    tensors, counts = _flat_plan(layout, found, rows, touched, remote, found.tiles, shards, device)
     if has_pass_q:
         row, col = pairs.where(is_pass_q)
         queries = routing.transfers(owner[col], row, owner)
         # own queries even if they need no key of this rank, since they are merged here
         wanted = np.append(row[owner[col] == rank], pass_q_rows[owner[pass_q_rows] == rank])
         found = routing.token_indices(wanted, queries, shards)
-        more = _exchange_plan(tiles, found, found.own, found.own, found.tiles, held, shards, device).flatten()
+        more = _flat_plan(tiles, found, found.own, found.own, found.tiles, held, shards, device)
         tensors, counts = tensors + more[0], counts + more[1]
     if is_split:
         local = stay.where((owner[stay.row] == rank) & ~np.isin(stay.row, remote))

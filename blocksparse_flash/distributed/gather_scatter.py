@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import merging
+from .exchange_plan import ExchangePlan
 from .local_attention import accumulator_dtype
 
 
@@ -60,6 +61,13 @@ def picked(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tenso
     targets = [x.new_empty(*x.shape[:2], taken.shape[0], x.shape[3]) for x in sources]
     move(sources, targets, backend, taken=taken)
     return targets
+
+
+def own_in_slots(mine: Sequence[Tensor], plan: ExchangePlan, backend: str) -> list[Tensor]:
+    """Own tokens of each tensor in their slots of a plan, with room for received ones."""
+    every = [plan.empty(x) for x in mine]
+    move(mine, every, backend, taken=plan.own, put=plan.own_slots)
+    return every
 
 
 def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:

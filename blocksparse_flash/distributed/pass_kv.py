@@ -74,9 +74,7 @@ class PassKV(Scheme):
 
     def own_kv_in_slots(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Own keys and values in their slots, with room for received ones."""
-        every = [_empty_kv(x, self.keys) for x in (k, v)]
-        gather_scatter.move([k, v], every, self.ranks.backend, taken=self.keys.own, put=self.keys.own_slots)
-        return every
+        return gather_scatter.own_in_slots([k, v], self.keys, self.ranks.backend)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         keys, spec, backend, n_chunks = self.keys, self.ranks.spec, self.ranks.backend, len(self.plans)
@@ -164,7 +162,7 @@ class PassKV(Scheme):
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         tensors, counts, _, _, keeps, _, group, *_ = arguments
         (keys, *_), _ = unflatten(tensors, counts, dist.get_world_size(process_group_of(group)))
-        kept = [_empty_kv(x, keys) for x in (k, v)] if keeps else []
+        kept = [keys.empty(x) for x in (k, v)] if keeps else []
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q)), kept
 
     @staticmethod
@@ -179,11 +177,6 @@ def _gathered(keys: ExchangePlan, rank: int) -> tuple[list[int], Tensor]:
     before = sum(sizes[:rank])
     sizes[rank] = keys.own_slots.shape[0]
     return sizes, torch.cat([keys.slots[:before], keys.own_slots, keys.slots[before:]])
-
-
-def _empty_kv(x: Tensor, keys: ExchangePlan) -> Tensor:
-    """Buffer for own and received keys or values: (batch, heads, slots, features)."""
-    return x.new_empty(*x.shape[:2], keys.own_slots.shape[0] + keys.slots.shape[0], x.shape[3])
 
 
 def _picked_rows(inputs: BackwardInputs, rows: Tensor, backend: str) -> BackwardInputs:

@@ -29,10 +29,8 @@ class _PassQ:
         self.queries, self.ranks = queries, ranks
         message = gather_scatter.pack(mine, queries.sent, ranks.backend)
         self.pending = AllToAll(message, queries.send, queries.receive, ranks.group)
-        n_slots = queries.own_slots.shape[0] + queries.slots.shape[0]
-        self.tensors = [x.new_empty(*x.shape[:2], n_slots, x.shape[3]) for x in mine]
         # overlaps with the message
-        gather_scatter.move(mine, self.tensors, ranks.backend, taken=queries.own, put=queries.own_slots)
+        self.tensors = gather_scatter.own_in_slots(mine, queries, ranks.backend)
 
     def _received(self) -> list[Tensor]:
         """The tensors of own and received rows."""

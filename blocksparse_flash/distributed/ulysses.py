@@ -10,7 +10,6 @@ number of ranks divides the key heads. Two ways to send:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,8 +33,8 @@ from .operators import QKV, Operators, Scheme
 
 # chunks in flight ahead of the one being computed
 PREFETCH = 2
-# by batch and head, the part of each rank
-Parts = list[list[list[Tensor]]]
+# by head and batch, the part of each rank
+Parts = list[list[Tensor]]
 
 
 class Ulysses(Scheme):
@@ -160,27 +159,23 @@ def _empty_for_own_tokens(whole: Sequence[Tensor], n_ranks: int, n_local: int) -
 
 
 def _by_head(local: Tensor, n_ranks: int) -> Parts:
-    """Of contiguous (batch, heads, tokens, dim): for each batch entry and head of a rank, that head of each rank."""
-    share = local.shape[1] // n_ranks
-    return [[list(heads[i::share]) for i in range(share)] for heads in (x.unbind() for x in local.unbind())]
+    """Of contiguous (batch, heads, tokens, dim): for each head of a rank and batch entry, that head of each rank."""
+    share, heads_of = local.shape[1] // n_ranks, [x.unbind() for x in local.unbind()]
+    return [list(heads[i::share]) for i in range(share) for heads in heads_of]
 
 
 def _by_token(whole: Tensor, sizes: list[int]) -> Parts:
-    """Of contiguous (batch, heads, all tokens, dim): for each batch entry and head, the tokens of each rank."""
+    """Of contiguous (batch, heads, all tokens, dim): for each head and batch entry, the tokens of each rank."""
     batch, heads = whole.shape[:2]
     # one call makes all views
-    parts = iter(whole.flatten(0, 2).split_with_sizes(sizes * (batch * heads)))
-    return [[list(itertools.islice(parts, len(sizes))) for _ in range(heads)] for _ in range(batch)]
+    parts, n_ranks = whole.flatten(0, 2).split_with_sizes(sizes * (batch * heads)), len(sizes)
+    places = (n_ranks * (entry * heads + head) for head in range(heads) for entry in range(batch))
+    return [list(parts[place : place + n_ranks]) for place in places]
 
 
-def _chunk(tensors: list[Parts], i: int, n_chunks: int) -> list[list[Tensor]]:
+def _chunk(tensors: list[Parts], i: int, n_chunks: int) -> Parts:
     """The parts of one chunk of the heads of each tensor."""
-    return [
-        parts
-        for by_batch in tensors
-        for heads in by_batch
-        for parts in heads[i * len(heads) // n_chunks : (i + 1) * len(heads) // n_chunks]
-    ]
+    return [part for x in tensors for part in x[i * len(x) // n_chunks : (i + 1) * len(x) // n_chunks]]
 
 
 attention = Operators(Ulysses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..blocks.statistics import amount
 from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
@@ -60,8 +61,8 @@ class Explanation:
             f"density      {self.density:.4g} of the layout's blocks",
             f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
             f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of their pairs attend",
-            f"forward      {_amount(self.flops, 'FLOP')}, {_moved(self.forward)}",
-            f"backward     {_amount(self.backward_flops, 'FLOP')}, {_moved(self.backward)}",
+            f"forward      {amount(self.flops, 'FLOP', 4)}, {_moved(self.forward)}",
+            f"backward     {amount(self.backward_flops, 'FLOP', 4)}, {_moved(self.backward)}",
             f"metadata     {self.metadata_bytes} bytes",
             *self._said_balance(),
             *self._said_time(),
@@ -110,21 +111,9 @@ def _ms(value: float) -> str:
     return f"{_two_digits(value)} ms" if value < 1000 else f"{_two_digits(value / 1000)} s"
 
 
-def _amount(count: int, unit: str) -> str:
-    """Four digits and a decimal prefix.
-
-    >>> _amount(2_097_152, "B")
-    '2.097 MB'
-    """
-    for size, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.4g} {prefix}{unit}"
-    return f"{count} {unit}"
-
-
 def _moved(of: Moved) -> str:
-    held = "" if of.workspace is None else f", workspace {_amount(of.workspace, 'B')}"
-    return f"reads {_amount(of.reads, 'B')}, writes {_amount(of.writes, 'B')}{held}"
+    held = "" if of.workspace is None else f", workspace {amount(of.workspace, 'B', 4)}"
+    return f"reads {amount(of.reads, 'B', 4)}, writes {amount(of.writes, 'B', 4)}{held}"
 
 
 def _said_tiles(call: Call) -> str:

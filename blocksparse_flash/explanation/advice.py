@@ -117,12 +117,8 @@ def _repeats(tensor: Tensor) -> int:
     if (sample == sample[:1, :1]).all():
         return 1
     groups = (group for group in range(heads, 1, -1) if heads % group == 0)
-    return next((group for group in groups if _is_repeated(sample, group)), 1)
-
-
-def _is_repeated(sample: Tensor, group: int) -> bool:
-    """Whether each row equals the first of its group; NaN does not."""
-    return bool((sample.unflatten(0, (-1, group)) == sample[::group, None]).all())
+    # each row equals the first of its group; NaN does not
+    return next((group for group in groups if (sample.unflatten(0, (-1, group)) == sample[::group, None]).all()), 1)
 
 
 # ---- types and strides ----

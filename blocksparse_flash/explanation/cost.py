@@ -151,19 +151,16 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     # without a layout the kernels may be others: tiles are of 128 x 128
     dense_call = dataclasses.replace(call, layout=None)
     used, dense_used = (_calibrations(each, device, table) for each in (call, dense_call))
+    dim = max(call.head_dim, call.v_dim)
     if used is None or dense_used is None:
-        dim = padded_dim(call.backend, max(call.head_dim, call.v_dim))
         return None, (
-            f'"{call.kernels}" was not measured at a head dimension of {dim} or wider on a GPU of compute capability '
-            f"{device.capability[0]}.{device.capability[1]}"
+            f'"{call.kernels}" was not measured at a head dimension of {padded_dim(call.kernels, dim)} or wider on a '
+            f"GPU of compute capability {device.capability[0]}.{device.capability[1]}"
         )
     if not all(prediction.can_scale(each, device) for each in used):
         return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
     mine, dense = _times(call, device, *used), _times(dense_call, device, *dense_used)
-    said: list[str] = []
-    for direction, each in zip(("fwd", "bwd"), used, strict=True):
-        dim = padded_dim(kernels_of(call)[direction], max(call.head_dim, call.v_dim))
-        said += prediction.caveats(each, device, dim)
+    said = [caveat for each in used for caveat in prediction.caveats(each, device, dim)]
     if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
         said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens host time dominates, which is not predicted")
     if call.has_kv_lengths:
@@ -177,8 +174,7 @@ def _calibrations(call: Call, device: Device, table: tuple[Calibration, ...]) ->
     """The calibrations of a call's forward and backward; None if one is missing."""
     dim = max(call.head_dim, call.v_dim)
     forward, backward = (
-        prediction.find(table, device, kernels, padded_dim(kernels, dim), direction)
-        for direction, kernels in kernels_of(call).items()
+        prediction.find(table, device, kernels, dim, direction) for direction, kernels in kernels_of(call).items()
     )
     return None if forward is None or backward is None else (forward, backward)
 
@@ -204,7 +200,7 @@ def _times(call: Call, device: Device, forward: Calibration, backward: Calibrati
     """Milliseconds of forward and backward."""
 
     def one(found: Calibration, walked: Sides, moved: memory.Moved) -> float:
-        rates, known = prediction.on_device(found, device), prediction.known(found, device)
+        rates, known = prediction.on_device(found, device)
         return prediction.direction_ms(rates, walked, known, beside=moved.walk, passes=moved.passes)
 
     sides, n_sms = programs(call, device.n_sms), device.n_sms
@@ -225,9 +221,8 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
     dim = max(call.head_dim, call.v_dim)
     losses = []
     walked_by = programs(call, device.n_sms)
-    for direction, side, walked in zip(("fwd", "bwd"), ("rows", "cols"), walked_by, strict=True):
-        backend = kernels_of(call)[direction]
-        found = prediction.find(table, device, backend, padded_dim(backend, dim), direction)
+    for (direction, kernels), side, walked in zip(kernels_of(call).items(), ("rows", "cols"), walked_by, strict=True):
+        found = prediction.find(table, device, kernels, dim, direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
         losses.append(prediction.loss(generic if found is None else found.rates, walked, device.n_sms))
     return Balance(*spread, device.n_sms, *losses)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..kernels.schedule import padded_dim
 from . import scheduling
 from .scheduling import Array, Sides
 
@@ -197,18 +198,13 @@ def can_scale(found: Calibration, device: Device) -> bool:
     return _is_same(found.device, device) or (device.clock > 0 and device.bandwidth > 0)
 
 
-def on_device(found: Calibration, device: Device) -> Rates:
-    """The rates on this GPU, scaled by its clock if it is not the measured one."""
+def on_device(found: Calibration, device: Device) -> tuple[Rates, Device]:
+    """Rates and properties of this GPU: as measured, or the rates scaled by its clock if another GPU was measured."""
     if _is_same(found.device, device):
-        return found.rates
+        return found.rates, found.device
     slower = found.device.clock / device.clock
     kernels = tuple(kernel._replace(tile_us=kernel.tile_us * slower) for kernel in found.rates.kernels)
-    return found.rates._replace(kernels=kernels)
-
-
-def known(found: Calibration, device: Device) -> Device:
-    """The device as measured, if this is the same GPU."""
-    return found.device if _is_same(found.device, device) else device
+    return found.rates._replace(kernels=kernels), device
 
 
 def basis(used: tuple[Calibration, ...]) -> str:
@@ -222,8 +218,8 @@ def basis(used: tuple[Calibration, ...]) -> str:
 
 
 def caveats(used: Calibration, device: Device, head_dim: int) -> tuple[str, ...]:
-    """What the model was not fitted to: this GPU, this padded head dimension."""
-    said = []
+    """What the model was not fitted to: this GPU, this head dimension as padded."""
+    said, head_dim = [], padded_dim(used.backend, head_dim)
     if not _is_same(used.device, device):
         said.append(
             f"the model was not fitted to this {device.name}: scaled from {used.device.name} by {device.n_sms} "

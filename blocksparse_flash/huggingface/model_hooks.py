@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -176,10 +177,7 @@ def _watch(module: Any, _: str, child: Any) -> None:
             model.register_forward_hook(_after, always_call=True)
 
 
-_handles: list[Any] = []
-
-
+@functools.cache
 def watch_models() -> None:
     """Adds hooks to every transformers model that is created from now on, or becomes part of another module."""
-    if not _handles:
-        _handles.append(torch.nn.modules.module.register_module_module_registration_hook(_watch))
+    torch.nn.modules.module.register_module_module_registration_hook(_watch)

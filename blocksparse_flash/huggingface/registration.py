@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+from ..layout import BlockLayout
 from .attention import attention_function
 from .mask_builder import attention_mask
 from .model_hooks import watch_models
-from .names import NAME
-from .saving import explain_unsaved_layouts
+from .names import KEY, NAME
+
+
+@functools.cache
+def _explain_unsaved_layouts() -> None:
+    """Makes configs of transformers say what to do about a BlockLayout, which JSON cannot store."""
+    from transformers import PreTrainedConfig
+
+    configs: Any = PreTrainedConfig
+    plain = configs.to_json_string
+
+    @functools.wraps(plain)
+    def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
+        try:
+            return plain(self, *args, **kwargs)
+        except TypeError as error:
+            if BlockLayout.__name__ not in str(error):
+                raise
+            raise TypeError(
+                f"config.{KEY} has a BlockLayout, which JSON cannot store: set it to a specification for masks.build, "
+                "such as 'butterfly | local(window=512)', which is saved; or to None before saving, and to the layout "
+                "again after loading"
+            ) from error
+
+    configs.to_json_string = to_json_string
 
 
 def register() -> None:
@@ -40,4 +67,4 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, attention_mask)
     watch_models()
-    explain_unsaved_layouts()
+    _explain_unsaved_layouts()

@@ -42,12 +42,6 @@ def probability(name: str, value: Any, *, below_one: bool = False) -> float:
     return value
 
 
-def boolean(name: str, value: Any, way_out: str) -> bool:
-    if value is not True and value is not False:
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {way_out}")
-    return value
-
-
 def check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")

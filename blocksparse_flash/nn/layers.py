@@ -15,7 +15,7 @@ from ..blocks.checks import switch
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import MAX_HEAD_DIM, checked_softcap
-from .arguments import Layout, boolean, check_tensor, checked_layout, positive_int, probability, rotary_base
+from .arguments import Layout, check_tensor, checked_layout, positive_int, probability, rotary_base
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
 from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
@@ -96,10 +96,10 @@ class SelfAttention(HoldsLayout):
         # one projection for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
-        learns_sinks = boolean("sinks", sinks, "a layout of first tokens that all attend to is masks.sink_window")
+        learns_sinks = switch(sinks, "sinks", "a layout of first tokens that all attend to is masks.sink_window")
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if learns_sinks else None
         self.softcap = checked_softcap(softcap)
-        self.alibi = boolean("alibi", alibi, "slopes of your own are for `attention`")
+        self.alibi = switch(alibi, "alibi", "slopes of your own are for `attention`")
         # a buffer, so that it moves with the weights
         self.register_buffer("alibi_slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self._place_layout()

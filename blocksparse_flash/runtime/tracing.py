@@ -182,6 +182,16 @@ def runs_triton(index: int | None) -> bool:
     return not triton.knobs.runtime.interpret
 
 
+def has_autocast(kind: str) -> bool:
+    """Whether devices of a type have autocast. Those without, such as meta, raise errors where it is mentioned."""
+    return kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which a caller's autocast does not choose the types of products."""
+    return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else _NOTHING
+
+
 def is_without_autocast(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a GPU and autocast is off. After False, check the slower torch.is_autocast_enabled."""
     # covers CUDA, but not every device type

@@ -86,8 +86,7 @@ def test_heavy_rows_use_pass_q_if_it_was_faster(length: int, kv_heads: int, pass
 def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> None:
     """Packed messages: several sequences, or shards with gaps."""
     found = costs_of(name, 262144, 16, 2)
-    assert found.ulysses is not None
-    whole = Work(int(found.ulysses.max()), int(found.tiles.sum()), 1, 1)
+    whole = Work(int(found.received["ulysses"].max()), int(found.tiles.sum()), 1, 1)
     assert time_model.packed_ulysses(whole, Call(1, 16, 1, 128, 2), 2) == pytest.approx(measured, rel=0.1)
 
 
@@ -107,7 +106,7 @@ def test_ulysses_is_chosen_where_most_keys_are_needed(name: str, length: int, kv
     pairs = Pairs(*np.nonzero(pattern.blocks))
     found = cost_model.costs_of(pairs, with_gaps, length, (16, kv_heads), 4, requested="auto", without_pass_q=False)
     packed = time_model.packed_ulysses(
-        Work(int(found.ulysses.max()), len(pairs.row), 1, 1), Call(1, 16, 16 // kv_heads, 128, 2), 4
+        Work(int(found.received["ulysses"].max()), len(pairs.row), 1, 1), Call(1, 16, 16 // kv_heads, 128, 2), 4
     )
     assert found.scheme == "exchange" or f"{1e3 * packed:.3g} ms by ulysses" in found.reason
 

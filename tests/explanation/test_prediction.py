@@ -74,7 +74,7 @@ def test_another_gpu_is_predicted_by_scaling() -> None:
         scaled = calibrate.SCALED[device]
         near = prediction.find(prediction.calibrations(), scaled, *rest)
         assert near is not None and near.device != scaled
-        rates = prediction.on_device(near, scaled)
+        rates, _ = prediction.on_device(near, scaled)
         sizes = [abs(error) for error in calibrate.errors([*map(calibrate.measured, found)], rates)]
         assert statistics.median(sizes) < 0.04 and max(sizes) < 0.25, (device, rest, sizes)
         every += sizes
@@ -236,9 +236,9 @@ def test_another_gpu_of_the_same_architecture_is_scaled_with_a_caveat() -> None:
     # a calibration of the same GPU comes first, even if it is for a larger head_dim
     assert prediction.find(table, smaller, "triton", 64, "fwd") == table[1]
     assert prediction.find(table[:1], smaller, "triton", 64, "fwd") == table[0]
-    scaled = prediction.on_device(table[0], smaller)
+    scaled, kept = prediction.on_device(table[0], smaller)
     assert [kernel.tile_us for kernel in scaled.kernels] == [4.0, 12.0] and scaled.launch_us == RATES.launch_us
-    assert prediction.on_device(table[0], DEVICE) == RATES and prediction.known(table[0], smaller) is smaller
+    assert prediction.on_device(table[0], DEVICE) == (RATES, DEVICE) and kept is smaller
     (caveat,) = prediction.caveats(table[0], smaller, 64)
     assert "the model was not fitted to this smaller: scaled from GPU by 2 SMs at 1000 MHz" in caveat
     assert "a head dimension of 32 was not measured: taken as 64" in prediction.caveats(table[0], DEVICE, 32)

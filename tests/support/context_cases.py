@@ -104,7 +104,7 @@ def uses_pass_q(layout: str, order: str, kv_heads: int) -> None:
         plan = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, order=order_of, scheme="exchange")
     costs = plan.layers[0].costs
     assert len(costs.pass_q_rows), "no row uses pass-Q: the case tests nothing"
-    assert costs.exchange.max() < costs.bound.max()
+    assert costs.received["exchange"].max() < costs.bound.max()
     assert_equal_to_one_process(plan, whole(layout, LENGTH, heads), has_exact_rows=False)
 
 
@@ -153,7 +153,7 @@ def gathers_every_key(order: str, n_chunks: int) -> None:
         out.sum().backward()
     token = 2 * (HEAD_DIM + V_HEAD_DIM) * 8
     assert (forward.n_bytes, forward.n_calls) == (max(plan.sizes) * token, n_chunks)
-    received = int(plan.layers[0].costs.all_gather[rank]) // 2 * (HEAD_DIM + V_HEAD_DIM) * 8
+    received = int(plan.layers[0].costs.received["all_gather"][rank]) // 2 * (HEAD_DIM + V_HEAD_DIM) * 8
     assert (backward.n_bytes, backward.n_calls) == (received, n_chunks)
     # an empty batch, and other strides
     none = [leaf.detach()[:0].requires_grad_() for leaf in leaves]

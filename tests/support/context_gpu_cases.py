@@ -118,7 +118,7 @@ def nothing_moves() -> None:
     """With a block-diagonal layout all messages are empty; they arrive."""
     layout = masks.local(LENGTH, window=0)
     plan = bd.plan(layout, dist.group.WORLD, heads=2, scheme="exchange", deterministic=True)
-    assert not plan.layers[0].costs.exchange.any()
+    assert not plan.layers[0].costs.received["exchange"].any()
     q, k, v = (torch.randn(1, 2, plan.local_length, 64, device=DEVICE).bfloat16().requires_grad_() for _ in "qkv")
     out = bd.attention(q, k, v, plan)
     assert torch.equal(out, v)

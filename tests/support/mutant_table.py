@@ -497,8 +497,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "eager/attention.py",
-            "kv_pos <= q_pos + offset",
-            "kv_pos < q_pos + offset",
+            ": TILE * n_partial] <= diagonal",
+            ": TILE * n_partial] < diagonal",
             "tests/kernels/eager/test_attention.py",
         ),
         (
@@ -540,8 +540,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "eager/attention.py",
-            "(q_pos + (self.sizes.kv_len - self.sizes.q_len) - kv_pos).abs()",
-            "(q_pos - kv_pos).abs()",
+            "diagonal = q_pos + (sizes.kv_len - sizes.q_len)",
+            "diagonal = q_pos",
             "tests/test_score_mods.py -k eager",
         ),
         (

@@ -72,24 +72,28 @@ class _Sizes(NamedTuple):
         return 0 in (self.batch * self.heads, self.q_len, self.kv_len)
 
 
-class _Group(NamedTuple):
+class _Rows(NamedTuple):
     """Tile rows with equally many tiles, each processed once per head that shares the plan.
 
     batch_idx, head_idx, rows  (items,) of each tile row; 0 for a dimension that the plan broadcasts
+    begins  (items,): place of each row in the lists of the plan, or None without a plan
     n_partial, n_tiles  tiles of each row; the partial ones come first
-    begins  position of each row in the list of tiles, or None without a plan
-    cols    (begin, end, first, last) -> (end - begin, last - first) tile columns of items `begin` .. `end`
-    limits  (begin, end, first, last) -> (end - begin, queries, 128 * (last - first)): +inf attends, -inf does not
     """
 
     batch_idx: Tensor
     head_idx: Tensor
     rows: Tensor
+    begins: Tensor | None
     n_partial: int
     n_tiles: int
-    begins: Tensor | None
-    cols: Callable[[int, int, int, int], Tensor]
-    limits: Callable[[int, int, int, int], Tensor]
+
+    def split(self, n_rows: int) -> Iterator[_Rows]:
+        """Parts of up to n_rows rows."""
+        for begin in range(0, len(self.rows), n_rows):
+            part = slice(begin, begin + n_rows)
+            begins = None if self.begins is None else self.begins[part]
+            axes = self.batch_idx[part], self.head_idx[part], self.rows[part]
+            yield _Rows(*axes, begins, self.n_partial, self.n_tiles)
 
 
 class _Span(NamedTuple):
@@ -132,7 +136,8 @@ class _Chunks:
         is_on_cpu = like.device.type == "cpu"
         self.tiles_at_once = TILES_PER_THREAD * torch.get_num_threads() if is_on_cpu else TILES_ON_GPU
         self.kv_lengths = self._needed_lengths(kv_lengths, is_dense=not plan)
-        self.groups = self._plan_groups(plan) if plan else self._dense_groups(causal)
+        self.plan = plan
+        self.groups = self._plan_groups() if plan else self._dense_groups(causal)
         plan_batch, plan_heads = plan[0].shape[:2] if plan else (1, 1)
         # every (batch, head) with the same rows; 0 for a dimension along which rows differ
         shared_batch = torch.arange(sizes.batch if plan_batch == 1 else 1, device=self.device)
@@ -152,51 +157,65 @@ class _Chunks:
         sizes = self.sizes
         for group in self.groups:
             is_single = group.n_tiles <= self.tiles_at_once
-            rows_at_once = max(1, self.tiles_at_once // group.n_tiles)
-            n_rows = len(group.rows)
-            for begin in range(0, n_rows, rows_at_once):
-                end = min(begin + rows_at_once, n_rows)
-                shared_at_once = max(1, self.tiles_at_once // (group.n_tiles * (end - begin)))
+            for rows in group.split(max(1, self.tiles_at_once // group.n_tiles)):
+                shared_at_once = max(1, self.tiles_at_once // (group.n_tiles * len(rows.rows)))
                 # one entry, reused by the heads that share these rows
                 memory: dict[int, Tensor] = {}
                 for shared in self.shared.split(shared_at_once):
                     # (sharing heads, rows)
-                    batch_idx = shared[:, :1] + group.batch_idx[begin:end]
-                    head_idx = shared[:, 1:] + group.head_idx[begin:end]
-                    q_tiles = (batch_idx * sizes.heads + head_idx) * sizes.n_rows + group.rows[begin:end]
-                    spans = functools.partial(self._spans, group, begin, end, batch_idx, head_idx, memory)
+                    batch_idx, head_idx = shared[:, :1] + rows.batch_idx, shared[:, 1:] + rows.head_idx
+                    q_tiles = (batch_idx * sizes.heads + head_idx) * sizes.n_rows + rows.rows
+                    spans = functools.partial(self._spans, rows, batch_idx, head_idx, memory)
                     yield q_tiles.flatten(), is_single, spans
 
-    def _spans(
-        self, group: _Group, begin: int, end: int, batch_idx: Tensor, head_idx: Tensor, memory: dict[int, Tensor]
-    ) -> Iterator[_Span]:
+    def _spans(self, rows: _Rows, batch_idx: Tensor, head_idx: Tensor, memory: dict[int, Tensor]) -> Iterator[_Span]:
         sizes = self.sizes
         kv_head_idx = head_idx // (sizes.heads // sizes.kv_heads)
         first_kv_tile = (batch_idx * sizes.kv_heads + kv_head_idx) * sizes.n_cols
-        for first in range(0, group.n_tiles, self.tiles_at_once):
-            last = min(first + self.tiles_at_once, group.n_tiles)
+        # (rows, queries, 1)
+        q_pos = _positions(rows.rows[:, None])[:, : sizes.q_side, None]
+        # the key at the position of each query; lengths are aligned at their ends
+        diagonal = q_pos + (sizes.kv_len - sizes.q_len)
+        for first in range(0, rows.n_tiles, self.tiles_at_once):
+            last = min(first + self.tiles_at_once, rows.n_tiles)
             # (rows, tiles)
-            cols = group.cols(begin, end, first, last)
-            if first < group.n_partial and first not in memory:
+            cols, entries = self._listed(rows, first, last)
+            # (rows, 1, keys)
+            kv_pos = _positions(cols)[:, None]
+            if first < rows.n_partial and first not in memory:
                 memory.clear()
-                memory[first] = group.limits(begin, end, first, min(last, group.n_partial))
-            kv_pos = q_pos = None
-            needs_distance = self.changes is not None and self.changes.needs_positions
-            if self.kv_lengths is not None or self.dropout_p > 0 or needs_distance:
-                # (rows, queries, 1) and (rows, 1, keys)
-                q_pos = _positions(group.rows[begin:end, None])[:, : sizes.q_side, None]
-                kv_pos = _positions(cols)[:, None]
+                memory[first] = self._limit_of(min(last, rows.n_partial) - first, entries, diagonal, kv_pos)
+            change = None
+            if self.changes is not None:
+                change = self.changes.of_span(batch_idx, head_idx, entries, diagonal, kv_pos)
             yield _Span(
                 kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
                 shape=(*batch_idx.shape, sizes.q_side, TILE * (last - first)),
                 limit=memory.get(first),
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
-                change=self._change(group, slice(begin, end), (first, last), batch_idx, head_idx, q_pos, kv_pos),
+                change=change,
             )
 
-    def _length_limit(self, batch_idx: Tensor, kv_pos: Tensor | None) -> Tensor | None:
-        if self.kv_lengths is None or kv_pos is None:
+    def _listed(self, rows: _Rows, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+        """(rows, last - first): tile columns of rows, and their places in the lists of the plan, None without one."""
+        steps = torch.arange(first, last, device=self.device)
+        if rows.begins is None:
+            # all columns in order, but the partial ones, which are the last, come first
+            return ((steps - rows.n_partial) % rows.n_tiles).expand(len(rows.rows), -1), None
+        entries = rows.begins[:, None] + steps
+        # a partial tile is listed with a sign
+        return self.plan[1][entries].to(torch.int64) & (PARTIAL - 1), entries
+
+    def _limit_of(self, n_partial: int, entries: Tensor | None, diagonal: Tensor, kv_pos: Tensor) -> Tensor:
+        """(rows, queries, 128 * n_partial): +inf attends, -inf does not, for the first tiles of a span."""
+        if entries is None:
+            return _limit(kv_pos[..., : TILE * n_partial] <= diagonal, self.dtype)
+        ids, words = self.plan[2][entries[:, :n_partial]].to(torch.int64), self.plan[-1]
+        return _unpacked(words[:, : self.sizes.q_side][ids], self.dtype)
+
+    def _length_limit(self, batch_idx: Tensor, kv_pos: Tensor) -> Tensor | None:
+        if self.kv_lengths is None:
             return None
         # (sharing heads, rows, 1, keys)
         exists = kv_pos < self.kv_lengths[batch_idx][:, :, None, None]
@@ -204,39 +223,19 @@ class _Chunks:
             return None
         return _limit(exists, self.dtype)
 
-    def _keep(self, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor | None, kv_pos: Tensor | None) -> Tensor | None:
-        if self.dropout_p == 0 or q_pos is None or kv_pos is None:
+    def _keep(self, batch_idx: Tensor, head_idx: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor | None:
+        if self.dropout_p == 0:
             return None
         assert self.seed is not None, "dropout_p > 0 needs a seed"
         batch_idx, head_idx = batch_idx[:, :, None, None], head_idx[:, :, None, None]
         is_kept = philox.keep_mask(self.seed.to(self.device), batch_idx, head_idx, q_pos, kv_pos, self.dropout_p)
         return is_kept.to(self.dtype).mul_(1 / philox.kept_share(self.dropout_p))
 
-    def _change(
-        self,
-        group: _Group,
-        rows: slice,
-        steps: tuple[int, int],
-        batch_idx: Tensor,
-        head_idx: Tensor,
-        q_pos: Tensor | None,
-        kv_pos: Tensor | None,
-    ) -> Change | None:
-        if self.changes is None:
-            return None
-        entries = distance = None
-        if group.begins is not None:
-            entries = group.begins[rows, None] + torch.arange(*steps, device=self.device)
-        if self.changes.needs_positions and q_pos is not None and kv_pos is not None:
-            distance = (q_pos + (self.sizes.kv_len - self.sizes.q_len) - kv_pos).abs().to(self.dtype)
-        return self.changes.of_span(batch_idx, head_idx, entries, distance)
-
-    def _plan_groups(self, plan: list[Tensor]) -> Iterator[_Group]:
-        row_items, row_indices, row_ids, *_, words = plan
-        words = words[:, : self.sizes.q_side]
-        n_heads, n_rows = row_items.shape[1:3]
+    def _plan_groups(self) -> Iterator[_Rows]:
+        records = self.plan[0]
+        n_heads, n_rows = records.shape[1:3]
         # on a GPU this is the only synchronisation of a call
-        items = row_items.cpu().numpy().reshape(-1, row_items.shape[3]).astype(np.int64)
+        items = records.cpu().numpy().reshape(-1, records.shape[3]).astype(np.int64)
         owner = np.repeat(np.arange(len(items) // max(1, n_rows)), n_rows)
         items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :4]])
         items = items[items[:, 4] > 0]
@@ -246,23 +245,13 @@ class _Chunks:
         for kind in np.split(items, changes) if len(items) else ():
             n_tiles, n_partial = (int(count) for count in kind[0, 4:6])
             batch_idx, head_idx, rows, begins, *_ = torch.from_numpy(kind.T.copy()).to(self.device)
+            yield _Rows(batch_idx, head_idx, rows, begins, n_partial, n_tiles)
 
-            def cols(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
-                steps = torch.arange(first, last, device=self.device)
-                # a partial tile is listed with a sign
-                return row_indices[begins[begin:end, None] + steps].to(torch.int64) & (PARTIAL - 1)
-
-            def limits(begin: int, end: int, first: int, last: int, begins: Tensor = begins) -> Tensor:
-                steps = torch.arange(first, last, device=self.device)
-                return _unpacked(words[row_ids[begins[begin:end, None] + steps].to(torch.int64)], self.dtype)
-
-            yield _Group(batch_idx, head_idx, rows, n_partial, n_tiles, begins, cols, limits)
-
-    def _dense_groups(self, causal: bool) -> Iterator[_Group]:
-        sizes = self.sizes
+    def _dense_groups(self, causal: bool) -> Iterator[_Rows]:
+        sizes, rows = self.sizes, torch.arange(self.sizes.n_rows, device=self.device)
+        zeros = torch.zeros_like(rows)
         if not causal:
-            rows = torch.arange(sizes.n_rows, device=self.device)
-            yield self._interval_group(rows, n_full=sizes.n_cols, n_tiles=sizes.n_cols)
+            yield _Rows(zeros, zeros, rows, None, 0, sizes.n_cols)
             return
         offset = sizes.kv_len - sizes.q_len
         for row in range(sizes.n_rows):
@@ -270,24 +259,7 @@ class _Chunks:
             n_full = min(max(0, (row * TILE + offset + 1) // TILE), sizes.n_cols)
             n_tiles = min(max(0, (last_query + offset) // TILE + 1), sizes.n_cols)
             if n_tiles:
-                yield self._interval_group(torch.full((1,), row, device=self.device), n_full=n_full, n_tiles=n_tiles)
-
-    def _interval_group(self, rows: Tensor, *, n_full: int, n_tiles: int) -> _Group:
-        """Rows over the first `n_tiles` tile columns; those from `n_full` on are masked by the diagonal."""
-        offset = self.sizes.kv_len - self.sizes.q_len
-
-        def cols(begin: int, end: int, first: int, last: int) -> Tensor:
-            # partial tiles come first: n_full .. n_tiles - 1, then 0 .. n_full - 1
-            steps = (torch.arange(first, last, device=self.device) + n_full) % n_tiles
-            return steps.expand(end - begin, -1)
-
-        def limits(begin: int, end: int, first: int, last: int) -> Tensor:
-            kv_pos = _positions(cols(begin, end, first, last))[:, None]
-            q_pos = _positions(rows[begin:end, None])[:, : self.sizes.q_side, None]
-            return _limit(kv_pos <= q_pos + offset, self.dtype)
-
-        zeros = torch.zeros_like(rows)
-        return _Group(zeros, zeros, rows, n_tiles - n_full, n_tiles, None, cols, limits)
+                yield _Rows(zeros[:1], zeros[:1], rows[row : row + 1], None, n_tiles - n_full, n_tiles)
 
 
 def _positions(tiles: Tensor) -> Tensor:
@@ -576,10 +548,7 @@ def backward(
             _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
             if changes is not None and span.change is not None:
-                distance_sums = changes.collect(span.change, dscores.view(span.shape))
-                if changes.distance_sums is not None and distance_sums is not None:
-                    # each query tile occurs once per chunk
-                    changes.distance_sums[index] += distance_sums
+                changes.collect(span.change, dscores.view(span.shape), index)
                 if tanh is not None:
                     dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
             _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))

@@ -68,15 +68,16 @@ class Changes:
                 sums_shape((shared[0], shared[1]), len(scores.bias_index[0]), scores.bias_cell, (TILE, TILE))
             )
 
-    @property
-    def needs_positions(self) -> bool:
-        return self.scores.alibi_slopes is not None
-
     def of_span(
-        self, batch_idx: Tensor, head_idx: Tensor, entries: Tensor | None, distance: Tensor | None
-    ) -> Change | None:
-        """The score mods of a span, or None. batch_idx, head_idx (sharing heads, rows), entries (rows, tiles)."""
-        slopes, bias, places = self.scores.alibi_slopes, None, None
+        self, batch_idx: Tensor, head_idx: Tensor, entries: Tensor | None, diagonal: Tensor, kv_pos: Tensor
+    ) -> Change:
+        """The score mods of a span.
+
+        batch_idx, head_idx  (sharing heads, rows)
+        entries  (rows, tiles): places in the lists of the plan, or None
+        diagonal, kv_pos  (rows, queries, 1) and (rows, 1, keys)
+        """
+        slopes = bias = places = distance = None
         if self._tables is not None and entries is not None:
             places = batch_idx[:, :, None], head_idx[:, :, None], entries
             bias = self._tables[_within(places, self._tables)]
@@ -85,23 +86,23 @@ class Changes:
             bias = bias.transpose(2, 3)[:, :, :, None, :, :, None]
             bias = bias.expand(-1, -1, -1, TILE // down, -1, -1, TILE // across)
             bias = bias.reshape(*batch_idx.shape, TILE, -1)[:, :, : self._queries]
-        if slopes is not None:
-            slopes = slopes[head_idx][:, :, None, None]
-        elif bias is None and self.scores.softcap == 0:
-            return None
+        if self.scores.alibi_slopes is not None:
+            slopes = self.scores.alibi_slopes[head_idx][:, :, None, None]
+            distance = (diagonal - kv_pos).abs().to(slopes.dtype)
         return Change(self.scores.softcap, slopes, distance, bias, places)
 
-    def collect(self, change: Change, dscores: Tensor) -> Tensor | None:
-        """Stores the bias sums of ds (sharing heads, rows, queries, keys); returns its part of distance_sums."""
+    def collect(self, change: Change, dscores: Tensor, index: Tensor) -> None:
+        """Adds ds (sharing heads, rows, queries, keys) of the query tiles `index` to the sums."""
         if self.bias_sums is not None and change.places is not None:
             n_tiles, (down, across) = change.places[2].shape[1], self.bias_sums.shape[3:]
             whole = F.pad(dscores, (0, 0, 0, TILE - self._queries))
             of_pieces = whole.reshape(*whole.shape[:2], down, TILE // down, n_tiles, across, TILE // across)
             of_tiles = of_pieces.sum(dim=(3, 6)).transpose(2, 3)
             self.bias_sums[_within(change.places, self.bias_sums)] = of_tiles
-        if self.distance_sums is None or change.distance is None:
-            return None
-        return -(dscores * change.distance).sum(dim=-1, dtype=torch.float64).view(-1, self._queries, 1)
+        if self.distance_sums is not None and change.distance is not None:
+            # each query tile occurs once per chunk
+            sums = (dscores * change.distance).sum(dim=-1, dtype=torch.float64)
+            self.distance_sums[index] -= sums.view(-1, self._queries, 1)
 
 
 def _within(places: tuple[Tensor, Tensor, Tensor], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
