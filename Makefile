@@ -1,5 +1,6 @@
 # make demo      train a block-sparse Transformer on ListOps, on a GPU if there is one
-# make test      lint, types, all tests on the CPU, and the tuned kernels compiled for sm90 under the installed Triton
+# make test      lint, types, tests on the CPU, and the tuned kernels compiled for sm90 under the installed Triton
+# make test-thorough   the rest of the sweeps of which make test runs a sample
 # make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures
 # make lint      ruff and mypy
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
@@ -19,7 +20,7 @@ ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
-.PHONY: demo docs test test-compilers test-gpu mutants lint clean
+.PHONY: demo docs test test-thorough test-compilers test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.first_result
@@ -32,8 +33,12 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: lint
-	@echo "tests: about 10,500 on $(JOBS) processes, about 15 minutes on two idle cores"
-	$(PYTEST) -m "not compilers"
+	@echo "tests: about 10,800 on $(JOBS) processes, about 7 minutes on two idle cores"
+	$(PYTEST) -m "not compilers and not thorough"
+
+test-thorough: $(VENV)/.test
+	@echo "thorough: about 750 tests on $(JOBS) processes, about 6 minutes on two idle cores"
+	$(PYTEST) -m "thorough and not compilers"
 
 test-compilers: $(VENV)/.test
 	@echo "compilers: installs Triton $(TRITONS), then compiles about 1,000 kernels: 12 minutes on two idle cores"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
 import torch
 
 from tests.support.interpreter import speed_up_interpreter
+from tests.support.sampling import mark_the_rest
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -39,7 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Samples sweeps before -m selects tests, and orders those that are left."""
+    mark_the_rest(items)
+    yield
+    start_slow_tests_first(items)
+
+
+def start_slow_tests_first(items: list[pytest.Item]) -> None:
     """Starts slow tests first, spread over the equal shares of `--dist worksteal`, so that no worker ends with one."""
     n_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if n_workers == 1:

@@ -33,6 +33,7 @@ def layout(device: torch.device) -> BlockLayout:
     return (masks.local(LENGTH, window=20, block_size=16) | masks.butterfly(LENGTH, block_size=16)).to(device)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("case", ["layout", "dense", "causal, lengths", "dropout"])
 def test_operators_pass_opcheck(case: str, backend: str, device: torch.device, layout: BlockLayout) -> None:

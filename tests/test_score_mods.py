@@ -115,6 +115,7 @@ def test_each_option_equals_its_definition(kept: list[str], backend: str) -> Non
     torch.testing.assert_close(actual, double_loop(call, 0.4))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bias", ["blocks", "heads", "all"])
 @pytest.mark.parametrize("block_size", [16, 32, (16, 48)], ids=str)
@@ -167,6 +168,7 @@ TYPES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sinks", [None, -math.inf])
 @pytest.mark.parametrize(("backend", "dtype"), TYPES, ids=str)
 def test_a_bias_of_minus_infinity_removes_its_block(

@@ -337,6 +337,8 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE)
 
 
+# each call, each layout, and on each backend each family of layouts
+@pytest.mark.sweep(by=lambda backend, layout, call: {call, layout, (backend, family_of(layout))})
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):
     assert_backend_is_accurate(backend, layout, call, device)
 

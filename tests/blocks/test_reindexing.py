@@ -46,6 +46,7 @@ def test_shifting_moves_every_pair(problem: Problem) -> None:
     assert layout.shift() == layout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
 @pytest.mark.parametrize(
     ("q", "kv"), [(1, 0), (0, -1), (16, 16), (-7, 130), (128, -48), (400, 0), (0, -301), (10**30, 0)]

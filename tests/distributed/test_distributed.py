@@ -31,7 +31,8 @@ def said(n_ranks: int) -> dict[str, list[str]]:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+# most cases are those of two ranks with more of them
+@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
 def test_every_case_holds_on_every_rank(n_ranks: int) -> None:
     """Cases run in order until one fails, which is reported."""
     for name, errors in said(n_ranks).items():
@@ -45,7 +46,7 @@ PATIENCE, GRACE = 10, 60
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("scheme", ["exchange", "ulysses"])
+@pytest.mark.parametrize("scheme", ["exchange", pytest.param("ulysses", marks=pytest.mark.thorough)])
 def test_inductor_compiles_it_into_one_graph(scheme: str, tmp_path: Path) -> None:
     crew = Crew(2, "cpu", PATIENCE + GRACE, tmp_path)
     try:
@@ -56,7 +57,7 @@ def test_inductor_compiles_it_into_one_graph(scheme: str, tmp_path: Path) -> Non
         assert not answer.said, f"on rank {rank}:\n{answer.said}"
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_an_error_on_the_others(n_ranks: int, tmp_path: Path) -> None:
     """The others fail while they wait for its message."""
     crew = Crew(n_ranks, "cpu", PATIENCE, tmp_path)

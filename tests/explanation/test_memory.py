@@ -88,6 +88,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 
 
 # (head_dim, v_head_dim): a multiple of 8; rows of v padded, or of all tensors; wider than the Hopper backward supports
+@pytest.mark.sweep
 @pytest.mark.parametrize("dims", [(64, 64), (128, 100), (64, 60), (36, 20), (192, 192)])
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
 # split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64

@@ -93,6 +93,7 @@ def test_layout_and_plan_equal_those_of_the_host(
         assert torch.equal(getattr(plan, f"{side}_records"), getattr(on_host, f"{side}_records"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_size", [(16, 64), (128, 128), (256, 32)])
 @pytest.mark.parametrize("backend", ["eager", "triton"])

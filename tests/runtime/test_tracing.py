@@ -205,6 +205,7 @@ def test_a_plan_made_for_fake_tensors_is_real(make: Callable[[], BlockLayout]) -
     assert torch.equal(attention(*real, layout, causal=True), attention(*real, make(), causal=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", ["plain", "causal, lengths", "seed", "scores"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_aot_function_traces_forward_and_backward(backend: str, options: str) -> None:

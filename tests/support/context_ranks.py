@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 # seconds that a rank waits for another one on a busy machine, and that all cases may take
 TIMEOUT = 60
-DEADLINE = 240
+DEADLINE = 1200
 
 Cases = dict[str, Callable[[], None]]
 

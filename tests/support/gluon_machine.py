@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,19 @@ class Stop(BaseException):
 CURRENT = threading.local()
 
 
+def locked() -> Any:
+    """A lock that is held. Handing one back and forth takes half the time that a semaphore does."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Partition:
     """One partition of a program: a thread that runs only when the scheduler resumes it."""
 
     def __init__(self, machine: Machine, name: str, warps: int, call: Callable[[], None]) -> None:
         self.machine, self.name, self.warps, self._call = machine, name, warps, call
-        self.resume = threading.Semaphore(0)
+        self.resume = locked()
         self.ready: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
         self.is_done = False
@@ -62,7 +69,9 @@ class Partition:
         except BaseException as error:  # noqa: BLE001 - raised again by the scheduler
             self.error = error
         self.is_done = True
-        self.machine.yielded.release()
+        # after an error the scheduler waits no more
+        if self.machine.error is None:
+            self.machine.yielded.release()
 
     def meet(self) -> None:
         """The threads of the partition meet: each has waited for the products."""
@@ -85,7 +94,7 @@ class Machine:
         self.random = random.Random(f"{seed} {program}")
         self.program, self.n_programs = program, n_programs
         # released by a partition that yields to the scheduler or ends
-        self.yielded = threading.Semaphore(0)
+        self.yielded = locked()
         self.error: BaseException | None = None
         self.partitions: list[Partition] = []
         # TMA transfers in flight; calling one completes it
@@ -93,7 +102,7 @@ class Machine:
         self.tma_stores: list[Callable[[], None]] = []
         self.tma_weight = self.random.choice([0.1, 1.0, 8.0])
         self.barriers: list[Barrier] = []
-        # per allocation of shared memory, see Shared
+        # per allocation of shared memory, see Marks
         self.unfenced: list[Tensor] = []
         # by number of a named barrier: partitions that have arrived, and how often it has completed
         self.named: dict[int, list[Partition]] = {}
@@ -178,28 +187,31 @@ def run_all(machines: list[Machine], seed: int) -> None:
 # ---- shared memory ----
 
 
-class Shared:
-    """A view of a shared-memory allocation, which records the accesses that other accesses may conflict with.
+class Marks(NamedTuple):
+    """One mark per byte of shared memory, of accesses that other accesses may conflict with.
 
-    position  of each value of the view within the allocation
-    marks     three tensors over the allocation:
-        unfenced  1 + the partition that wrote a value and has not fenced it since; 0: none
-        readers   asynchronous operations (wgmma, TMA stores) that still read a value
-        loading   whether a TMA load that will write a value is in flight
+    unfenced  1 + the partition that wrote the byte and has not fenced it since; 0: none
+    readers   asynchronous operations (wgmma, TMA stores) that still read it
+    loading   whether a TMA load that will write it is in flight
     """
 
-    def __init__(
-        self, machine: Machine, values: Tensor, position: Tensor, marks: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        self.machine, self.values, self.position, self._marks = machine, values, position, marks
-        self.unfenced, self.readers, self.loading = marks
+    unfenced: Tensor
+    readers: Tensor
+    loading: Tensor
+
+
+class Shared:
+    """A view of a shared-memory allocation: its values, and the same view of its marks, with the bytes as last axis."""
+
+    def __init__(self, machine: Machine, values: Tensor, marks: Marks) -> None:
+        self.machine, self.values, self.marks = machine, values, marks
 
     @classmethod
     def allocate(cls, machine: Machine, values: Tensor) -> Shared:
-        marks = (torch.zeros(values.numel(), dtype=dtype) for dtype in (torch.int8, torch.int8, torch.bool))
-        shared = cls(machine, values, torch.arange(values.numel()).view(values.shape), tuple(marks))
-        machine.unfenced.append(shared.unfenced)
-        return shared
+        shape = (*values.shape, values.itemsize)
+        marks = Marks(*(torch.zeros(shape, dtype=dtype) for dtype in (torch.int8, torch.int8, torch.bool)))
+        machine.unfenced.append(marks.unfenced)
+        return cls(machine, values, marks)
 
     @property
     def shape(self) -> list[int]:
@@ -210,7 +222,7 @@ class Shared:
         return self.values.dtype
 
     def _view(self, view_of: Callable[[Tensor], Tensor]) -> Shared:
-        return Shared(self.machine, view_of(self.values), view_of(self.position), self._marks)
+        return Shared(self.machine, view_of(self.values), Marks(*map(view_of, self.marks)))
 
     def index(self, i: Any) -> Shared:
         return self._view(lambda tensor: tensor[int(i)])
@@ -219,21 +231,23 @@ class Shared:
         return self._view(lambda tensor: tensor.narrow(dim, int(start), int(length)))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return self._view(lambda tensor: tensor.permute(order))
+        return self._view(lambda tensor: tensor.permute(*order, *range(len(order), tensor.dim())))
 
     def reshape(self, shape: list[int]) -> Shared:
-        return self._view(lambda tensor: tensor.view([int(n) for n in shape]))
+        n_axes, sides = self.values.dim(), [int(n) for n in shape]
+        return self._view(lambda tensor: tensor.view(*sides, *tensor.shape[n_axes:]))
 
     def reinterpret(self, shape: list[int], dtype: torch.dtype) -> Shared:
         """The first bytes as a tensor of this shape and dtype, whose elements are at most as wide."""
         n_values = torch.Size(shape).numel()
-        position = self.position.view(-1).repeat_interleave(self.dtype.itemsize // dtype.itemsize)
-        values = self.values.view(-1).view(dtype)
-        return Shared(self.machine, values[:n_values].view(shape), position[:n_values].view(shape), self._marks)
+        values = self.values.view(-1).view(dtype)[:n_values].view(shape)
+        n_bytes = n_values * dtype.itemsize
+        marks = Marks(*(marks.view(-1)[:n_bytes].view(*shape, dtype.itemsize) for marks in self.marks))
+        return Shared(self.machine, values, marks)
 
     def load(self, layout: Any) -> Tensor:
         CURRENT.partition.pause("a load from shared memory")
-        self._check(self.loading, "read during a TMA load")
+        self._check(self.marks.loading, "read during a TMA load")
         return self.values.clone()
 
     def store(self, values: Tensor) -> None:
@@ -241,35 +255,35 @@ class Shared:
         partition.pause("a store to shared memory")
         # Triton puts a barrier before
         partition.meet()
-        self._check(self.readers, "written while wgmma or TMA reads it")
-        self._check(self.loading, "written during a TMA load")
+        self._check(self.marks.readers, "written while wgmma or TMA reads it")
+        self._check(self.marks.loading, "written during a TMA load")
         assert values.shape == self.values.shape and values.dtype == self.values.dtype, (values.shape, self.shape)
         self.values.copy_(values)
-        self.unfenced[self.position] = 1 + self.machine.partitions.index(partition)
+        self.marks.unfenced.fill_(1 + self.machine.partitions.index(partition))
 
     def _check(self, marks: Tensor, fault: str) -> None:
-        if marks[self.position].any():
+        if marks.any():
             raise ProtocolError(f"{CURRENT.partition.name}: shared memory is {fault}")
 
     def begin_read(self) -> None:
         """A wgmma or TMA store that reads the view is issued."""
-        self._check(self.loading, "read during a TMA load")
-        self._check(self.unfenced, "read by wgmma or TMA without a proxy fence after the last write")
-        self.readers[self.position] += 1
+        self._check(self.marks.loading, "read during a TMA load")
+        self._check(self.marks.unfenced, "read by wgmma or TMA without a proxy fence after the last write")
+        self.marks.readers.add_(1)
 
     def end_read(self) -> None:
-        self.readers[self.position] -= 1
+        self.marks.readers.sub_(1)
 
     def begin_load(self) -> None:
         """A TMA load into the view is issued; the old values are lost."""
-        self._check(self.readers, "overwritten by a TMA load while wgmma or TMA reads it")
-        self._check(self.loading, "overwritten by a TMA load during another one")
-        self._check(self.unfenced, "overwritten by a TMA load without a proxy fence after the last write")
+        self._check(self.marks.readers, "overwritten by a TMA load while wgmma or TMA reads it")
+        self._check(self.marks.loading, "overwritten by a TMA load during another one")
+        self._check(self.marks.unfenced, "overwritten by a TMA load without a proxy fence after the last write")
         self.values.fill_(torch.nan)
-        self.loading[self.position] = True
+        self.marks.loading.fill_(True)
 
     def end_load(self) -> None:
-        self.loading[self.position] = False
+        self.marks.loading.fill_(False)
 
 
 class Barrier:

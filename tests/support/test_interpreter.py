@@ -53,6 +53,46 @@ def test_a_launch_patches_the_language_once_and_restores_it() -> None:
     assert counts[0] == counts[1] > 0
 
 
+@triton.jit
+def operands_kernel(x_ptr, out_ptr, scale, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + at)
+    for step in tl.static_range(3):
+        # numbers that are equal but differ in type
+        tl.store(out_ptr + 4 * step * N + at, at * 1 // 2)
+        tl.store(out_ptr + (4 * step + 1) * N + at, at * 1.0 / 2)
+        # blocks of other shapes, a scalar on either side
+        tl.store(out_ptr + (4 * step + 2) * N + at, tl.sum(x[:, None] * at[None, :], 0) - scale * x)
+        tl.store(out_ptr + (4 * step + 3) * N + at, tl.where(at > 1, x - scale, scale - 1))
+
+
+def test_operands_are_converted_alike_every_time() -> None:
+    x, at = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.arange(4)
+    out = torch.empty(12, 4)
+    operands_kernel[(1,)](x, out, 0.5, 4)
+    mixed = torch.where(at > 1, x - 0.5, -0.5)
+    expected = torch.stack([at // 2, at / 2, 15 * at - 0.5 * x, mixed])
+    assert torch.equal(out, expected.repeat(3, 1))
+
+
+@triton.jit
+def there_and_back_kernel(x_ptr, wide_ptr, back_ptr, N: tl.constexpr):
+    wide = tl.load(x_ptr + tl.arange(0, N)).to(tl.float32)
+    tl.store(wide_ptr + tl.arange(0, N), wide)
+    tl.store(back_ptr + tl.arange(0, N), (wide * 1.00390625).to(tl.bfloat16))
+
+
+def test_bfloat16_is_converted_bit_by_bit() -> None:
+    """Up by exactly, down by truncation, as the interpreter does."""
+    x = torch.tensor([1.0, -0.0, 3.140625, -1e30, torch.inf, -torch.inf, 2.0**-126, torch.nan], dtype=torch.bfloat16)
+    wide, back = torch.empty(8), torch.empty_like(x)
+    there_and_back_kernel[(1,)](x, wide, back, 8)
+    assert torch.equal(wide[:7], x[:7].float()) and wide[7].isnan() and back[7].isnan()
+    # one bit more than bfloat16 holds
+    product = (x.float() * 1.00390625).view(torch.int32) >> 16
+    assert torch.equal(back[:7].view(torch.int16).int(), product[:7].short().int())
+
+
 def test_a_launch_that_fails_restores_the_language() -> None:
     before = tl.load, tl.range
     with pytest.raises(Exception, match="power of 2"):

@@ -91,6 +91,7 @@ def test_a_step_along_an_axis_is_straight() -> None:
 # ---- statistics ----
 
 
+@pytest.mark.sweep(by=lambda resolution, contour_length, **_: {resolution, ("length", contour_length)})
 @pytest.mark.parametrize(
     ("resolution", "contour_length", "count", "mean", "deviation", "above_20", "attempts"),
     [

@@ -139,6 +139,7 @@ def test_lower_precision_is_as_accurate_as_the_reference(dtype: torch.dtype, nam
     _check(Call(dtype, head_dim=64, v_head_dim=64, scale=0.125, q_len=q_len, kv_len=kv_len), layout)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tiles_at_once", [1, 2, 3])
 @pytest.mark.parametrize("name", ["window-and-global", "empty-rows", "per-head", "blocks-of-48x80"])
 def test_results_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, tiles_at_once: int, name: str) -> None:

@@ -82,28 +82,65 @@ def check(monkeypatch):
     return check
 
 
+class Each(NamedTuple):
+    """A layout with a call and splits that its index chooses."""
+
+    layout: zoo.Layout
+    call: zoo.Call
+    num_splits: int = 1
+    n_lines: int = 1
+
+    @property
+    def values(self) -> set[Any]:
+        """What a sample has: each family of layouts, each call, each kind of split."""
+        return {zoo.family_of(self.layout), self.call, self[2:]}
+
+
+# 7 and 11 are coprime to the number of calls: consecutive layouts get different calls, and every call is used
+assert len(CALLS) % 7 and len(CALLS) % 11
+
+
+def whole(index: int) -> Each:
+    return Each(LAYOUTS[index], CALLS[7 * index % len(CALLS)])
+
+
+def whole_in_tiles_of_64(index: int) -> Each:
+    return Each(LAYOUTS[index], CALLS[(7 * index + 3) % len(CALLS)])
+
+
+def with_splits(index: int) -> Each:
+    return Each(LAYOUTS[index], CALLS[11 * index % len(CALLS)], (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
+
+
+def with_splits_in_tiles_of_64(index: int) -> Each:
+    return with_splits(index)._replace(call=CALLS[(11 * index + 1) % len(CALLS)])
+
+
+@pytest.mark.sweep(by=lambda index: whole(index).values)
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
 def test_every_layout_is_accurate(check, index):
-    # 7 is coprime to the number of calls: consecutive layouts get different calls, and every call is used
-    assert len(CALLS) % 7
-    check(Simulation(seed=index), LAYOUTS[index], CALLS[7 * index % len(CALLS)])
+    check(Simulation(seed=index), *whole(index)[:2])
 
 
+@pytest.mark.sweep(by=lambda index: whole_in_tiles_of_64(index).values)
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_every_layout_is_accurate_in_tiles_of_64(check, index):
-    check(Simulation(seed=index), cases.LAYOUTS[index], CALLS[(7 * index + 3) % len(CALLS)], tile=FINE_TILE)
+    check(Simulation(seed=index), *whole_in_tiles_of_64(index)[:2], tile=FINE_TILE)
 
 
+@pytest.mark.sweep(by=lambda index: with_splits_in_tiles_of_64(index).values)
 @pytest.mark.parametrize("index", range(0, len(cases.LAYOUTS), 2), ids=[str(each) for each in cases.LAYOUTS[::2]])
 def test_split_layouts_are_accurate_in_tiles_of_64(check, index):
     """One, two or all tile rows and columns of each head are split."""
-    simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
-    check(simulation, cases.LAYOUTS[index], in_float16(CALLS[(11 * index + 1) % len(CALLS)]), tile=FINE_TILE)
+    each = with_splits_in_tiles_of_64(index)
+    simulation = split(Simulation(seed=index), each.num_splits, each.n_lines)
+    check(simulation, each.layout, in_float16(each.call), tile=FINE_TILE)
 
 
-def test_every_call_is_accurate_in_tiles_of_64(check):
-    for seed, call in enumerate(CALLS):
-        check(Simulation(seed=seed), MIXED, call, tile=FINE_TILE)
+@pytest.mark.sweep(by=lambda index: dataclasses.asdict(CALLS[index]).items())
+@pytest.mark.parametrize("index", range(len(CALLS)), ids=[str(call) for call in CALLS])
+def test_every_call_is_accurate_in_tiles_of_64(check, index):
+    check(Simulation(seed=index), MIXED_FINE, CALLS[index], tile=FINE_TILE)
 
 
 @pytest.mark.parametrize("layout", [zoo.PER_HEAD, (40, 50)], ids=zoo.name_of)
@@ -148,13 +185,12 @@ def in_float16(call: zoo.Call) -> zoo.Call:
 
 
 # every other layout; on a GPU, tests/kernels/triton/test_combine_splits.py runs all of them
+@pytest.mark.sweep(by=lambda index: with_splits(index).values)
 @pytest.mark.parametrize("index", range(0, len(LAYOUTS), 2), ids=[zoo.name_of(layout) for layout in LAYOUTS[::2]])
 def test_split_layouts_are_accurate(check, index):
     """One, two or all tile rows and columns of each head are split."""
-    # 11 is coprime to the number of calls too, and gives other calls than 7
-    assert len(CALLS) % 11
-    simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
-    check(simulation, LAYOUTS[index], in_float16(CALLS[11 * index % len(CALLS)]))
+    each = with_splits(index)
+    check(split(Simulation(seed=index), each.num_splits, each.n_lines), each.layout, in_float16(each.call))
 
 
 @pytest.mark.parametrize("n_lines", [1, 99])
@@ -211,6 +247,7 @@ THREE_WARPGROUP_CONFIGS = [
 THREE_WARPGROUP_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", [CAUSAL, CAUSAL_LENGTHS_GQA], ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (203, 400)], ids=zoo.name_of)
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
@@ -220,6 +257,7 @@ def test_every_forward_configuration_is_accurate(check, monkeypatch, config, lay
     check(simulation, layout, call, backward=False)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", [zoo.Call(head_dim=40, kv_heads=1), CAUSAL], ids=str)
 @pytest.mark.parametrize("lengths", THREE_WARPGROUP_LENGTHS, ids=str)
 @pytest.mark.parametrize("config", THREE_WARPGROUP_CONFIGS, ids=str)
@@ -284,6 +322,7 @@ def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeyp
     assert any(growth > 8.0 for growth in growths)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", [CAUSAL, CAUSAL_LENGTHS_GQA], ids=str)
 @pytest.mark.parametrize(
     "config",
@@ -594,14 +633,14 @@ class Run(NamedTuple):
     tile: int = TILE_SIDE
 
 
-def mixed() -> BlockLayout:
+def mixed(tile: int) -> BlockLayout:
     """Random blocks: partial and full tiles, up to 5 in a tile row or column, different in 4 heads; an empty row."""
     mask = (
         torch.rand(1, 4, 10, 10, generator=torch.Generator().manual_seed(0))
         < torch.tensor([0.5, 0.7, 0.85, 0.95])[:, None, None]
     )
     mask[:, :, 4:6] = False
-    return BlockLayout.from_block_mask(mask, 600, 640, block_size=64)
+    return BlockLayout.from_block_mask(mask, 75 * tile // 16, 5 * tile, block_size=tile // 2)
 
 
 def staircase() -> BlockLayout:
@@ -609,7 +648,8 @@ def staircase() -> BlockLayout:
     return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
 
 
-MIXED = cases.Case("mixed", mixed)
+MIXED = cases.Case("mixed", lambda: mixed(TILE_SIDE))
+MIXED_FINE = cases.Case("mixed-fine", lambda: mixed(FINE_TILE))
 MHA, GQA = zoo.Call(head_dim=64, dtype=torch.float16), zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
 CAUSAL_LENGTHS = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 # more tile columns than programs
@@ -637,7 +677,7 @@ Q_STAGES = [
 FINE = [
     Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=FINE_TILE)
     for seed, (layout, call) in enumerate(
-        itertools.product((MIXED, WINDOW), (MHA, dataclasses.replace(GQA, scale=-0.3)))
+        itertools.product((MIXED_FINE, WINDOW), (MHA, dataclasses.replace(GQA, scale=-0.3)))
     )
 ]
 FINE += [run._replace(seed=10 + run.seed, splits=(2, 2)) for run in FINE[::3]]
@@ -689,6 +729,7 @@ def check_run(check, monkeypatch):
     return check_run
 
 
+@pytest.mark.sweep(by=lambda run: {(name, value) for name, value in run._asdict().items() if name != "seed"})
 @pytest.mark.parametrize(
     "run", [pytest.param(run, id=f"{name}-{i}") for name, runs in CORRECT_RUNS.items() for i, run in enumerate(runs)]
 )
@@ -696,6 +737,8 @@ def test_runs_without_a_fault_are_accurate(check_run, run):
     check_run(run)
 
 
+# one fault of each module that a group changes
+@pytest.mark.sweep(by=lambda group, fault: {(group, FAULTS[group][0][fault].module)})
 @pytest.mark.parametrize(
     ("group", "fault"), [(group, fault) for group, (faults, _) in FAULTS.items() for fault in faults]
 )

@@ -140,6 +140,7 @@ def spread() -> list[Any]:
     return [pytest.param(*each, id=f"{name_of(each[0])}-{each[1]}-splits{each[2]}") for each in chosen]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "call", "n_splits"), spread(), indirect=["n_splits"])
 def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_splits: int, device) -> None:
     """With 2 splits also the backward, which is not split."""
