@@ -11,8 +11,9 @@ Every input is a view into a larger buffer full of NaN, and new memory is full o
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -361,6 +362,13 @@ def fine_calls(backend: str) -> list[Call]:
     ]
 
 
+def values_in_tiles_of_64(name: str, index: int) -> set[Any]:
+    """What a case of the test below adds to a sample: family of the layout, and each option of the first call."""
+    call = fine_calls(name)[index % len(fine_calls(name))]
+    return {(name, value) for value in (family_of(cases.LAYOUTS[index]), *asdict(call).items())}
+
+
+@pytest.mark.sweep(by=values_in_tiles_of_64)
 @pytest.mark.parametrize("name", ["triton", *(["hopper"] if HAS_HOPPER else [])])
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_tiles_of_64_are_as_accurate(name, index, device, monkeypatch):
