@@ -338,8 +338,12 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE)
 
 
-# each call, each layout, and on each backend each family of layouts
-@pytest.mark.sweep(by=lambda backend, layout, call: {call, layout, (backend, family_of(layout))})
+def values_of(backend: str, layout: Layout, call: Call) -> set[Any]:
+    """What a sample of the spread has: each layout, each call, and on each backend each value of each argument."""
+    return {layout, call, *((backend, *argument) for argument in asdict(call).items())}
+
+
+@pytest.mark.sweep(by=values_of)
 def test_is_as_accurate_as_the_reference(backend, layout, call, device):
     assert_backend_is_accurate(backend, layout, call, device)
 

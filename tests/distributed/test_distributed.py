@@ -45,8 +45,10 @@ CASES = "tests.support.context_gpu_cases"
 PATIENCE, GRACE = 10, 60
 
 
+# context_cases.py compiles both schemes too, without inductor
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("scheme", ["exchange", pytest.param("ulysses", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("scheme", ["exchange", "ulysses"])
 def test_inductor_compiles_it_into_one_graph(scheme: str, tmp_path: Path) -> None:
     crew = Crew(2, "cpu", PATIENCE + GRACE, tmp_path)
     try:

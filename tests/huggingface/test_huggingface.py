@@ -798,7 +798,7 @@ def test_checkpointed_training_with_dropout_has_the_same_gradients() -> None:
     assert_equal(*found, "sdpa")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Bert"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Bert", marks=pytest.mark.thorough)])
 def test_models_compile_in_one_graph(family: str) -> None:
     """With and without padding; the compiled model reorders tokens on the device."""
     is_token, one_layer = padded(), {"num_hidden_layers": 1}

@@ -55,7 +55,10 @@ TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
 # what `make test` compiles
 INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
-SHARDS = {"hopper_backward_kernel": 4, "hopper_forward_kernel": 4, "forward_kernel": 2}
+SHARDS = {
+    "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, "forward_kernel": 3, "split_kv_kernel": 2,
+    "joint_kernel": 2,
+}  # fmt: skip
 # kernels with matrix products
 PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2], *FINE}
 
@@ -230,8 +233,11 @@ def faults(record: Record) -> list[str]:
     return [f"{record['kernel']} {call}: {sentence}" for sentence in found]
 
 
-def marks_of(target: str, version: str | None) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if (target, version) in INSTALLED else [pytest.mark.slow, pytest.mark.compilers]
+def marks_of(target: str, version: str | None, shard: int) -> list[pytest.MarkDecorator]:
+    """`make test` compiles the first share of each kernel's configurations, `make test-thorough` the others."""
+    if (target, version) not in INSTALLED:
+        return [pytest.mark.slow, pytest.mark.compilers]
+    return [pytest.mark.slow, pytest.mark.thorough] if shard else [pytest.mark.slow]
 
 
 # target by target, the slowest first, so that a worker starts few processes
@@ -242,7 +248,7 @@ CASES = [
         kernel,
         shard,
         id=f"{target}-{version or 'installed'}-{kernel}-{shard}",
-        marks=marks_of(target, version),
+        marks=marks_of(target, version, shard),
     )
     for (target, version), kernels in TARGETS.items()
     for kernel in kernels

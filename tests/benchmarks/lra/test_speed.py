@@ -35,6 +35,7 @@ def once(case: speed.Case, **changes: Any) -> list[dict[str, Any]]:
 # ---- training steps ----
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", [None, MASK])
 @pytest.mark.parametrize("task", ["retrieval", "image"])
 def test_lines_are_written_for_all_that_run_here(
@@ -182,6 +183,7 @@ def test_published_rows_say_what_the_paper_says_of_them() -> None:
 # ---- the command ----
 
 
+@pytest.mark.thorough
 def test_the_command_prints_tables_and_leaves_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.jsonl"
     command.main(

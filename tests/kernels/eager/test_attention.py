@@ -112,6 +112,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", CALLS, ids=str)
 # every kind of tile and ragged ends; empty rows; a layout per batch and head
 @pytest.mark.parametrize("name", ["wide", "empty-rows", "per-batch-and-head"])

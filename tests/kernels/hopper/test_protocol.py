@@ -92,8 +92,10 @@ class Each(NamedTuple):
 
     @property
     def values(self) -> set[Any]:
-        """What a sample has: each family of layouts, each call, each kind of split."""
-        return {zoo.family_of(self.layout), self.call, self[2:]}
+        """What a sample has: each family of layouts, and without splits each call; else each value of each argument."""
+        if self.num_splits == 1:
+            return {zoo.family_of(self.layout), self.call}
+        return {self[2:], *dataclasses.asdict(self.call).items()}
 
 
 # 7 and 11 are coprime to the number of calls: consecutive layouts get different calls, and every call is used
@@ -122,7 +124,8 @@ def test_every_layout_is_accurate(check, index):
     check(Simulation(seed=index), *whole(index)[:2])
 
 
-@pytest.mark.sweep(by=lambda index: whole_in_tiles_of_64(index).values)
+# test_every_call_is_accurate_in_tiles_of_64 has the calls
+@pytest.mark.sweep(by=lambda index: {zoo.family_of(LAYOUTS[index])})
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_every_layout_is_accurate_in_tiles_of_64(check, index):
     check(Simulation(seed=index), *whole_in_tiles_of_64(index)[:2], tile=FINE_TILE)
@@ -148,6 +151,7 @@ def test_several_key_heads_each_serve_a_group(check, layout):
     check(Simulation(seed=4), layout, zoo.Call(head_dim=64, kv_heads=2, dtype=torch.float16))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", WIDE_HEAD_CALLS, ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_wide_heads_are_accurate(check, layout, call):
@@ -164,6 +168,7 @@ def test_no_tile_counter_with_a_program_per_work_tile(check, layout):
     assert launches and not any(launch.has_tile_counter for launch in launches)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_the_deterministic_backward_is_accurate(check, layout, call):
@@ -193,6 +198,7 @@ def test_split_layouts_are_accurate(check, index):
     check(split(Simulation(seed=index), each.num_splits, each.n_lines), each.layout, in_float16(each.call))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("n_lines", [1, 99])
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_more_splits_than_tiles_are_accurate(check, layout, n_lines):
@@ -302,6 +308,7 @@ LARGE_SCORES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("call", LARGE_SCORES, ids=str)
 @pytest.mark.parametrize("layout", [CAUSAL_LAYOUT, (113, 600)], ids=zoo.name_of)
 def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeypatch, layout, call):
