@@ -33,11 +33,11 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: lint
-	@echo "tests: about 10,800 on $(JOBS) processes, about 7 minutes on two idle cores"
+	@echo "tests: about 10,600 on $(JOBS) processes, about 7 minutes on two idle cores"
 	$(PYTEST) -m "not compilers and not thorough"
 
 test-thorough: $(VENV)/.test
-	@echo "thorough: about 750 tests on $(JOBS) processes, about 6 minutes on two idle cores"
+	@echo "thorough: about 900 tests on $(JOBS) processes, about 6 minutes on two idle cores"
 	$(PYTEST) -m "thorough and not compilers"
 
 test-compilers: $(VENV)/.test

@@ -15,7 +15,11 @@ HAS_CUDA = torch.cuda.is_available()
 CALLS = launch_tables.cover(launch_tables.this_gpu()) if HAS_CUDA else ()
 
 
-@pytest.mark.parametrize("gpu", [A100, A10, H200, B200], ids=["A100", "A10", "H200", "B200"])
+@pytest.mark.parametrize(
+    "gpu",
+    [H200, *(pytest.param(gpu, marks=pytest.mark.thorough) for gpu in (A100, A10, B200))],
+    ids=["H200", "A100", "A10", "B200"],
+)
 def test_calls_reach_every_configuration_with_every_sign_of_scale(gpu: Gpu) -> None:
     known = launch_tables.known(gpu)
     signs: dict[launch_tables.Key, set[int]] = {}

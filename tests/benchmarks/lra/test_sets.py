@@ -99,6 +99,7 @@ def test_a_larger_set_keeps_the_parts_of_a_smaller_one(tmp_path: Path) -> None:
     assert len(stored) == 3000
 
 
+@pytest.mark.thorough
 def test_workers_make_what_one_process_makes(tmp_path: Path) -> None:
     alone = sets.make(Squares(), "train", 3000, root=tmp_path / "alone")
     together = sets.make(Squares(), "train", 3000, root=tmp_path / "together", workers=2)

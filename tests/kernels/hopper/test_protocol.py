@@ -216,6 +216,7 @@ def test_wide_heads_with_splits_are_accurate(check, layout):
     check(split(Simulation(seed=7), 2, 2), layout, in_float16(WIDE_HEAD_CALLS[0]), backward=False)
 
 
+@pytest.mark.thorough
 def test_splits_give_the_same_bits_under_every_order_of_events(monkeypatch):
     """All results but dq, whose additions have no fixed order."""
     results = []
@@ -744,8 +745,8 @@ def test_runs_without_a_fault_are_accurate(check_run, run):
     check_run(run)
 
 
-# one fault of each module that a group changes
-@pytest.mark.sweep(by=lambda group, fault: {(group, FAULTS[group][0][fault].module)})
+# one fault of each group and one in each module
+@pytest.mark.sweep(by=lambda group, fault: {group, FAULTS[group][0][fault].module})
 @pytest.mark.parametrize(
     ("group", "fault"), [(group, fault) for group, (faults, _) in FAULTS.items() for fault in faults]
 )
