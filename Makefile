@@ -1,6 +1,6 @@
 # make demo      train a block-sparse Transformer on ListOps, on a GPU if there is one
-# make test      lint, types, tests on the CPU, and the tuned kernels compiled for sm90 under the installed Triton
-# make test-thorough   the rest of the sweeps of which make test runs a sample
+# make test      lint, types, tests on the CPU, and each tuned kernel compiled for sm90 under the installed Triton
+# make test-thorough   the rest of the sweeps of which make test runs a sample, and more configurations of these kernels
 # make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures
 # make lint      ruff and mypy
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU

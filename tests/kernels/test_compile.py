@@ -1,8 +1,9 @@
 """Every kernel compiles for every architecture, without spills and serialised wgmma; needs no GPU (compile_kernels.py).
 
-One test per kernel, target and Triton version. `make test` compiles the tuned configurations for sm90 with the
-installed Triton, `make test-compilers` all others. Each Triton version compiles in a process of its own, because the
-test process runs kernels in the interpreter.
+One test per kernel, target and Triton version, or a few. Of the tuned configurations for sm90 with the installed
+Triton, `make test` compiles a share for each kernel and `make test-thorough` the others. `make test-compilers` compiles
+all other targets. Each Triton version compiles in a process of its own, because the test process runs kernels in the
+interpreter.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("100", None): OPTIONS,
     **{(f"{arch}-few", BEFORE): TABLES for arch in (80, 86, 100)},
 }
-# what `make test` compiles
+# what `make test` and `make test-thorough` compile
 INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
 SHARDS = {
