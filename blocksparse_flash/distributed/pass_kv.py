@@ -1,8 +1,8 @@
 """Pass-KV: the keys and values that other ranks need travel to their queries, as one opaque operator.
 
     forward     sends k and v of tokens that others need and receives those this rank needs. Each row is then computed
-                whole, tile by tile as in one process, so that out and dq equal those of one process (up to rounding for
-                rows that a kernel splits)
+                whole, tile by tile as in one process with tiles of 128 x 128, so that out and dq equal those of one
+                process (up to rounding for rows that a kernel splits)
     backward    returns dk and dv of received tokens to their owners, which add them in rank order and in float32
 
 With scheme="all_gather" every rank sends all its keys once, by that collective; the rest is the same. Rows that need no
