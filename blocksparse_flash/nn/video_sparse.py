@@ -9,6 +9,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from .. import validation
 from ..functional import attention
 from ..layout import BlockLayout
 from .arguments import check_positions, check_tensor, positive_int
@@ -27,7 +28,7 @@ def video_sparse_attention(
     q            (batch, heads, q_len, head_dim)
     k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
     k_blocks     blocks of keys for each block of queries and head; all of them if there are fewer
-    block_size   tokens of a block: 16, 32, 64, 128 or a multiple of 128; the last block may be shorter
+    block_size   tokens of a block: 16, 32, 64, 128 or 256; the last block may be shorter
     coarse_gate  broadcasts to the result, such as (batch, heads, q_len, v_head_dim); None: no coarse branch
     returns      (batch, heads, q_len, v_head_dim)
     raises       TypeError, ValueError
@@ -41,14 +42,12 @@ def video_sparse_attention(
     >>> video_sparse_attention(q, q, q, k_blocks=2, coarse_gate=torch.ones(())).shape
     torch.Size([1, 2, 256, 32])
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have shape (batch, heads, length, head_dim), got {tuple(tensor.shape)}")
+    check_tensor("q", q)
+    # all that `attention` would refuse below, before anything is computed
+    validation.check(q, k, v, None, False, None, None, 0.0, None, None, validation.autocast_dtype(q))
     positive_int("k_blocks", k_blocks)
     positive_int("block_size", block_size)
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"heads of q must be a multiple of those of k, got {q.shape[1]} and {k.shape[1]}")
+    _check_gate(coarse_gate, (*q.shape[:3], v.shape[3]))
     group = q.shape[1] // k.shape[1]
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (
@@ -67,6 +66,15 @@ def video_sparse_attention(
     return fine + coarse_gate * coarse
 
 
+def _check_gate(gate: Tensor | None, shape: tuple[int, ...]) -> None:
+    if gate is None:
+        return
+    check_tensor("coarse_gate", gate)
+    own = (1,) * (4 - gate.dim()) + gate.shape
+    if len(own) > 4 or any(size not in (1, wanted) for size, wanted in zip(own, shape, strict=True)):
+        raise ValueError(f"coarse_gate must broadcast to the shape of the result, {shape}, got {tuple(gate.shape)}")
+
+
 def block_means(x: Tensor, block_size: int) -> Tensor:
     """Means over blocks of tokens: (batch, heads, length, d) to (batch, heads, blocks, d). The last may be shorter."""
     whole = x.shape[2] // block_size * block_size
@@ -83,7 +91,7 @@ class VideoSparseAttention(nn.Module):
     num_heads  query heads
     grid       tokens along each axis, such as (frames, height, width); inputs are in row-major order
     k_blocks   cubes of keys for each cube of queries and head
-    cube       tokens of a cube along each axis; their product is 16, 32, 64, 128 or a multiple of 128
+    cube       tokens of a cube along each axis; their product is 16, 32, 64, 128 or 256
     kv_heads, rope, head_dim  as SelfAttention
     raises     TypeError, ValueError
 

@@ -141,10 +141,17 @@ def test_layers_are_saved_and_loaded() -> None:
     [
         (ValueError, "k_blocks must be 1 or more, got 0", lambda q: video_sparse_attention(q, q, q, k_blocks=0)),
         (TypeError, "q must be a torch.Tensor", lambda q: video_sparse_attention(3, q, q, k_blocks=1)),
-        (ValueError, "k must have shape", lambda q: video_sparse_attention(q, q[0], q, k_blocks=1)),
+        (ValueError, "k must have the 4 dimensions", lambda q: video_sparse_attention(q, q[0], q, k_blocks=1)),
+        (ValueError, "head_dim", lambda q: video_sparse_attention(q, q[..., :8], q, k_blocks=1)),
+        (TypeError, "coarse_gate", lambda q: video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=1.0)),
         (
             ValueError,
-            "heads of q must be a multiple of those of k, got 2 and 3",
+            r"coarse_gate must broadcast to the shape of the result, \(1, 2, 64, 16\), got \(1, 3, 1, 1\)",
+            lambda q: video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=torch.ones(1, 3, 1, 1)),
+        ),
+        (
+            ValueError,
+            "heads",
             lambda q: video_sparse_attention(q, torch.ones(1, 3, 64, 16), torch.ones(1, 3, 64, 16), k_blocks=1),
         ),
         (
