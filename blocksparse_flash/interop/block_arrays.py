@@ -45,6 +45,17 @@ def one_head(layout: BlockLayout, batch: int, head: int) -> BlockLayout:
     return layout.batch(batch).head(checks.position(head, layout.shape[1], "head", way_out))
 
 
+def axes_of_call(layout: BlockLayout, batch: int | None, heads: int | None) -> tuple[int, int]:
+    """(batch, heads) of a call that does not broadcast; None: those of the layout."""
+    found = []
+    for size, given, name in zip(layout.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
+        wanted = size if given is None else checks.axis(given, name)
+        if size not in (1, wanted):
+            raise ValueError(f"{name} must be that of the layout, {size}, or None, got {given}")
+        found.append(wanted)
+    return found[0], found[1]
+
+
 def check_zeros_and_ones(values: Array, name: str) -> None:
     """Refuse values other than 0 and 1, such as weights or labels."""
     strange = (values != 0) & (values != 1)

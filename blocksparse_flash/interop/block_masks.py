@@ -19,7 +19,7 @@ import torch
 from ..blocks import checks, set_operations
 from ..blocks.block_list import FULL, Array, Frame, Size
 from ..layout import BlockLayout
-from .block_arrays import blocks_of, check_layout, check_zeros_and_ones, host
+from .block_arrays import axes_of_call, blocks_of, check_layout, check_zeros_and_ones, host
 
 # the only block size of Block-Sparse-Attention
 _MIT_BLOCK = 128
@@ -75,12 +75,7 @@ def to_block_sparse_attention(
     """
     causal = checks.switch(causal, "causal")
     mask = _block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
-    shape = []
-    for size, given, name in zip(mask.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
-        wanted = size if given is None else checks.axis(given, name)
-        if size not in (1, wanted):
-            raise ValueError(f"{name} must be that of the layout, {size}, or None, got {given}")
-        shape.append(wanted)
+    shape = axes_of_call(layout, batch, heads)
     base = np.array(np.broadcast_to(mask, (*shape, *mask.shape[2:])), order="C")
     types = torch.full((shape[1],), _SPARSE, dtype=torch.int32, device=layout.device)
     return BlockSparseAttentionMask(torch.from_numpy(base).to(layout.device), types)

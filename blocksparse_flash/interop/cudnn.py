@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import checks
 from ..layout import BlockLayout
+from .block_arrays import axes_of_call
 from .kv_lists import to_kv_lists
 
 
@@ -44,13 +44,8 @@ def to_cudnn(layout: BlockLayout, *, batch: int | None = None, heads: int | None
             f"layout must have full blocks only, got {n_partial} partial ones: cuDNN has no masks within blocks. "
             "attention() of this library is exact for them"
         )
-    shape = []
-    for size, given, name in zip(layout.shape[:2], (batch, heads), ("batch", "heads"), strict=True):
-        wanted = size if given is None else checks.axis(given, name)
-        if size not in (1, wanted):
-            raise ValueError(f"{name} must be that of the layout, {size}, or None, got {given}")
-        shape.append(wanted)
-    index, counts = (x.expand(*shape, *x.shape[2:]).contiguous() for x in (full.cols, full.counts))
+    axes = axes_of_call(layout, batch, heads)
+    index, counts = (x.expand(*axes, *x.shape[2:]).contiguous() for x in (full.cols, full.counts))
     sizes = torch.full((-(-layout.kv_len // side),), side, dtype=torch.int32, device=layout.device)
     if layout.kv_len % side:
         sizes[-1] = layout.kv_len % side
