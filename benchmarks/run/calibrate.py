@@ -166,7 +166,7 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
     moved, device = one.moved, device_of(one.line)
-    return prediction.direction_ms(rates, one.sides, device, beside=moved.walk, passes=moved.passes)
+    return prediction.direction_ms(rates, one.sides, device, beside=moved.beside, passes=moved.passes)
 
 
 def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:

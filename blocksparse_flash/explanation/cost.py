@@ -199,9 +199,9 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
 def _times(call: Call, device: Device, forward: Calibration, backward: Calibration) -> tuple[float, float]:
     """Milliseconds of forward and backward."""
 
-    def one(found: Calibration, walked: Sides, moved: memory.Moved) -> float:
+    def one(found: Calibration, sides: Sides, moved: memory.Moved) -> float:
         rates, known = prediction.on_device(found, device)
-        return prediction.direction_ms(rates, walked, known, beside=moved.walk, passes=moved.passes)
+        return prediction.direction_ms(rates, sides, known, beside=moved.beside, passes=moved.passes)
 
     sides, n_sms = programs(call, device.n_sms), device.n_sms
     return (
@@ -220,9 +220,9 @@ def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         return Balance(*spread, None, None, None)
     dim = max(call.head_dim, call.v_dim)
     losses = []
-    walked_by = programs(call, device.n_sms)
-    for (direction, kernels), side, walked in zip(kernels_of(call).items(), ("rows", "cols"), walked_by, strict=True):
+    programs_of = programs(call, device.n_sms)
+    for (direction, kernels), side, sides in zip(kernels_of(call).items(), ("rows", "cols"), programs_of, strict=True):
         found = prediction.find(table, device, kernels, dim, direction)
         generic = GENERIC._replace(kernels=(Kernel(side, 1, 1.0),))
-        losses.append(prediction.loss(generic if found is None else found.rates, walked, device.n_sms))
+        losses.append(prediction.loss(generic if found is None else found.rates, sides, device.n_sms))
     return Balance(*spread, device.n_sms, *losses)

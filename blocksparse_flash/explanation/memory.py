@@ -21,14 +21,14 @@ class Moved(NamedTuple):
     reads      tensors and metadata that are read, each once
     writes     results
     workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
-    walk       read and written at least where tiles are walked
+    beside     read and written at least while kernels iterate over tiles
     passes     read and written by the launches before and after; 0 where there are none
     """
 
     reads: int
     writes: int
     workspace: int | None
-    walk: int
+    beside: int
     passes: int
 
 
@@ -129,9 +129,9 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
     n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
-    is_one_walk = uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
-    walked = ("col",) if is_one_walk else ("row", "col")
-    reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *walked)
+    has_one_launch = uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
+    sides = ("col",) if has_one_launch else ("row", "col")
+    reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, tiles filled up
@@ -140,9 +140,9 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
-    walk = 2 * shared + inputs + _lists(call, "row", "col")
+    beside = 2 * shared + inputs + _lists(call, "row", "col")
     if not uses_hopper_backward(call):
-        return Moved(reads, inputs, statistics, walk, passes)
+        return Moved(reads, inputs, statistics, beside, passes)
     rows = call.batch * call.heads * call.q_len
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
     if call.is_fine:
@@ -157,20 +157,20 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
         if call.head_dim % 8:
             workspace += dq
         # added to, it is read and written
-        walk = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
+        beside = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         passes += 2 * dq_sum + dq
     parts = _parts(call, 3, n_sms)
     if call.is_fine:
         # of dq
         columns = padded_dim("hopper", call.head_dim)
         parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
-    workspace, walk, passes = workspace + parts, walk + parts, passes + parts
+    workspace, beside, passes = workspace + parts, beside + parts, passes + parts
     workspace += _copies(call) + _queue(call, 3, n_sms)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
         # dk and dv are written in padded rows first; dout is copied into such
         if dim % 8:
             workspace += sizes[name] // dim * _padded(dim)
-    return Moved(reads, inputs, workspace, walk, passes)
+    return Moved(reads, inputs, workspace, beside, passes)
 
 
 def has_separate_dq(call: Call) -> bool:

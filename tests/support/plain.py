@@ -12,8 +12,9 @@ are computed by exp2, as on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -46,6 +47,14 @@ def bias_of_pairs(block_bias: Tensor, blocks: Tensor) -> Tensor:
     return padded[blocks.to(padded.device)] if padded.dim() == 1 else padded[..., blocks[0, 0].to(padded.device)]
 
 
+@contextlib.contextmanager
+def dropout_drawn_once() -> Iterator[None]:
+    """Draws once which weights dropout keeps, which takes longer than all the rest."""
+    with mock.patch.object(reference, "_keep", cache(reference._keep)):
+        yield
+
+
+@dropout_drawn_once()
 def results(
     q: Tensor,
     k: Tensor,
@@ -74,23 +83,6 @@ def results(
     more orders. lse is computed in ORDERS more orders of that sum in every type: it has no other rounding, and with few
     keys a single order may be exact by chance.
     """
-    # drawing which weights dropout keeps takes longer than all the rest
-    with mock.patch.object(reference, "_keep", cache(reference._keep)):
-        return _results(q, k, v, dout, dlse, mask, score_mods, blocks, roundings, **options)
-
-
-def _results(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    mask: Tensor | None,
-    score_mods: Mapping[str, Tensor] | None,
-    blocks: Tensor | None,
-    roundings: Sequence[int] | None,
-    **options: Any,
-) -> list[list[Tensor]]:
     score_mods = score_mods or {}
     all_options = options | _reference_options(score_mods, blocks)
     if q.dtype in (torch.float16, torch.bfloat16):
