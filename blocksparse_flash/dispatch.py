@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .plan import tile_choice
-from .plan_format import FINE_TILE, TILE
+from .plan.tile_choice import Shares
+from .plan_format import TILE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -245,18 +245,18 @@ def resolve(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False) -> bool:
-    """Whether calls with a layout may iterate over tiles of 64 x 64. Tables of block_bias are made for 128 x 128."""
+    """Whether calls with a layout may have other tiles than 128 x 128, for which tables of block_bias are made."""
     # "auto" is a traced call on a Hopper GPU, see `decide`
     return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
 
 
-def tile_of(backend: str, fine_share: float, head_dim: int, v_dim: int) -> int:
-    """Tokens per side of the tiles that such a call iterates over; part of its plan.
-
-    fine_share  of the layout, see tile_choice
-    """
+def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int) -> int:
+    """The `Plan.tile` of such a call."""
     dim = 64 if max(head_dim, v_dim) <= 64 else 128
-    return FINE_TILE if tile_choice.pays(fine_share, dim, "triton" if backend == "triton" else "hopper") else TILE
+    if backend == "auto":
+        # `triton` may run it, which has no gathered tiles
+        shares = shares._replace(gathered=1.0)
+    return shares.fastest(dim, "triton" if backend == "triton" else "hopper")
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -321,6 +321,6 @@ def explained_determinism(deterministic: bool | None, backend: str, tile: int = 
     asked = str(deterministic)
     if deterministic is None:
         asked = f"None: as torch.are_deterministic_algorithms_enabled(), {is_deterministic(None)}"
-    if backend == "hopper" and tile != FINE_TILE and not is_deterministic(deterministic):
+    if backend == "hopper" and tile == TILE and not is_deterministic(deterministic):
         return f"bitwise identical in every run except for dq, summed in no fixed order (deterministic={asked})"
     return f"bitwise identical in every run, forward and backward (deterministic={asked})"

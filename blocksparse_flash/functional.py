@@ -117,8 +117,8 @@ def _run(
         tile = TILE
         has_bias = scores is not None and scores.block_bias is not None
         if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=has_bias):
-            share = layout._fine_share(device, spec.causal)
-            tile = dispatch.tile_of(spec.backend, share, q.shape[3], v.shape[3])
+            shares = layout._tile_shares(device, spec.causal)
+            tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3])
         plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
     if scores is None:
         return ops.attention(q, k, v, plan, kv_lengths, seed, spec, specs)

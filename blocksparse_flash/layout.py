@@ -31,8 +31,10 @@ from .blocks.statistics import Description, describe
 from .blocks.transfer import resolved, to_device
 from .plan import block_bias, block_selection, device_builder, tile_choice
 from .plan.block_bias import BiasIndex
+from .plan.gathered_builder import build_gathered_plan
 from .plan.host_builder import build_plan
-from .plan_format import FINE_TILE, PARTIAL, TILE, Plan
+from .plan.tile_choice import Shares
+from .plan_format import FINE_TILE, PARTIAL, PIECE, TILE, Plan
 from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]
@@ -640,8 +642,8 @@ class BlockLayout:
             indptr, indices, bitmask_ids = moving[:3]
             bits = moving[4] if more else None
             moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
-        if "fine_share" in self._cache:
-            moved._cache["fine_share"] = self._cache["fine_share"]
+        if "shares" in self._cache:
+            moved._cache["shares"] = self._cache["shares"]
         moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
         return moved
 
@@ -651,7 +653,7 @@ class BlockLayout:
         """The tiles that kernels iterate over, on a device. Cached.
 
         causal  True: only the pairs with kv_pos <= q_pos + (kv_len - q_len)
-        tile    tokens per side of a tile: 128, or 64, for lengths up to 2^30
+        tile    tokens per side of a tile: 128, or 64, for lengths up to 2^30; 16 for a gathered plan, see `Plan`
         non_blocking  True: the host does not wait for the copy to a GPU. Streams other than the current one must wait
                 before they use the plan or the layout: `torch.cuda.Stream.wait_stream`
         raises  ValueError for another tile, and while torch.compile traces, unless cached; TypeError if another option
@@ -679,8 +681,8 @@ class BlockLayout:
             if tile != TILE:
                 options = f"tile={tile}, causal=True" if causal else f"tile={tile}"
                 raise ValueError(
-                    f"layout has no plan of {tile} x {tile} tiles for {resolved(device)} and torch.compile cannot make "
-                    f"one: call layout.plan(q.device, {options}) before"
+                    f"layout has no plan with tile={tile} for {resolved(device)} and torch.compile cannot make one: "
+                    f"call layout.plan(q.device, {options}) before"
                 )
             raise ValueError(
                 f"layout has no plan for {resolved(device)} and torch.compile cannot make one: "
@@ -689,9 +691,9 @@ class BlockLayout:
         return self._planned(device, causal, tile, non_blocking)
 
     def _check_tile(self, tile: int) -> None:
-        if tile != FINE_TILE:
-            raise ValueError(f"tile must be {TILE} or {FINE_TILE} tokens, got {tile!r}")
-        # list entries have 24 bits for a tile index
+        if tile not in (FINE_TILE, PIECE):
+            raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {PIECE} tokens, got {tile!r}")
+        # list entries of tiles of 64 x 64 have 24 bits for a tile index
         if max(self.q_len, self.kv_len) > PARTIAL * FINE_TILE:
             raise ValueError(
                 f"tile must be {TILE} for more than 2**30 tokens, got {tile} for {self.q_len} x {self.kv_len} tokens"
@@ -718,21 +720,25 @@ class BlockLayout:
         """Makes the plans that calls on a device may use; torch.compile uses those that were made before."""
         device = resolved(device)
         self.plan(device, causal=causal, non_blocking=non_blocking)
-        if device.type == "cuda" and self._fine_share(device, causal) <= tile_choice.MAX_SHARE:
-            self.plan(device, causal=causal, tile=FINE_TILE, non_blocking=non_blocking)
+        if device.type == "cuda":
+            for tile in self._tile_shares(device, causal).tiles:
+                self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
 
-    def _fine_share(self, device: torch.device, causal: bool) -> float:
-        """`tile_choice.fine_share` of the layout, by which kernels choose their plan. Cached.
+    def _tile_shares(self, device: torch.device, causal: bool) -> Shares:
+        """The `Shares` of the layout, by which kernels choose their plan. Cached.
 
-        While torch.compile traces it is 1 unless a plan of 64 x 64 tiles was made before.
+        While torch.compile traces they are 1 for tiles of which no plan was made before.
         """
-        if torch.compiler.is_compiling() and (device, causal, FINE_TILE) not in self._cache["plans"]:
-            return 1.0
-        found: float | None = self._cache.get("fine_share")
+        fine, gathered = True, True
+        if torch.compiler.is_compiling():
+            fine, gathered = ((device, causal, tile) in self._cache["plans"] for tile in (FINE_TILE, PIECE))
+        if not fine and not gathered:
+            return tile_choice.WHOLE
+        found: Shares | None = self._cache.get("shares")
         if found is None:
             with tracing.outside_transforms(self._tensors.indptr):
-                found = self._cache["fine_share"] = self._counted_fine_share()
-        return found
+                found = self._cache["shares"] = self._counted_shares()
+        return Shares(found.fine if fine else 1.0, found.gathered if gathered else 1.0)
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
         """Index from stored blocks to the tiles of `plan(device, causal=causal)`, for block_bias. Cached.
@@ -907,7 +913,7 @@ class BlockLayout:
         return layout
 
     def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
-        if "selection" in self._cache and device == self.device:
+        if "selection" in self._cache and device == self.device and tile != PIECE:
             selection: block_selection.Selection = self._cache["selection"]
             return block_selection.plan_of_selection(selection, **self._frame.sizes, causal=causal, tile=tile)
         return self._host_plan(device, causal, tile, non_blocking)
@@ -926,6 +932,8 @@ class BlockLayout:
             and device_builder.suits(frame, self.capacity, self._tensors.bitmasks.shape[0], device)
         ):
             return device_builder.build_plan_on_device(self._rows(), frame, device, non_blocking=non_blocking)
+        if tile == PIECE:
+            return build_gathered_plan(self._block_list(), frame, device, non_blocking=non_blocking)
         return build_plan(*self._tiles(frame, tile), device, non_blocking=non_blocking)
 
     def _tiles(self, frame: Frame, side: int) -> tuple[BlockRows, Frame]:
@@ -937,10 +945,10 @@ class BlockLayout:
         return block_list.by_rows(found, tiles), tiles
 
     @tracing.untraced
-    def _counted_fine_share(self) -> float:
+    def _counted_shares(self) -> Shares:
         if "selection" in self._cache:
-            return 1.0 if min(self._frame.block_size) >= TILE else tile_choice.SELECTED_SHARE
-        return tile_choice.fine_share(self._rows(), self._frame)
+            return tile_choice.WHOLE if min(self._frame.block_size) >= TILE else tile_choice.SELECTED
+        return tile_choice.shares_of(self._rows(), self._frame)
 
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from .dispatch import CallSpec, resolve
 from .kernels.inputs import BackwardInputs
-from .plan_format import FINE_TILE, TILE, tile_of
+from .plan_format import TILE, tile_of
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
 from .score_mods import Scores
@@ -38,7 +38,7 @@ torch.library.define(
 @functools.cache
 def _kernels(backend: str, deterministic: bool, tile: int = TILE) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of a backend for plans of such tiles. Imports Triton when it is first needed."""
-    if backend == "hopper" and tile == FINE_TILE:
+    if backend == "hopper" and tile < TILE:
         from .kernels.hopper import fine_backward, fine_forward
 
         return fine_forward.forward, fine_backward.backward

@@ -13,6 +13,9 @@ from .blocks.transfer import to_device
 # tokens per side of a tile: of the default plans, and of the finer ones
 TILE = 128
 FINE_TILE = 64
+# other side of the tiles of a gathered plan, whose tile rows and tile columns have FINE_TILE tokens; and tiles per step
+PIECE = 16
+PIECES = FINE_TILE // PIECE
 # int32 words of a record, and the order of the first; the last two are 0
 RECORD = 8
 NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG = range(6)
@@ -53,6 +56,16 @@ class Plan(NamedTuple):
     A plan of 64 x 64 tiles has the same tensors, in tile rows, tile columns and list entries of 64 tokens, and bitmasks
     (distinct, 64, 2).
 
+    A gathered plan is for scattered small blocks. Its tiles have 64 queries x 16 keys in the lists of tile rows, and
+    16 queries x 64 keys in those of tile columns. Four of them, from anywhere in the sequence, make a step:
+
+    *_indices    (steps + padding, 4)  index of 16 tokens, or -1, which fills the first step of a tile row. If those are
+                 hardly fewer steps, (steps + padding, 1): four tiles that are neighbors, by their index of 64 tokens
+    *_bitmask_ids  (steps + padding, 4)  of each tile, empty ones too
+    records      BEGIN, N_TILES and N_PARTIAL count steps. Those with a partial tile come first
+    bitmasks     (distinct, 64)  of both kinds of tiles, by the side of 64 tokens: bits 0-15 are the pairs of a token,
+                 and again bits 16-31
+
     n_split_rows and n_split_cols are read from tensor shapes, so that no call waits for the device.
     """
 
@@ -66,8 +79,8 @@ class Plan(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Tokens per side of a tile: 128 or 64."""
-        return self.bitmasks.shape[1]
+        """Tokens per side of a tile: 128 or 64; PIECE for a gathered plan."""
+        return tile_of(self)
 
     @property
     def n_split_rows(self) -> int:
@@ -86,7 +99,19 @@ class Plan(NamedTuple):
 
 def tile_of(plan: Sequence[Tensor]) -> int:
     """`Plan.tile` of the tensors of a plan; TILE without one."""
-    return plan[6].shape[1] if plan else TILE
+    if not plan:
+        return TILE
+    return plan[6].shape[1] if plan[6].dim() == 3 else PIECE
+
+
+def pieces_of(plan: Sequence[Tensor]) -> tuple[int, int]:
+    """Loads of a step, for the lists of tile rows and of tile columns: 4, 1 for neighbors; 0 if it is not gathered."""
+    return (plan[1].shape[1], plan[4].shape[1]) if tile_of(plan) == PIECE else (0, 0)
+
+
+def side_of(tile: int) -> int:
+    """Tokens of a tile row or tile column of such plans."""
+    return max(tile, FINE_TILE)
 
 
 def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool) -> tuple[int, int]:

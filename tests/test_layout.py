@@ -522,7 +522,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"causal must be True or False, got 'no' \(str\)",
     ),
     "plan-wait": (lambda: _GOOD.plan("cpu", non_blocking=1), TypeError, "non_blocking must be True or False, got 1"),
-    "plan-tile": (lambda: _GOOD.plan("cpu", tile=32), ValueError, "tile must be 128 or 64 tokens, got 32"),
+    "plan-tile": (lambda: _GOOD.plan("cpu", tile=32), ValueError, "tile must be 128, 64 or 16 tokens, got 32"),
     "plan-tile-long": (
         lambda: BlockLayout.from_blocks([0], [0], 2**30 + 1, 40, block_size=256).plan("cpu", tile=64),
         ValueError,
@@ -939,7 +939,7 @@ def test_torch_compile_needs_the_plan_of_its_tile(monkeypatch: pytest.MonkeyPatc
     layout = BlockLayout.from_blocks([0, 0], [0, 1], 256, 256, block_size=128)
     layout.plan("cpu")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    message = r"no plan of 64 x 64 tiles for cpu and torch.compile cannot make one: call layout.plan\(q.device, tile=64"
+    message = r"no plan with tile=64 for cpu and torch.compile cannot make one: call layout.plan\(q.device, tile=64"
     with pytest.raises(ValueError, match=message + r"\) before"):
         layout.plan("cpu", tile=64)
     with pytest.raises(ValueError, match=message + r", causal=True\) before"):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout, dispatch
 from blocksparse_flash.functional import attention_with_lse
-from blocksparse_flash.plan_format import FINE_TILE, TILE
+from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from tests.support import cases, plain
 from tests.support.closeness import as_rows, assert_as_accurate, buried
 
@@ -357,7 +357,7 @@ def test_the_deterministic_backward_of_hopper_is_accurate(wanted, hopper_call, d
 
 
 def fine_calls(backend: str) -> list[Call]:
-    """The calls that may iterate over tiles of 64 x 64."""
+    """The calls that may iterate over tiles smaller than 128 x 128."""
     of_backend = HOPPER_CALLS if backend == "hopper" else CALLS
     return [
         call
@@ -366,18 +366,22 @@ def fine_calls(backend: str) -> list[Call]:
     ]
 
 
-def values_in_tiles_of_64(name: str, index: int) -> set[Any]:
+def values_in_smaller_tiles(name: str, index: int) -> set[Any]:
     """What a case of the test below adds to a sample: family of the layout, and each option of the first call."""
     call = fine_calls(name)[index % len(fine_calls(name))]
     return {(name, value) for value in (family_of(cases.LAYOUTS[index]), *asdict(call).items())}
 
 
-@pytest.mark.sweep(by=values_in_tiles_of_64)
-@pytest.mark.parametrize("name", ["triton", *(["hopper"] if HAS_HOPPER else [])])
+# tests/kernels/hopper/test_protocol.py has the backend without a GPU
+ON_HOPPER = [("hopper", FINE_TILE), ("hopper", PIECE)] if HAS_HOPPER else []
+
+
+@pytest.mark.sweep(by=lambda name, tile, index: {(tile, value) for value in values_in_smaller_tiles(name, index)})
+@pytest.mark.parametrize(("name", "tile"), [("triton", FINE_TILE), *ON_HOPPER])
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
-def test_tiles_of_64_are_as_accurate(name, index, device, monkeypatch):
+def test_smaller_tiles_are_as_accurate(name, tile, index, device, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_: FINE_TILE)
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
     calls = fine_calls(name)
     # seven: prime to the number of calls, so that neighbours differ; the interpreter is slow
     assert len(calls) % 7

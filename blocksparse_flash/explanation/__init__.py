@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..blocks.statistics import amount
+from ..plan_format import PIECE
 from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
@@ -117,11 +118,15 @@ def _moved(of: Moved) -> str:
 
 
 def _said_tiles(call: Call) -> str:
-    """Why a call iterates over tiles of 64 x 64; empty for one that does not."""
+    """Why a call iterates over other tiles than 128 x 128; empty for one that does not."""
     if call.layout is None or not call.is_fine:
         return ""
-    share = call.layout._fine_share(call.q.device, call.causal)
-    return f"; in tiles of 64 x 64, as they hold {share:.0%} of the pairs of those of 128 x 128"
+    shares = call.layout._tile_shares(call.q.device, call.causal)
+    if call.tile == PIECE:
+        tiles, share = "64 x 16, four a step", shares.gathered
+    else:
+        tiles, share = "64 x 64", shares.fine
+    return f"; in tiles of {tiles}, as they hold {share:.0%} of the pairs of those of 128 x 128"
 
 
 def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:
@@ -134,7 +139,7 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
         backend=call.backend,
         reason=reason + _said_tiles(call),
         others=others,
-        tile=None if is_reference else (call.tile, call.tile),
+        tile=None if is_reference else (call.side, call.tile),
         density=1.0 if call.layout is None else call.layout.density,
         tile_density=done.tiles / done.grid if done.grid else 1.0,
         partial_share=done.partial / done.tiles if done.tiles else 0.0,

@@ -44,7 +44,7 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
     fill = done.attending / done.computed if done.computed else 1.0
     if fill < WELL_FILLED:
         block_q, block_kv = layout.block_size
-        tile = call.tile
+        tile = call.side
         blocks = f" in blocks of {block_q} x {block_kv}" if min(block_q, block_kv) < tile else ""
         yield (
             f"{fill:.0%} of the pairs that are computed attend: tiles of {tile} x {tile} are computed whole, and the "
@@ -152,10 +152,10 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 
 
 def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
-    n_programs = call.batch * call.heads * -(-call.q_len // call.tile)
+    n_programs = call.batch * call.heads * -(-call.q_len // call.side)
     if n_programs < device.n_sms:
         yield (
-            f"{n_programs} blocks of {call.tile} queries leave some of {device.n_sms} SMs idle. More heads or batches "
+            f"{n_programs} blocks of {call.side} queries leave some of {device.n_sms} SMs idle. More heads or batches "
             "in one call use them"
         )
         return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dispatch import has_fine_tiles, misaligned, tile_of
 from ..layout import BlockLayout
-from ..plan_format import FINE_TILE, TILE, Plan
+from ..plan_format import TILE, Plan, side_of
 from . import scheduling
 
 
@@ -83,13 +83,18 @@ class Call:
 
     @property
     def is_fine(self) -> bool:
-        """Whether the tiles are of 64 x 64."""
-        return self.tile == FINE_TILE
+        """Whether a step has 64 x 64 pairs."""
+        return self.tile < TILE
+
+    @property
+    def side(self) -> int:
+        """Queries and keys of a step: a tile, or the tiles that a gathered plan puts together."""
+        return side_of(self.tile)
 
     @property
     def kernels(self) -> str:
-        """The backend as the calibrations name it: with the suffix "-64" for tiles of 64 x 64."""
-        return f"{self.backend}-64" if self.is_fine else self.backend
+        """The backend as the calibrations name it: with the suffix "-64" for tiles of 64 x 64, "-16" for 64 x 16."""
+        return f"{self.backend}-{self.tile}" if self.is_fine else self.backend
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -109,13 +114,13 @@ class Call:
 
     @functools.cached_property
     def tile(self) -> int:
-        """Tokens per side of a tile."""
+        """The `Plan.tile`."""
         if self.layout is None or self.is_empty:
             return TILE
         if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.has_block_bias):
             return TILE
-        share = self.layout._fine_share(self.q.device, self.causal)
-        return tile_of(self.backend, share, self.head_dim, self.v_dim)
+        shares = self.layout._tile_shares(self.q.device, self.causal)
+        return tile_of(self.backend, shares, self.head_dim, self.v_dim)
 
     @functools.cached_property
     def sides(self) -> scheduling.Sides:

@@ -11,7 +11,7 @@ import torch
 
 from .. import dispatch as backends
 from ..kernels.schedule import padded_dim
-from ..plan_format import Plan
+from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
@@ -34,6 +34,9 @@ def _pairs_of_plan(plan: Plan) -> int:
     # partial tiles come first in each line
     passed = np.cumsum(n_partial) - n_partial
     entries = np.repeat(begin - passed, n_partial) + np.arange(n_partial.sum())
+    if plan.tile == PIECE:
+        # bitmask 0 is empty; each bit is there twice
+        return int(np.bitwise_count(words.view(np.uint32)).sum(axis=1, dtype=np.int64)[ids].sum() // 2)
     of_bitmask = np.bitwise_count(words.view(np.uint32)).sum(axis=(1, 2), dtype=np.int64)
     return int(of_bitmask[ids[entries]].sum() + (n_tiles - n_partial).sum() * plan.tile**2)
 
@@ -88,7 +91,7 @@ def work(call: Call) -> Work:
     if call.is_empty:
         return Work(0, 0, 0, 0, 0)
     axes = call.batch * call.heads
-    tile = call.tile
+    tile = call.side
     grid = axes * -(-call.q_len // tile) * -(-call.kv_len // tile)
     if call.backend == "reference":
         pairs = axes * call.q_len * call.kv_len

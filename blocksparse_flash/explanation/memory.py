@@ -135,7 +135,7 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, tiles filled up
-    side = call.tile if uses_hopper_backward(call) else TILE
+    side = call.side if uses_hopper_backward(call) else TILE
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
     passes = 2 * sizes["out"] + sizes["lse"] + statistics
     # of a launch for dk and dv, and of one for dq

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import TILE, n_split_of, tile_of
+from ..plan_format import TILE, n_split_of, side_of, tile_of
 
 # programs of the kernels for tiles of 64 x 64 that share an SM, on average over the kernels
 PROGRAMS_PER_SM = 4
@@ -111,7 +111,7 @@ def _of_shapes(
         n_lines, n_others, n_batch_heads, group = n_others, n_lines, batch * kv_heads, heads // max(1, kv_heads)
     of_head, long = n_lines * n_others / (2 if causal else 1), 0
     if lists:
-        record_shape, (n_indices,), (n_ids,) = lists
+        record_shape, (n_indices, *_), (n_ids, *_) = lists
         of_head, long = n_indices / (record_shape[0] * record_shape[1]), n_split_of(n_indices, n_ids)
     split = choose(
         n_lines,
@@ -143,4 +143,4 @@ def split_of(
         # rows are split only where some are long
         return WHOLE
     lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
-    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms, tile_of(plan))
+    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms, side_of(tile_of(plan)))

@@ -51,7 +51,11 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     row_records, row_indices, row_ids, col_records, col_indices, col_ids, words = views(packed, places)
     _write_list(by_rows, ids, partial, row_indices[:nnz], row_ids[:nnz], of_rows=True)
     _write_list(by_cols, ids, partial, col_indices[:nnz], col_ids[:nnz], of_rows=False)
-    records = _records(by_rows, by_cols, partial, work, most, [n_long for n_long, _ in long], frame)
+    n_partial = np.zeros(len(work), np.int64)
+    if len(partial):
+        lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + by_rows.n_lines])
+        n_partial = np.bincount(lines, minlength=len(work))
+    records = records_of(work, n_partial, most, [n_long for n_long, _ in long], frame)
     row_records[...] = records[: by_rows.n_lines].reshape(row_records.shape)
     col_records[...] = records[by_rows.n_lines :].reshape(col_records.shape)
     last = _last(frame.q_len, tile), _last(frame.kv_len, tile)
@@ -128,38 +132,33 @@ def _write_list(side: Side, ids: Array, partial: Array, indices: Array, bitmask_
     partial  indices of the partial tiles
     """
     if not len(partial):
-        indices[:] = side.minor if of_rows else side.minor.take(_order(side.line, side.n_lines))
+        indices[:] = side.minor if of_rows else side.minor.take(order_of(side.line, side.n_lines))
         return
     rank, minor = 2 * side.line + 1, side.minor.copy()
     rank[partial] -= 1
     minor[partial] -= PARTIAL
-    order = _order(rank, 2 * side.n_lines)
+    order = order_of(rank, 2 * side.n_lines)
     indices[:], bitmask_ids[:] = minor.take(order), np.maximum(ids, 0).take(order)
 
 
-def _records(
-    by_rows: Side, by_cols: Side, partial: Array, work: Array, most: int, n_long: Sequence[int], frame: Frame
-) -> Array:
+def records_of(work: Array, n_partial: Array, most: int, n_long: Sequence[int], frame: Frame) -> Array:
     """Records of all tile rows, then of all tile columns, (lines, RECORD), longest of each lead first.
 
-    partial  indices of the partial tiles
     work     tiles of each line; at most `most`
+    n_partial  partial tiles of each line
     n_long   of each direction
     """
-    n_of_rows, lead, number = by_rows.n_lines, *_numbered(frame.leads, frame.n_rows, frame.n_cols)
+    n_of_rows, lead, number = frame.leads * frame.n_rows, *_numbered(frame.leads, frame.n_rows, frame.n_cols)
     begin = work.cumsum()
     begin -= work
-    begin[n_of_rows:] -= len(by_rows.line)
+    begin[n_of_rows:] -= begin[n_of_rows] if n_of_rows < len(work) else 0
     fields = np.zeros((len(work), RECORD), np.int32)
-    fields[:, NUMBER], fields[:, BEGIN], fields[:, N_TILES] = number, begin, work
-    if len(partial):
-        lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + n_of_rows])
-        fields[:, N_PARTIAL] = np.bincount(lines, minlength=len(work))
+    fields[:, NUMBER], fields[:, BEGIN], fields[:, N_TILES], fields[:, N_PARTIAL] = number, begin, work, n_partial
     if any(n_long):
         fields[:n_of_rows, N_LONG], fields[n_of_rows:, N_LONG] = n_long
     rank = lead * (most + 1)
     rank -= work
-    order = _order(rank, (2 * frame.leads + 1) * (most + 1))
+    order = order_of(rank, (2 * frame.leads + 1) * (most + 1))
     records = fields.take(order, axis=0)
     records[order, POSITION] = number
     return records
@@ -176,21 +175,21 @@ def _numbered(leads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]:
     return lead + 1, np.arange(len(lead)) - (n_lines.cumsum() - n_lines)[lead]
 
 
-# (long, worth splitting): see `_long`
+# (long, worth splitting): see `long_of`
 Long = tuple[int, int]
 
 
 def count_long(work: Array, n_tiles: int, frame: Frame) -> tuple[int, tuple[Long, Long]]:
-    """(tiles of the longest tile row or column, (`_long` of tile rows, of tile columns)); work from `count_tiles`."""
+    """(tiles of the longest tile row or column, (`long_of` of tile rows, of tile columns)); work from `count_tiles`."""
     most, n_of_rows = int(np.maximum.reduce(work, initial=0)), frame.leads * frame.n_rows
     # the common case, found without a division: nothing is long
     if most * max(n_of_rows, len(work) - n_of_rows) <= 2 * n_tiles:
         return most, ((0, 0), (0, 0))
     of_rows, of_cols = (part.reshape(frame.leads, -1) for part in (work[:n_of_rows], work[n_of_rows:]))
-    return most, (_long(of_rows, n_tiles), _long(of_cols, n_tiles))
+    return most, (long_of(of_rows, n_tiles), long_of(of_cols, n_tiles))
 
 
-def _long(work: Array, n_tiles: int) -> Long:
+def long_of(work: Array, n_tiles: int) -> Long:
     """(tile rows with over twice the mean work, those of them worth splitting), of the head that has most.
 
     work  tiles per tile row, (heads, tile rows), n_tiles in all
@@ -202,7 +201,7 @@ def _long(work: Array, n_tiles: int) -> Long:
     return max(0, min(int(is_long.sum(axis=1).max()), work.shape[1] - 1)), int(is_split.sum(axis=1).max())
 
 
-def _order(values: Array, limit: int) -> Array:
+def order_of(values: Array, limit: int) -> Array:
     """np.argsort(values, kind="stable") of integers 0 .. limit - 1.
 
     Sorts 16 bits at a time, lowest first: NumPy sorts those by radix, 7 times as fast as 64 bits (32,768 tiles).

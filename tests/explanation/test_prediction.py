@@ -68,7 +68,7 @@ def test_another_gpu_is_predicted_by_scaling() -> None:
     """Measurements of GPUs to which the model is not fitted. With fewer tokens the host dominates (H100: 0.13 ms)."""
     lines = measurements.read(pages.RESULTS / "attention.jsonl")
     groups, every = calibrate.usable(lines[lines["n"] * lines["batch"] >= 8192], calibrate.SCALED), []
-    # the kernels for tiles of 64 x 64 were measured on an H200 only
+    # the kernels for smaller tiles were measured on an H200 only
     assert {key[1:] for key in groups} == {key for key in calibrate.KERNELS if not key[0].endswith("-64")}
     for (device, *rest), found in groups.items():
         scaled = calibrate.SCALED[device]

@@ -99,6 +99,20 @@ KNOWN_SPILLS = {
     ("fine_forward_kernel", 64, True, False): 140,
     # with Triton 3.8
     ("fine_forward_kernel", 128, True, False): 312,
+    # the same kernels for gathered plans, with up to 16 copies a step
+    ("gathered fine_dkdv_kernel", 64, False, False): 408,
+    ("gathered fine_dkdv_kernel", 64, False, True): 276,
+    ("gathered fine_dkdv_kernel", 64, True, False): 280,
+    ("gathered fine_dkdv_kernel", 128, False, False): 388,
+    ("gathered fine_dkdv_kernel", 128, False, True): 292,
+    ("gathered fine_dkdv_kernel", 128, True, False): 256,
+    ("gathered fine_dq_kernel", 64, False, False): 180,
+    ("gathered fine_dq_kernel", 64, False, True): 148,
+    ("gathered fine_dq_kernel", 64, True, False): 468,
+    ("gathered fine_forward_kernel", 64, True, False): 24,
+    ("gathered fine_forward_kernel", 128, False, False): 84,
+    ("gathered fine_forward_kernel", 128, False, True): 88,
+    ("gathered fine_forward_kernel", 128, True, False): 188,
 }
 # spill instructions in loops with matrix products, by minor version of Triton
 SPILLS_BESIDE_PRODUCTS = {
@@ -107,6 +121,9 @@ SPILLS_BESIDE_PRODUCTS = {
     "fine_dkdv_kernel": {6: 14, 7: 11, 8: 4, 9: 15},
     "fine_dq_kernel": {6: 21, 7: 21, 8: 20, 9: 5},
     "fine_forward_kernel": {6: 8, 7: 8, 8: 79, 9: 19},
+    "gathered fine_dkdv_kernel": {6: 40, 7: 36, 8: 40, 9: 52},
+    "gathered fine_dq_kernel": {6: 36, 7: 37, 8: 41, 9: 43},
+    "gathered fine_forward_kernel": {6: 20, 7: 20, 8: 22, 9: 6},
 }
 # bytes that the kernel of dk and dv spills for grouped heads at head_dim 128 on sm90: the maximum of Triton 3.6 and 3.7
 GROUPED_SPILLS = 32
@@ -197,7 +214,10 @@ def faults(record: Record) -> list[str]:
     is_half = call["dtype"] in ("float16", "bfloat16")
     found = []
     options = bool(call.get("limited")), call.get("num_splits", 1) > 1
-    allowed = KNOWN_SPILLS.get((record["kernel"], call["head_dim"], *options), 0)
+    name = record["kernel"]
+    if name in FINE and call["mode"] != "fine":
+        name = f"gathered {name}"
+    allowed = KNOWN_SPILLS.get((name, call["head_dim"], *options), 0)
     if (
         record["kernel"] == "keys_kernel"
         and call["head_dim"] == 128
@@ -207,7 +227,7 @@ def faults(record: Record) -> list[str]:
         allowed = GROUPED_SPILLS
     if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
         found.append(f"spills {record['spills']} bytes")
-    most = SPILLS_BESIDE_PRODUCTS.get(record["kernel"], {}).get(int(record["triton"].split(".")[1]), math.inf)
+    most = SPILLS_BESIDE_PRODUCTS.get(name, {}).get(int(record["triton"].split(".")[1]), math.inf)
     if record["spills_beside_products"] > most and call["head_dim"] <= 128:
         found.append(f"spills {record['spills_beside_products']} times in loops with matrix products")
     if record["shared"] > record["shared_limit"]:

@@ -28,13 +28,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 Predicate = Callable[[Tensor, Tensor], Tensor]
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_every_backend = pytest.mark.parametrize(
-    "backend", ["triton", "triton-64", *(["hopper", "hopper-64"] if HAS_HOPPER else [])], indirect=True
+    "backend", ["triton", "triton-64", *(["hopper", "hopper-64", "hopper-16"] if HAS_HOPPER else [])], indirect=True
 )
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend with tiles of 128 x 128, or with the suffix "-64" of 64 x 64."""
+    """A backend with tiles of 128 x 128, or with the suffix "-64" of 64 x 64, with "-16" gathered ones."""
     name, _, tile = request.param.partition("-")
     monkeypatch.setattr(dispatch, "tile_of", lambda *_: int(tile or TILE))
     return str(name)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.plan.host_builder import _long, _order, count_long
+from blocksparse_flash.plan.host_builder import count_long, long_of, order_of
 from blocksparse_flash.plan_format import FINE_TILE, LONG, N_LONG, N_PARTIAL, PARTIAL, TILE, Plan
 from tests.support import cases
 
@@ -147,12 +147,12 @@ def test_full_tiles_with_a_long_tile_row_and_column(causal: bool, tile: int) -> 
     check_side(plan, masks, of_rows=False)
 
 
-def test_a_tile_row_of_twice_the_mean_is_not_long() -> None:
-    assert _long(np.array([[2, 0, 1, 1]]), 4) == (0, 0)
-    assert _long(np.array([[3, 0, 0, 1], [2, 2, 0, 0]]), 8) == (1, 1)
-    assert _long(np.zeros((1, 0), int), 0) == (0, 0)
+def test_a_tile_row_of_twice_the_mean_is_notlong_of() -> None:
+    assert long_of(np.array([[2, 0, 1, 1]]), 4) == (0, 0)
+    assert long_of(np.array([[3, 0, 0, 1], [2, 2, 0, 0]]), 8) == (1, 1)
+    assert long_of(np.zeros((1, 0), int), 0) == (0, 0)
     # every tile row of the first head is long; one is not counted
-    assert _long(np.array([[1, 1], [0, 0], [0, 0]]), 2) == (1, 2)
+    assert long_of(np.array([[1, 1], [0, 0], [0, 0]]), 2) == (1, 2)
 
 
 def test_tile_rows_can_be_long_in_a_grid_with_few_columns() -> None:
@@ -169,7 +169,7 @@ def test_order_is_stable_for_any_limit(limit: int) -> None:
     random = np.random.default_rng(0)
     values = np.append(random.integers(0, limit, 500), limit - 1).repeat(2)
     random.shuffle(values)
-    assert _order(values, limit).tolist() == np.argsort(values, kind="stable").tolist()
+    assert order_of(values, limit).tolist() == np.argsort(values, kind="stable").tolist()
 
 
 def test_a_loaded_layout_has_the_same_plan() -> None:

@@ -38,7 +38,7 @@ from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
-from blocksparse_flash.plan_format import FINE_TILE, TILE, Plan
+from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan
 from blocksparse_flash.score_mods import Scores
 
 # bytes of shared memory available to a program, by architecture
@@ -47,6 +47,10 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
 SIGNS: list[dict[str, Any]] = [{"scale": -0.125}, {"scale": 0.0}]
 # every score mod, in the words of scores_of
 EVERYTHING = "sinks softcap slopes learned bias16"
+
+
+# modes of the kernels for steps of 64 x 64
+FINE = ("fine", "gathered", "neighbors")
 
 
 def launches(
@@ -112,8 +116,9 @@ def run_both(
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
-    mode     "layout"; "fine": a layout in tiles of 64 x 64; "dense"; "causal"; "rows": the kernels that gather and
-             scatter rows; "select": the kernels that select blocks
+    mode     "layout"; "fine": a layout in tiles of 64 x 64; "gathered": of 64 x 16; "neighbors": the same, loaded four
+             at a time; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
+             select blocks
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per key head
     limited  whether there are kv_lengths
@@ -134,13 +139,23 @@ def run_both(
     indices = torch.zeros(33, dtype=torch.int32)
     side = FINE_TILE if mode == "fine" else TILE
     bitmasks = torch.zeros(3, side, side // 32, dtype=torch.int32)
+    if mode in ("gathered", "neighbors"):
+        indices = indices.new_zeros(33, PIECES if mode == "gathered" else 1)
+        bitmasks = bitmasks.new_zeros(3, FINE_TILE)
     plan = Plan(records, indices, indices, records, indices, indices, bitmasks)
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
-    options = (list(plan) if mode in ("layout", "fine") else [], lengths, seed, scale, mode == "causal", dropout_p)
+    options = (
+        list(plan) if mode in ("layout", *FINE) else [],
+        lengths,
+        seed,
+        scale,
+        mode == "causal",
+        dropout_p,
+    )
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
-        if mode == "fine":
+        if mode in FINE:
             out, lse = fine_forward.forward(q, k, v, *options)
             fine_backward.backward(BackwardInputs(dout, None, q, k, v, out, lse), *options)
             return
@@ -511,10 +526,10 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": 256, "dtype": half, "num_splits": 3}]
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("dense", "causal")]
-    # tiles of 64 x 64
+    # steps of 64 x 64
     grid += [
-        {"head_dim": head_dim, "dtype": half, "mode": "fine", **option}
-        for head_dim in (64, 128)
+        {"head_dim": head_dim, "dtype": half, "mode": mode, **option}
+        for head_dim, mode in itertools.product((64, 128), FINE)
         for option in ({}, {"limited": True}, {"group": 4}, {"num_splits": 3}, *SIGNS)
     ]
     # the deterministic dq, which a Triton kernel computes
@@ -525,8 +540,9 @@ def hopper_calls() -> list[dict[str, Any]]:
 def few_hopper_calls() -> list[dict[str, Any]]:
     """Calls of backend `hopper` in tuned configurations, each with kv_lengths, splits and deterministic once."""
     half = torch.bfloat16
-    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "fine", "dense", "causal")]
-    options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}, {"mode": "fine", "limited": True}]
+    options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "fine", "gathered", "dense", "causal")]
+    options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}]
+    options += [{"mode": mode, "limited": True} for mode in FINE[:2]]
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]

@@ -87,11 +87,10 @@ class Descriptor:
 
     def inside(self, start: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """The part of the block at `start` that is inside the tensor: as a view, and as slices of the block."""
-        first = [int(i) for i in start]
-        assert all(i >= 0 for i in first), first
-        spans = [
-            (i, min(n, max(0, size - i))) for i, n, size in zip(first, self.block_shape, self.base.shape, strict=True)
-        ]
+        sides = [(int(i), n, size) for i, n, size in zip(start, self.block_shape, self.base.shape, strict=True)]
+        # tiles that fill a step of a gathered plan lie before the tensor
+        assert all(i >= 0 or i <= -n for i, n, _ in sides), sides
+        spans = [(max(i, 0), min(n, max(0, size - i)) if i >= 0 else 0) for i, n, size in sides]
         view = self.base[tuple(slice(i, i + n) for i, n in spans)]
         return view, tuple(slice(0, n) for _, n in spans)
 

@@ -27,7 +27,7 @@ from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, split_kv
-from blocksparse_flash.plan_format import FINE_TILE, TILE
+from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from blocksparse_flash.runtime import launch
 from blocksparse_flash.score_mods import Scores
 
@@ -126,6 +126,10 @@ HOPPER = [
     Variant("fine-causal-lengths", "blocks-causal", has_lengths=True, tile=FINE_TILE),
     Variant("fine-long", "long", tile=FINE_TILE),
     Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
+    Variant("gathered", "fine", tile=PIECE),
+    Variant("gathered-causal-lengths", "blocks-causal", has_lengths=True, tile=PIECE),
+    Variant("gathered-long-group", "long", group=2, tile=PIECE),
+    Variant("gathered-heads-lengths-group", "heads", group=2, has_lengths=True, tile=PIECE),
 ]
 
 
@@ -216,8 +220,9 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
     elif name.startswith("fine_"):
-        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
-        yield name, dim, given["kv_lengths_ptr"] is not None, rest["maxnreg"]
+        # the block of q or k has all columns, the other one too unless it is loaded by tiles of 16
+        dim = max(factory._arguments[2][-1] for factory in each._factories if factory is not None)
+        yield name, dim, given["kv_lengths_ptr"] is not None, rest["GATHERED"], rest["maxnreg"]
         yield name, dim, "split" if rest["num_splits"] > 1 else "whole"
     elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
@@ -286,7 +291,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         scale = 0.125 if call.scale is None else call.scale
         seed = torch.empty(1, dtype=torch.int64) if variant.dropout_p else None
         options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
-        if call.backend == "hopper" and variant.tile == FINE_TILE:
+        if call.backend == "hopper" and variant.tile < TILE:
             out, lse = fine_forward.forward(q, k, v, *options)
             inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
             fine_backward.backward(inputs, *options)
@@ -379,10 +384,12 @@ def _known_hopper() -> Iterator[Key]:
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
-    for dim, has_lengths in itertools.product((64, 128), flags):
-        yield "fine_forward", dim, has_lengths, fine_forward.CONFIGS[dim].registers
-        for name, registers in zip(("fine_dkdv", "fine_dq"), fine_backward.REGISTERS[dim], strict=True):
-            yield name, dim, has_lengths, registers
+    forwards = fine_forward.CONFIGS, fine_forward.GATHERED_CONFIGS
+    backwards = fine_backward.REGISTERS, fine_backward.GATHERED_REGISTERS
+    for dim, has_lengths, is_gathered in itertools.product((64, 128), flags, flags):
+        yield "fine_forward", dim, has_lengths, is_gathered, forwards[is_gathered][dim].registers
+        for name, registers in zip(("fine_dkdv", "fine_dq"), backwards[is_gathered][dim], strict=True):
+            yield name, dim, has_lengths, is_gathered, registers
     for name, dim, word in itertools.product(("fine_forward", "fine_dkdv", "fine_dq"), (64, 128), ("split", "whole")):
         yield name, dim, word
 
@@ -421,7 +428,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         (2, 20, 2048, 2048),
     ]
     for dim, shape, variant in itertools.product((16, *HOPPER_DIMS), small, HOPPER):
-        if variant.tile == FINE_TILE and dim > MAX_FINE_HEAD_DIM:
+        if variant.tile < TILE and dim > MAX_FINE_HEAD_DIM:
             continue
         yield Call("hopper", shape, dim, HALF, variant)
 

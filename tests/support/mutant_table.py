@@ -374,8 +374,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/tile_choice.py",
-            "share * SLOWDOWN[kernels][dim] <= 1",
-            "share * SLOWDOWN[kernels][dim] >= 1",
+            "return FINE_TILE if fine <= 1 else TILE",
+            "return FINE_TILE if fine >= 1 else TILE",
             "tests/plan/test_tile_choice.py",
         ),
         (
@@ -398,8 +398,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/tile_choice.py",
-            "not len(rows.bitmasks) and _tiled_by(frame, TILE)",
-            "_tiled_by(frame, TILE)",
+            "not len(rows.bitmasks) and _tiled_by(frame, (TILE, TILE))",
+            "_tiled_by(frame, (TILE, TILE))",
             "tests/plan/test_tile_choice.py",
         ),
         (
@@ -407,6 +407,36 @@ MUTANTS: dict[str, list[Mutant]] = {
             "max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM",
             "head_dim <= MAX_FINE_HEAD_DIM",
             "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "(FINE_TILE, PIECE), (PIECE, FINE_TILE)",
+            "(FINE_TILE, PIECE), (FINE_TILE, PIECE)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "plan/tile_choice.py",
+            "if gathered < min(fine, 1.0):",
+            "if gathered < fine:",
+            "tests/plan/test_tile_choice.py",
+        ),
+        (
+            "dispatch.py",
+            "shares = shares._replace(gathered=1.0)",
+            "shares = shares._replace(fine=1.0)",
+            "tests/plan/test_tile_choice.py",
+        ),
+        *(
+            ("plan/gathered_builder.py", old, new, "tests/plan/test_gathered_builder.py")
+            for old, new in [
+                ("is_partial = (ids != FULL) | (kinds > 0)", "is_partial = ids != FULL"),
+                ("np.uint32(0x10001)", "np.uint32(0x10000)"),
+                ("side.ids + first * (side.ids > 0)", "side.ids + first"),
+                ("(np.cumsum(steps) - steps) + n_empty", "(np.cumsum(steps) - steps)"),
+                ("n_full < PIECES", "n_full < 1"),
+                ("begins.sum() <= GATHERED_STEP", "begins.sum() >= GATHERED_STEP"),
+                ("(n_empty + np.bincount(line[is_partial]", "(np.bincount(line[is_partial]"),
+            ]
         ),
         # on the device, by kernels
         ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", BY_INDEX),

@@ -1,4 +1,4 @@
-"""Hopper backward over tiles of 64 x 64, in Gluon (sm90): dQ, dK and dV, for layouts of small blocks.
+"""Hopper backward in steps of 64 x 64, in Gluon (sm90): dQ, dK and dV, for layouts of small blocks.
 
     p = exp(scale q k^T - lse)      delta = rowsum(dO * O) - dLSE
     dp = dO v^T                     ds = p * (dp - delta)
@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...plan_format import pieces_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, PlanSpecs, plan_specs_of, strides_of_records, tile_lists
@@ -42,8 +43,19 @@ from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_cols
 from ..triton.tile import NUMBER, find_line_record
 from .barriers import allocate_mbarriers, thread_barrier
-from .bitmask import load_mask_words, mask_columns, transposed_mask
-from .fine_tiles import SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
+from .bitmask import mask_columns, transposed_mask
+from .fine_tiles import (
+    SIDE,
+    Lines,
+    block_of_step,
+    find_work_tile,
+    load_step,
+    load_step_words,
+    positions,
+    starts_of,
+    tiles_of,
+    zero_rows_from,
+)
 from .registers import accumulator, clamped_kv_len, round_p_ds, store_split
 from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
 
@@ -51,6 +63,7 @@ from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
 STAGES = gl.constexpr(2)
 # registers per thread of the kernels for (dk and dv, dq), by padded head dimension: they bound the programs per SM
 REGISTERS = {128: (255, 168), 64: (168, 128)}
+GATHERED_REGISTERS = {128: (255, 255), 64: (168, 128)}
 
 
 class Pointers(NamedTuple):
@@ -74,7 +87,7 @@ class Pointers(NamedTuple):
 
 
 class ColBuffers(NamedTuple):
-    """Shared memory: k, v of the tile column; q, dout of STAGES tiles, and the mbarriers of their loads."""
+    """Shared memory: k, v of the tile column; q, dout of STAGES steps, and the mbarriers of their loads."""
 
     k: Any
     v: Any
@@ -85,21 +98,23 @@ class ColBuffers(NamedTuple):
 
 
 @gluon.jit
-def load_queries(q_desc, dout_desc, buffers, i_batch, i_head, q_start, stage, is_wanted):
-    """Starts the loads of q and dO of a tile into a stage."""
-    load_tile(q_desc, buffers.q.index(stage), buffers.q_full.index(stage), i_batch, i_head, q_start, is_wanted)
-    load_tile(dout_desc, buffers.dout.index(stage), buffers.dout_full.index(stage), i_batch, i_head, q_start, is_wanted)
+def load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, is_wanted):
+    """Starts the loads of q and dO of a step into a stage."""
+    load_step(q_desc, buffers.q.index(stage), buffers.q_full.index(stage), i_batch, i_head, starts, is_wanted)
+    load_step(dout_desc, buffers.dout.index(stage), buffers.dout_full.index(stage), i_batch, i_head, starts, is_wanted)
 
 
 @gluon.jit
 def add_dkdv(
-    b_dk, b_dv, buffers, ptrs, scale_log2, o_line, i_entry, kv_start, kv_limit, stage, phase, MASKED: gl.constexpr
-):
-    """dk and dv with the share of one tile of queries.
+    b_dk, b_dv, buffers, ptrs, scale_log2, o_head, starts, i_entry, kv_start, kv_limit, stage, phase,
+    MASKED: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with the share of one step of 64 queries.
 
-    o_line   offset of its first query in lse and delta
-    i_entry  its entry in the tile lists
-    MASKED   whether the tile is partial
+    o_head   offset of the head in lse and delta
+    starts   first queries of the tiles of the step, see starts_of
+    i_entry  the step in the tile lists
+    MASKED   whether a tile is partial
     """
     DIM: gl.constexpr = buffers.q.shape[4]
     DIM_V: gl.constexpr = buffers.dout.shape[4]
@@ -119,13 +134,26 @@ def add_dkdv(
     mbarrier.wait(buffers.dout_full.index(stage), phase)
     v_tile = buffers.v.reshape([SIDE, DIM_V])
     dp_token = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    b_lse = gl.load(ptrs.lse_ptr + (o_line + o_q))
-    b_delta = gl.load(ptrs.delta_ptr + (o_line + o_q))
+    if len(starts) > 1:
+        # tiles that only fill the step lie before the first query: the last tile, which exists, stands in for them
+        starts = (
+            gl.where(starts[0] < 0, starts[3], starts[0]),
+            gl.where(starts[1] < 0, starts[3], starts[1]),
+            gl.where(starts[2] < 0, starts[3], starts[2]),
+            starts[3],
+        )
+    o_line = o_head + positions(starts, o_q)
+    b_lse = gl.load(ptrs.lse_ptr + o_line)
+    b_delta = gl.load(ptrs.delta_ptr + o_line)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
-    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_lse, 0))
+    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 0)
+    if MASKED and GATHERED:
+        words = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_kv, GATHERED)
+        b_scores = mask_columns(b_scores, words, o_q)
+    b_p = gl.exp2(b_scores)
     if ptrs.kv_lengths_ptr is not None:
         b_p = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 1), b_p, 0.0)
-    if MASKED:
+    if MASKED and not GATHERED:
         i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         b_p = gl.where(transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, o_q, SIDE), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
@@ -152,11 +180,13 @@ def fine_dkdv_kernel(
     record_strides,
     # sizes, see Lines; heads are those of the keys; n_padded: queries per head in lse and delta
     n_heads, n_batch_heads, n_tile_cols, n_split_cols, num_splits, kv_len, n_padded, scale_log2, scale,
-    # compile time; GROUP: query heads per key head
-    GROUP: gl.constexpr,
+    # compile time; GROUP: query heads per key head; GATHERED: whether the plan is
+    GROUP: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
+    # loads per step
+    PIECES: gl.constexpr = SIDE // q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     k_full, v_full = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, 1).index(0)
     buffers = ColBuffers(
@@ -193,13 +223,13 @@ def fine_dkdv_kernel(
     i_col = gl.load(p_record + NUMBER)
     kv_start = i_col * SIDE
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
-    load_tile(k_desc, buffers.k, k_full, i_batch, i_kv_head, kv_start, True)
-    load_tile(v_desc, buffers.v, v_full, i_batch, i_kv_head, kv_start, True)
+    load_step(k_desc, buffers.k, k_full, i_batch, i_kv_head, (kv_start,), True)
+    load_step(v_desc, buffers.v, v_full, i_batch, i_kv_head, (kv_start,), True)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
     if kv_lengths_ptr is not None:
-        zero_rows_from(buffers.k.reshape([SIDE, DIM]), kv_start, kv_limit)
-        zero_rows_from(buffers.v.reshape([SIDE, DIM_V]), kv_start, kv_limit)
+        zero_rows_from(buffers.k.reshape([SIDE, DIM]), (kv_start,), kv_limit)
+        zero_rows_from(buffers.v.reshape([SIDE, DIM_V]), (kv_start,), kv_limit)
     b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     b_dv = gl.zeros([SIDE, DIM_V], gl.float32, accumulator(DIM_V))
     # tiles so far, of all heads: they choose the stage
@@ -215,28 +245,30 @@ def fine_dkdv_kernel(
             n_partial = gl.minimum(n_partial, n_tiles)
         o_head = (i_batch * n_heads * GROUP + i_head).to(gl.int64) * n_padded
         for i in gl.static_range(STAGES):
-            # entries past the end are those of other tile columns, or padding
-            q_start = start_of(indices_ptr, begin + i * (i < n_tiles).to(gl.int32))
+            # steps past the end are those of other tile columns, or padding
+            starts = starts_of(indices_ptr, begin + i * (i < n_tiles).to(gl.int32), PIECES)
             stage = (n_done + i) % STAGES
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, q_start, stage, i < n_tiles)
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, i < n_tiles)
         for i in range(n_partial):
             stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
-            o_line = o_head + start_of(indices_ptr, begin + i)
+            starts = starts_of(indices_ptr, begin + i, PIECES)
             has_more = i + STAGES < n_tiles
-            next_start = start_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0))
+            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), PIECES)
             b_dk, b_dv = add_dkdv(
-                b_dk, b_dv, buffers, ptrs, scale_log2, o_line, begin + i, kv_start, kv_limit, stage, phase, MASKED=True
-            )
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_start, stage, has_more)
+                b_dk, b_dv, buffers, ptrs, scale_log2, o_head, starts, begin + i, kv_start, kv_limit, stage, phase,
+                MASKED=True, GATHERED=GATHERED,
+            )  # fmt: skip
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
         for i in range(n_partial, n_tiles):
             stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
-            o_line = o_head + start_of(indices_ptr, begin + i)
+            starts = starts_of(indices_ptr, begin + i, PIECES)
             has_more = i + STAGES < n_tiles
-            next_start = start_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0))
+            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), PIECES)
             b_dk, b_dv = add_dkdv(
-                b_dk, b_dv, buffers, ptrs, scale_log2, o_line, begin + i, kv_start, kv_limit, stage, phase, MASKED=False
-            )
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_start, stage, has_more)
+                b_dk, b_dv, buffers, ptrs, scale_log2, o_head, starts, begin + i, kv_start, kv_limit, stage, phase,
+                MASKED=False, GATHERED=GATHERED,
+            )  # fmt: skip
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
         n_done += n_tiles
     if work_tile.i_split < 0:
         # every warp has read the keys and values
@@ -257,7 +289,7 @@ def fine_dkdv_kernel(
 
 
 class RowBuffers(NamedTuple):
-    """Shared memory: q, dout of the tile row; k, v of one tile, and the mbarriers of their loads."""
+    """Shared memory: q, dout of the tile row; k, v of one step, and the mbarriers of their loads."""
 
     q: Any
     dout: Any
@@ -269,10 +301,10 @@ class RowBuffers(NamedTuple):
 
 @gluon.jit
 def add_dq(
-    b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, i_entry,
-    i_step, n_steps, kv_limit, MASKED: gl.constexpr,
+    b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, i_entry,
+    i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """dq with the share of one tile of keys; starts the loads of the next one. Arguments as of fine_forward.step."""
+    """dq with the share of one step of 64 keys; starts the loads of the next. Arguments as of fine_forward.step."""
     DIM: gl.constexpr = buffers.q.shape[3]
     DIM_V: gl.constexpr = buffers.dout.shape[3]
     dtype: gl.constexpr = buffers.q.dtype
@@ -281,17 +313,16 @@ def add_dq(
     has_next = i_step + 1 < n_steps
     o_kv = gl.arange(0, SIDE, layout=gl.SliceLayout(0, score_layout))
     if MASKED:
-        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         o_q = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-        bitmask = load_mask_words(ptrs.bitmasks_ptr, i_bitmask, 0, o_q, SIDE, SIDE)
+        bitmask = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_q, GATHERED)
     q_tile, k_tile = buffers.q.reshape([SIDE, DIM]), buffers.k.reshape([SIDE, DIM])
     dout_tile, v_tile = buffers.dout.reshape([SIDE, DIM_V]), buffers.v.reshape([SIDE, DIM_V])
     b_zero = gl.zeros([SIDE, SIDE], gl.float32, score_layout)
     mbarrier.wait(buffers.k_full, i_step & 1)
     mbarrier.wait(buffers.v_full, i_step & 1)
     if ptrs.kv_lengths_ptr is not None:
-        zero_rows_from(k_tile, kv_start, kv_limit)
-        zero_rows_from(v_tile, kv_start, kv_limit)
+        zero_rows_from(k_tile, starts, kv_limit)
+        zero_rows_from(v_tile, starts, kv_limit)
     scores_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
@@ -300,14 +331,14 @@ def add_dq(
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
     if ptrs.kv_lengths_ptr is not None:
-        b_scores = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 0), b_scores, float("-inf"))
+        b_scores = gl.where(gl.expand_dims(positions(starts, o_kv) < kv_limit, 0), b_scores, float("-inf"))
     b_p = gl.exp2(b_scores)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
     b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 1))).to(dtype)
     dq_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dq_layout, 2)), k_tile, b_dq, is_async=True)
     b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
     return b_dq
 
 
@@ -326,16 +357,21 @@ def fine_dq_kernel(
     record_strides,
     # sizes, see Lines; group: query heads per key head, n_padded: queries per head in lse and delta
     n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, kv_len, n_padded, group, scale_log2, scale,
+    # compile time; whether the plan is gathered
+    GATHERED: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = q_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = dout_desc.block_type.shape[3]
+    # loads per step
+    PIECES: gl.constexpr = SIDE // k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     query_layout: gl.constexpr = gl.SliceLayout(1, accumulator(SIDE))
     q_full, dout_full = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, 1).index(0)
     buffers = RowBuffers(
         q=gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout),
         dout=gl.allocate_shared_memory(dtype, dout_desc.block_type.shape, dout_desc.layout),
-        k=gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout),
-        v=gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout),
+        k=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM], k_desc.layout),
+        v=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM_V], v_desc.layout),
         k_full=allocate_mbarriers(1, 1).index(0),
         v_full=allocate_mbarriers(1, 1).index(0),
     )
@@ -367,31 +403,31 @@ def fine_dq_kernel(
     begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    kv_start = start_of(indices_ptr, begin)
-    load_tile(q_desc, buffers.q, q_full, i_batch, i_head, q_start, has_steps)
-    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, kv_start, has_steps)
-    load_tile(dout_desc, buffers.dout, dout_full, i_batch, i_head, q_start, has_steps)
-    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, kv_start, has_steps)
+    starts = starts_of(indices_ptr, begin, PIECES)
+    load_step(q_desc, buffers.q, q_full, i_batch, i_head, (q_start,), has_steps)
+    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
+    load_step(dout_desc, buffers.dout, dout_full, i_batch, i_head, (q_start,), has_steps)
+    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, starts, has_steps)
     o_line = batch_head.to(gl.int64) * n_padded + q_start + gl.arange(0, SIDE, layout=query_layout)
     b_lse, b_delta = gl.load(lse_ptr + o_line), gl.load(delta_ptr + o_line)
     b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     mbarrier.wait(q_full, 0, pred=has_steps)
     mbarrier.wait(dout_full, 0, pred=has_steps)
     for i_step in range(n_partial):
-        # the lists are padded, so that one entry past the end can be read
-        next_start = start_of(indices_ptr, begin + i_step + 1)
+        # the lists are padded, so that one step past the end can be read
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         b_dq = add_dq(
-            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start,
-            begin + i_step, i_step, n_steps, kv_limit, MASKED=True,
+            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts,
+            begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED,
         )  # fmt: skip
-        kv_start = next_start
+        starts = next_starts
     for i_step in range(n_partial, n_steps):
-        next_start = start_of(indices_ptr, begin + i_step + 1)
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         b_dq = add_dq(
-            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start,
-            begin + i_step, i_step, n_steps, kv_limit, MASKED=False,
+            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts,
+            begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED,
         )  # fmt: skip
-        kv_start = next_start
+        starts = next_starts
     if work_tile.i_split < 0:
         # every warp has read the queries
         thread_barrier()
@@ -432,6 +468,7 @@ def backward_launches(
     of_cols: Split,
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
+    pieces: tuple[int, int],
 ) -> BackwardLaunches:
     """The launches for all calls with these cache keys.
 
@@ -439,6 +476,7 @@ def backward_launches(
     by_rows, by_cols  of the plan
     of_rows, of_cols  splits of its tile rows and tile columns
     others   of out, lse, dlse and kv_lengths
+    pieces   of the plan, see plan_format.pieces_of
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -447,21 +485,32 @@ def backward_launches(
     n_padded, n_tile_cols = -(-q_len // side) * side, -(-kv_len // side)
     dq, dk, dv = (tma_storable(each.dtype, each.shape) for each in (q, k, v))
     block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
-    inputs = {
-        "q_desc": DescriptorFactory(q, block),
+    # the memory has padded rows; the descriptors see the first head_dim columns
+    col_descriptors = {
+        "q_desc": DescriptorFactory(q, block_of_step(dim, pieces[1])),
         "k_desc": DescriptorFactory(k, block),
         "v_desc": DescriptorFactory(v, block_v),
-        "dout_desc": DescriptorFactory(dout, block_v),
-    }
-    # the memory has padded rows; the descriptors see the first head_dim columns
-    col_outputs = {
+        "dout_desc": DescriptorFactory(dout, block_of_step(dim_v, pieces[1])),
         "dk_desc": DescriptorFactory(dk.spec._replace(shape=k.shape), block),
         "dv_desc": DescriptorFactory(dv.spec._replace(shape=v.shape), block_v),
     }
-    row_outputs = {"dq_desc": DescriptorFactory(dq.spec._replace(shape=q.shape), block)}
+    row_descriptors = {
+        "q_desc": DescriptorFactory(q, block),
+        "k_desc": DescriptorFactory(k, block_of_step(dim, pieces[0])),
+        "v_desc": DescriptorFactory(v, block_of_step(dim_v, pieces[0])),
+        "dout_desc": DescriptorFactory(dout, block_v),
+        "dq_desc": DescriptorFactory(dq.spec._replace(shape=q.shape), block),
+    }
     # no maximum is taken, so the scale may be negative or 0
-    sizes = {"kv_len": kv_len, "n_padded": n_padded, "scale_log2": scale * LOG2_E, "scale": scale, "num_warps": 4}
-    dkdv_registers, dq_registers = REGISTERS[max(dim, dim_v)]
+    sizes = {
+        "kv_len": kv_len,
+        "n_padded": n_padded,
+        "scale_log2": scale * LOG2_E,
+        "scale": scale,
+        "GATHERED": pieces[0] > 0,
+        "num_warps": 4,
+    }
+    dkdv_registers, dq_registers = (GATHERED_REGISTERS if pieces[0] else REGISTERS)[max(dim, dim_v)]
     dkdv_arguments = {
         **sizes,
         "record_strides": strides_of_records(by_cols[0]),
@@ -493,8 +542,8 @@ def backward_launches(
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded),
-        dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, {**inputs, **col_outputs}),
-        dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, {**inputs, **row_outputs}),
+        dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, col_descriptors),
+        dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, row_descriptors),
         sum_cols=sum_cols(of_cols, by_cols[0], dk_spec, dv_spec, col_sizes, (dim, dim_v)),
         sum_rows=sum_cols(of_rows, by_rows[0], dq.spec._replace(shape=q.shape), None, row_sizes, (dim, 16)),
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
@@ -516,7 +565,7 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, contiguous and in q's type.
 
-    plan  the tensors of a Plan of 64 x 64 tiles
+    plan  the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     """
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     assert not causal, "the plan contains it"
@@ -530,7 +579,7 @@ def backward(
     n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
     of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (0, 3))
     lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
-    ready = backward_launches(specs, *lists, of_rows, of_cols, others, scale)
+    ready = backward_launches(specs, *lists, of_rows, of_cols, others, scale, pieces_of(plan))
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()

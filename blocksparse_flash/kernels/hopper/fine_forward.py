@@ -1,4 +1,4 @@
-"""Hopper forward over tiles of 64 x 64 in Gluon (sm90): out = softmax(scale q k^T) v over a layout's pairs, and lse.
+"""Hopper forward in steps of 64 x 64 in Gluon (sm90): out = softmax(scale q k^T) v over a layout's pairs, and lse.
 
 For layouts whose blocks are too small for the tiles of 128 x 128 of forward.py. Shapes as there; head_dim up to 128.
 
@@ -6,6 +6,8 @@ A program computes 64 queries of a head with one warpgroup, without warp special
 while one waits for memory or computes exponentials, the others multiply. Each step has 64 keys:
 
     wait for k | s = q k^T | load the next k | mask, online softmax | wait for v | out += p v | load the next v
+
+In a gathered plan a step has four tiles of 16 keys each, which TMA copies to their places in the buffers.
 
 Partial tiles come first and have a loop of their own, so that full tiles pay for no mask. Long tile rows are split, as
 in forward.py. Rows without keys get out 0 and lse -inf. Scores and the running maximum are in base 2, `lse` in memory
@@ -28,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...plan_format import pieces_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
@@ -35,8 +38,19 @@ from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, NUMBER
 from .barriers import allocate_mbarriers, thread_barrier
-from .bitmask import load_mask_words, mask_columns
-from .fine_tiles import SIDE, Lines, find_work_tile, load_tile, start_of, tiles_of, zero_rows_from
+from .bitmask import mask_columns
+from .fine_tiles import (
+    SIDE,
+    Lines,
+    block_of_step,
+    find_work_tile,
+    load_step,
+    load_step_words,
+    positions,
+    starts_of,
+    tiles_of,
+    zero_rows_from,
+)
 from .registers import accumulator, clamped_kv_len, store_split
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
@@ -57,6 +71,8 @@ class Config(NamedTuple):
 
 # by padded head dimension: four programs per SM, and five
 CONFIGS = {128: Config(registers=128), 64: Config(registers=96, rescale_threshold=8.0)}
+# for gathered plans, whose loads and masks take more registers: three programs per SM, and four
+GATHERED_CONFIGS = {128: Config(registers=168, rescale_threshold=8.0), 64: Config(registers=128, rescale_threshold=8.0)}
 
 
 # ---- one step ----
@@ -74,7 +90,7 @@ class Pointers(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: q, k [64, DIM] and v [64, DIM_V] as blocks of their descriptors, the mbarriers of their loads."""
+    """Shared memory: q, k [1, 1, 64, DIM], v [1, 1, 64, DIM_V], and the mbarriers of their loads."""
 
     q: Any
     k: Any
@@ -94,13 +110,14 @@ class RowState(NamedTuple):
 
 @gluon.jit
 def step(
-    state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, i_entry, i_step,
-    n_steps, kv_limit, MASKED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, i_entry, i_step,
+    n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The keys from kv_start on; starts the loads of the next step, if there is one. Returns the new RowState.
+    """One step of 64 keys; starts the loads of the next one, if there is one. Returns the new RowState.
 
-    i_entry  entry of this step in the tile lists
-    MASKED   whether the tile is partial
+    starts   first keys of the tiles of this step, see starts_of; next_starts of the next one
+    i_entry  this step in the tile lists
+    MASKED   whether a tile is partial
     """
     DIM: gl.constexpr = buffers.q.shape[3]
     DIM_V: gl.constexpr = buffers.v.shape[3]
@@ -111,9 +128,8 @@ def step(
     o_kv = gl.arange(0, SIDE, layout=gl.SliceLayout(0, score_layout))
     if MASKED:
         # loaded early: it arrives during the product
-        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         o_q = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-        bitmask = load_mask_words(ptrs.bitmasks_ptr, i_bitmask, 0, o_q, SIDE, SIDE)
+        bitmask = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_q, GATHERED)
     q_tile = buffers.q.reshape([SIDE, DIM])
     k_tile = buffers.k.reshape([SIDE, DIM]).permute((1, 0))
     v_tile = buffers.v.reshape([SIDE, DIM_V])
@@ -121,13 +137,13 @@ def step(
     mbarrier.wait(buffers.k_full, i_step & 1)
     scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
-    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
     if SIGN != 1:
         b_scores = b_scores * SIGN
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
     if ptrs.kv_lengths_ptr is not None:
-        b_scores = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 0), b_scores, float("-inf"))
+        b_scores = gl.where(gl.expand_dims(positions(starts, o_kv) < kv_limit, 0), b_scores, float("-inf"))
     b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, state.max, state.sum, scale_log2, CONFIG.rescale_threshold)
     b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
     if CONFIG.rescale_threshold > 0:  # noqa: SIM108
@@ -137,10 +153,10 @@ def step(
     b_p = gl.convert_layout(b_p32.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
     mbarrier.wait(buffers.v_full, i_step & 1)
     if ptrs.kv_lengths_ptr is not None:
-        zero_rows_from(v_tile, kv_start, kv_limit)
+        zero_rows_from(v_tile, starts, kv_limit)
     out_token = warpgroup_mma(b_p, v_tile, b_out, is_async=True)
     b_out = warpgroup_mma_wait(0, deps=(out_token,))
-    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
     return RowState(out=b_out, max=b_max, sum=b_sum)
 
 
@@ -161,18 +177,21 @@ def fine_forward_kernel(
     record_strides,
     # sizes, see Lines; group: query heads per key head
     n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, group, scale_log2,
-    # compile time; SIGN of the scale
-    SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    # compile time; GATHERED: whether the plan is; SIGN of the scale
+    GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
+    DIM: gl.constexpr = q_desc.block_type.shape[3]
+    DIM_V: gl.constexpr = out_desc.block_type.shape[3]
+    # loads per step
+    PIECES: gl.constexpr = SIDE // k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     score_layout: gl.constexpr = accumulator(SIDE)
     out_layout: gl.constexpr = accumulator(DIM_V)
     query_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     buffers = Buffers(
         q=gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout),
-        k=gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout),
-        v=gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout),
+        k=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM], k_desc.layout),
+        v=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM_V], v_desc.layout),
         q_full=allocate_mbarriers(1, 1).index(0),
         k_full=allocate_mbarriers(1, 1).index(0),
         v_full=allocate_mbarriers(1, 1).index(0),
@@ -204,10 +223,10 @@ def fine_forward_kernel(
     begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    kv_start = start_of(indices_ptr, begin)
-    load_tile(q_desc, buffers.q, buffers.q_full, i_batch, i_head, q_start, has_steps)
-    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, kv_start, has_steps)
-    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, kv_start, has_steps)
+    starts = starts_of(indices_ptr, begin, PIECES)
+    load_step(q_desc, buffers.q, buffers.q_full, i_batch, i_head, (q_start,), has_steps)
+    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
+    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, starts, has_steps)
     state = RowState(
         out=gl.zeros([SIDE, DIM_V], gl.float32, out_layout),
         # finite, since -inf - (-inf) = nan, and below every score
@@ -216,20 +235,20 @@ def fine_forward_kernel(
     )
     mbarrier.wait(buffers.q_full, 0, pred=has_steps)
     for i_step in range(n_partial):
-        # the lists are padded, so that one entry past the end can be read
-        next_start = start_of(indices_ptr, begin + i_step + 1)
+        # the lists are padded, so that one step past the end can be read
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         state = step(
-            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, begin + i_step,
-            i_step, n_steps, kv_limit, MASKED=True, SIGN=SIGN, CONFIG=CONFIG,
+            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, begin + i_step,
+            i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
         )  # fmt: skip
-        kv_start = next_start
+        starts = next_starts
     for i_step in range(n_partial, n_steps):
-        next_start = start_of(indices_ptr, begin + i_step + 1)
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         state = step(
-            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, kv_start, next_start, begin + i_step,
-            i_step, n_steps, kv_limit, MASKED=False, SIGN=SIGN, CONFIG=CONFIG,
+            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, begin + i_step,
+            i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
         )  # fmt: skip
-        kv_start = next_start
+        starts = next_starts
     b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
     m_empty = b_sum == 0.0
     b_sum = gl.where(m_empty, 1.0, b_sum)
@@ -271,17 +290,19 @@ def forward_launches(
     split: Split,
     lengths: tuple[torch.dtype, bool] | None,  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
+    pieces: int,
 ) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
 
     specs    of q, k and v
     lists    cache key of the plan's tile rows
     lengths  cache key of kv_lengths
+    pieces   of the plan's tile rows, see plan_format.pieces_of
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    chosen = CONFIGS[max(dim, dim_v)]
+    chosen = (GATHERED_CONFIGS if pieces else CONFIGS)[max(dim, dim_v)]
     n_tile_rows = -(-q_len // SIDE.value)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
@@ -294,18 +315,18 @@ def forward_launches(
         "kv_len": kv_len,
         "group": heads // kv_heads,
         "scale_log2": scale_log2(scale),
+        "GATHERED": pieces > 0,
         "SIGN": sign(scale),
         "CONFIG": chosen,
         "num_warps": 4,
         "maxnreg": chosen.registers,
     }
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
-    block, block_v = (1, 1, SIDE.value, dim), (1, 1, SIDE.value, dim_v)
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, block),
-        "k_desc": DescriptorFactory(k, block),
-        "v_desc": DescriptorFactory(v, block_v),
-        "out_desc": DescriptorFactory(out.spec, block_v),
+        "q_desc": DescriptorFactory(q, (1, 1, SIDE.value, dim)),
+        "k_desc": DescriptorFactory(k, block_of_step(dim, pieces)),
+        "v_desc": DescriptorFactory(v, block_of_step(dim_v, pieces)),
+        "out_desc": DescriptorFactory(out.spec, (1, 1, SIDE.value, dim_v)),
     }
     n_programs = split.n_programs(n_tile_rows, batch * heads)
     combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_lines}
@@ -332,7 +353,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
 
-    plan   the tensors of a Plan of 64 x 64 tiles
+    plan   the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     specs  of q, k and v, if the caller has them already
     """
     assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
@@ -342,7 +363,7 @@ def forward(
     lists, empty = tile_lists(plan, 0), allocator(q)
     n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
     split = split_of(plan, 0, q.shape, k.shape, False, n_at_once)
-    launch = forward_launches(specs, plan_specs_of(lists), split, cache_key_of(kv_lengths), scale)
+    launch = forward_launches(specs, plan_specs_of(lists), split, cache_key_of(kv_lengths), scale, pieces_of(plan)[0])
     out, lse = empty(*launch.out), empty(*launch.lse)
     splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
     launch.kernel(q, k, v, *lists, kv_lengths, out, lse, splits)

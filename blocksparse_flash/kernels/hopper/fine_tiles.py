@@ -1,4 +1,4 @@
-"""Tiles of 64 x 64 in the Hopper kernels for fine layouts: work tiles, list entries, TMA loads, zeroed tails."""
+"""Steps of 64 x 64 pairs in the Hopper kernels for fine layouts: work tiles, lists, TMA loads, masks, zeroed tails."""
 
 from __future__ import annotations
 
@@ -20,11 +20,22 @@ from ..triton.tile import (
     split_steps,
 )
 from .barriers import thread_barrier
-from .bitmask import INDEX_BITS
+from .bitmask import INDEX_BITS, load_mask_words
 from .tma import tma_load
 
-# tokens per side of a tile
+# queries and keys of a step
 SIDE = gl.constexpr(plan_format.FINE_TILE)
+# tokens of a tile in a gathered plan
+PIECE = gl.constexpr(plan_format.PIECE)
+# columns of a swizzled buffer that lie together, 128 bytes: a copy fills rows of these
+PART = gl.constexpr(64)
+# tiles of a step of a gathered plan
+PIECES_OF_STEP = gl.constexpr(plan_format.PIECES)
+
+
+def block_of_step(columns: int, pieces: int) -> tuple[int, ...]:
+    """Block of the TMA loads of a step. pieces: from plan_format.pieces_of."""
+    return (1, 1, PIECE.value, PART.value) if pieces > 1 else (1, 1, SIDE.value, columns)
 
 
 class WorkTile(NamedTuple):
@@ -93,32 +104,81 @@ def tiles_of(lines, p_record, i_split):
 
 
 @gluon.jit
-def start_of(indices_ptr, i_entry):
-    """First token of the tile that a list entry names."""
-    return (gl.load(indices_ptr + i_entry) & INDEX_BITS) * SIDE
+def starts_of(indices_ptr, i_step, PIECES: gl.constexpr):
+    """First tokens of the tiles of a step: a tuple of one tile of 64 tokens, or of PIECES tiles of 16."""
+    if PIECES == 1:
+        return ((gl.load(indices_ptr + i_step) & INDEX_BITS) * SIDE,)
+    else:
+        p_step = indices_ptr + i_step * PIECES
+        return (
+            gl.load(p_step) * PIECE,
+            gl.load(p_step + 1) * PIECE,
+            gl.load(p_step + 2) * PIECE,
+            gl.load(p_step + 3) * PIECE,
+        )
 
 
 @gluon.jit
-def load_tile(desc, buffer, full, i_batch, i_head, start, is_wanted):
-    """Starts the TMA load of 64 tokens into a buffer that every warp may still read; `full` completes when it is there.
+def positions(starts, o_token):
+    """Positions of the tokens o_token (0 .. 63) of a step."""
+    if len(starts) == 1:
+        return starts[0] + o_token
+    else:
+        o_piece = o_token // PIECE
+        o_start = gl.where(o_piece == 0, starts[0], gl.where(o_piece == 1, starts[1], starts[2]))
+        return gl.where(o_piece == 3, starts[3], o_start) + o_token % PIECE
 
+
+@gluon.jit
+def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted):
+    """Starts the TMA loads of 64 tokens into a buffer that every warp may still read.
+
+    full       completes when all of them are there
+    buffer     [1, 1, 64, columns]
+    starts     from starts_of; tokens before the first are loaded as zeros
     is_wanted  False: nothing is loaded
     """
     # wgmma is waited for warp by warp: another warp may still read the buffer
     thread_barrier()
-    mbarrier.expect(full, desc.block_type.nbytes, pred=is_wanted)
-    tma_load(desc, [i_batch, i_head, start, 0], full, buffer, pred=is_wanted)
+    if len(starts) == 1:
+        mbarrier.expect(full, desc.block_type.nbytes, pred=is_wanted)
+        tma_load(desc, [i_batch, i_head, starts[0], 0], full, buffer, pred=is_wanted)
+    else:
+        COLUMNS: gl.constexpr = buffer.shape[3]
+        mbarrier.expect(full, len(starts) * (COLUMNS // PART) * desc.block_type.nbytes, pred=is_wanted)
+        for i_piece in gl.static_range(len(starts)):
+            for column in gl.static_range(0, COLUMNS, PART):
+                part = buffer.slice(i_piece * PIECE, PIECE, 2).slice(column, PART, 3)
+                tma_load(desc, [i_batch, i_head, starts[i_piece], column], full, part, pred=is_wanted)
 
 
 @gluon.jit
-def zero_rows_from(tile, start, limit):
-    """Zeroes the keys or values of a tile in shared memory from token `limit` on, which may hold NaN.
+def load_step_words(bitmask_ids_ptr, bitmasks_ptr, i_step, o_row, GATHERED: gl.constexpr):
+    """The two words of rows o_row of a step's bitmask; with GATHERED also for a step of a tile column."""
+    if GATHERED:
+        p_ids = bitmask_ids_ptr + i_step * PIECES_OF_STEP
+        return load_half_words(p_ids, bitmasks_ptr, o_row), load_half_words(p_ids + 2, bitmasks_ptr, o_row)
+    else:
+        return load_mask_words(bitmasks_ptr, gl.load(bitmask_ids_ptr + i_step), 0, o_row, SIDE, SIDE)
 
-    start  first token of the tile
-    """
-    if start + SIDE > limit:
+
+@gluon.jit
+def load_half_words(p_ids, bitmasks_ptr, o_row):
+    """A word of a gathered step's bitmask: the bits of two tiles, which their bitmasks have in both halves."""
+    b_low = gl.load(bitmasks_ptr + gl.load(p_ids).to(gl.int64) * SIDE + o_row)
+    b_high = gl.load(bitmasks_ptr + gl.load(p_ids + 1).to(gl.int64) * SIDE + o_row)
+    return b_low & 0xFFFF | b_high & -0x10000
+
+
+@gluon.jit
+def zero_rows_from(tile, starts, limit):
+    """Zeroes the keys or values of a step in shared memory from token `limit` on, which may hold NaN."""
+    last = starts[0]
+    for i_piece in gl.static_range(1, len(starts)):
+        last = gl.maximum(last, starts[i_piece])
+    if last + SIDE // len(starts) > limit:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        o_row = start + gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout))
+        o_row = positions(starts, gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout)))
         b_tile = tile.load(layout)
         tile.store(gl.where(gl.expand_dims(o_row < limit, 1), b_tile, 0.0).to(tile.dtype))
         fence_async_shared()

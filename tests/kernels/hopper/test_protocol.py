@@ -20,7 +20,8 @@ from blocksparse_flash import BlockLayout, attention_with_lse, dispatch, ops
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper.forward import wide_pays
-from blocksparse_flash.plan_format import FINE_TILE
+from blocksparse_flash.plan import gathered_builder
+from blocksparse_flash.plan_format import FINE_TILE, PIECE
 from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.kernels.triton import test_combine_splits
@@ -56,7 +57,7 @@ def check(monkeypatch):
         tile: int = TILE_SIDE,
     ) -> None:
         kernels = simulation.forward, functools.partial(simulation.backward, deterministic=deterministic)
-        if tile == FINE_TILE:
+        if tile < TILE_SIDE:
             kernels = simulation.fine_forward.forward, simulation.fine_backward.backward
         monkeypatch.setattr(ops, "_kernels", lambda *_: kernels)
         monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
@@ -129,6 +130,24 @@ def test_every_layout_is_accurate(check, index):
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_every_layout_is_accurate_in_tiles_of_64(check, index):
     check(Simulation(seed=index), *whole_in_tiles_of_64(index)[:2], tile=FINE_TILE)
+
+
+def in_gathered_tiles(index: int) -> Each:
+    return with_splits(index)._replace(call=CALLS[(11 * index + 2) % len(CALLS)])
+
+
+@pytest.mark.sweep(by=lambda index: {zoo.family_of(LAYOUTS[index]), *in_gathered_tiles(index).values})
+@pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
+def test_every_layout_is_accurate_in_gathered_tiles(check, monkeypatch, index):
+    """Every second one with splits; in turns tiles from anywhere, neighbors, and what takes less time."""
+    each = in_gathered_tiles(index)
+    monkeypatch.setattr(gathered_builder, "GATHERED_STEP", (0.0, 1.25, 100.0)[index % 3])
+    simulation = Simulation(seed=index)
+    if index % 2:
+        simulation = split(simulation, each.num_splits, each.n_lines)
+    # the plan depends on the constant
+    monkeypatch.setitem(each.layout.build()._cache, "plans", {})
+    check(simulation, each.layout, in_float16(each.call) if index % 2 else each.call, tile=PIECE)
 
 
 @pytest.mark.sweep(by=lambda index: with_splits_in_tiles_of_64(index).values)
@@ -377,7 +396,7 @@ SPLIT_FAULTS = {
 # faults of the kernels for tiles of 64 x 64, with kv_lengths
 FINE_FAULTS = {
     "tile loaded while another warp multiplies it": Change(
-        FINE_TILES, "    thread_barrier()\n    mbarrier.expect", "    mbarrier.expect"
+        FINE_TILES, "    thread_barrier()\n    if len(starts) == 1:\n", "    if len(starts) == 1:\n"
     ),
     "tail zeroed without a fence": Change(FINE_TILES, "        fence_async_shared()\n", ""),
     "tail zeroed from the next token on": Change(
@@ -386,9 +405,9 @@ FINE_FAULTS = {
     "next keys loaded before the product": Change(
         FINE_FORWARD,
         """    b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
-    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
 """,
-        """    load_tile(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_start, has_next)
+        """    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
     b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
 """,
     ),
@@ -400,7 +419,7 @@ FINE_FAULTS = {
         FINE_FORWARD, "has_next = i_step + 1 < n_steps", "has_next = i_step < n_steps"
     ),
     "queries loaded by a program without steps": Change(
-        FINE_FORWARD, "i_head, q_start, has_steps)", "i_head, q_start, True)"
+        FINE_FORWARD, "i_head, (q_start,), has_steps)", "i_head, (q_start,), True)"
     ),
     "out in flight at the end": Change(FINE_FORWARD, "        tma.store_wait(0)\n", ""),
     "out stored without a fence": Change(
@@ -419,9 +438,9 @@ FINE_FAULTS = {
     "values loaded while dp reads them": Change(
         FINE_BACKWARD,
         """    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
 """,
-        """    load_tile(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_start, has_next)
+        """    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
 """,
     ),
@@ -441,6 +460,36 @@ FINE_FAULTS = {
         b_scores = mask_columns(b_scores, bitmask, o_kv)
     b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
 """,
+    ),
+}
+# faults of gathered plans
+GATHERED_FAULTS = {
+    "bytes of one tile expected": Change(
+        FINE_TILES, "mbarrier.expect(full, len(starts) * (COLUMNS", "mbarrier.expect(full, (COLUMNS"
+    ),
+    "second tile in the place of the first": Change(
+        FINE_TILES, "buffer.slice(i_piece * PIECE, PIECE, 2)", "buffer.slice(i_piece // 2 * PIECE, PIECE, 2)"
+    ),
+    "all tiles from the start of the first": Change(
+        FINE_TILES, "starts[i_piece], column], full", "starts[0], column], full"
+    ),
+    "bits of the first tile for the second": Change(
+        FINE_TILES, "return b_low & 0xFFFF | b_high & -0x10000", "return b_low"
+    ),
+    "bits of the first two tiles for the others": Change(
+        FINE_TILES, "load_half_words(p_ids + 2, bitmasks_ptr, o_row)", "load_half_words(p_ids, bitmasks_ptr, o_row)"
+    ),
+    "lengths compared with positions in the step": Change(
+        FINE_FORWARD, "positions(starts, o_kv) < kv_limit", "starts[0] + o_kv < kv_limit"
+    ),
+    "lengths compared with positions in the step of dq": Change(
+        FINE_BACKWARD, "positions(starts, o_kv) < kv_limit", "starts[0] + o_kv < kv_limit"
+    ),
+    "lse of neighbors of the first tile": Change(
+        FINE_BACKWARD, "o_line = o_head + positions(starts, o_q)", "o_line = o_head + starts[3] + o_q % 16"
+    ),
+    "tail zeroed by the start of the first tile": Change(
+        FINE_TILES, "        last = gl.maximum(last, starts[i_piece])\n", "        pass\n"
     ),
 }
 # faults of the forward and the backward on dense calls with kv_lengths
@@ -656,8 +705,16 @@ def staircase() -> BlockLayout:
     return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
 
 
+def scattered() -> BlockLayout:
+    """Random blocks of 16: full and partial tiles, and steps with tiles that only fill them."""
+    mask = torch.rand(1, 4, 20, 25, generator=torch.Generator().manual_seed(0)) < 0.2
+    mask[:, :, :4, [1, 3, 8, 9, 24]] = True
+    return BlockLayout.from_block_mask(mask, 310, 397, block_size=16)
+
+
 MIXED = cases.Case("mixed", lambda: mixed(TILE_SIDE))
 MIXED_FINE = cases.Case("mixed-fine", lambda: mixed(FINE_TILE))
+SCATTERED = cases.Case("scattered", scattered)
 MHA, GQA = zoo.Call(head_dim=64, dtype=torch.float16), zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
 CAUSAL_LENGTHS = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
 # more tile columns than programs
@@ -689,6 +746,10 @@ FINE = [
     )
 ]
 FINE += [run._replace(seed=10 + run.seed, splits=(2, 2)) for run in FINE[::3]]
+GATHERED = [
+    Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=PIECE)
+    for seed, (layout, call) in enumerate(itertools.product((SCATTERED, WINDOW), (MHA, GQA)))
+]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
@@ -704,6 +765,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "3 warpgroups": (THREE_WARPGROUP_FAULTS, THREE_WARPGROUPS),
     "2 stages of Q": (Q_STAGE_FAULTS, Q_STAGES),
     "tiles of 64": (FINE_FAULTS, FINE),
+    "gathered tiles": (GATHERED_FAULTS, GATHERED),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -717,6 +779,7 @@ CORRECT_RUNS = {
     "3 warpgroups": THREE_WARPGROUPS[:4],
     "2 stages of Q": Q_STAGES[:4],
     "tiles of 64": FINE,
+    "gathered tiles": GATHERED,
 }
 
 

@@ -17,7 +17,7 @@ import masks
 from blocksparse_flash import attention_with_lse, dispatch
 from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.triton import combine_splits
-from blocksparse_flash.plan_format import FINE_TILE, tile_of
+from blocksparse_flash.plan_format import FINE_TILE, PIECE, side_of, tile_of
 from blocksparse_flash.runtime.tensor_spec import spec_of
 from tests import test_zoo as zoo
 
@@ -28,7 +28,7 @@ def forced(num_splits: int, n_lines: int) -> Any:
     """A stand-in for split_of: num_splits splits of n_lines lines per head with a layout, of all lines without."""
 
     def choose(plan: list[Tensor], first: int, q_shape: torch.Size, k_shape: torch.Size, *_: Any) -> Split:
-        side = tile_of(plan)
+        side = side_of(tile_of(plan))
         lines = -(-(k_shape if first else q_shape)[2] // side)
         return Split(min(n_lines, lines) if plan else lines, num_splits, side)
 
@@ -176,19 +176,21 @@ def test_split_lines_are_as_accurate_as_the_reference(
 
 
 @needs_hopper
+@pytest.mark.parametrize("tile", [FINE_TILE, PIECE])
 @pytest.mark.parametrize("n_lines", [2, 99])
 @pytest.mark.parametrize("index", range(len(zoo.cases.LAYOUTS)), ids=[str(layout) for layout in zoo.cases.LAYOUTS])
-def test_split_lines_of_fine_tiles_are_as_accurate(
-    index: int, n_lines: int, split_lines: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_split_lines_of_smaller_tiles_are_as_accurate(
+    index: int, n_lines: int, tile: int, split_lines: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_: FINE_TILE)
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
     split_lines(forced(3, n_lines))
-    call = zoo.FINE_CALLS[(7 * index + n_lines) % len(zoo.FINE_CALLS)]
+    calls = zoo.fine_calls("hopper")
+    call = calls[(7 * index + n_lines) % len(calls)]
     zoo.assert_backend_is_accurate("hopper", zoo.cases.LAYOUTS[index], call, device)
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile", [128, FINE_TILE])
+@pytest.mark.parametrize("tile", [128, FINE_TILE, PIECE])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("num_splits", "n_lines"), [(5, 2), (16, 99)])
 def test_runs_with_splits_are_bitwise_equal(
@@ -216,7 +218,7 @@ def test_runs_with_splits_are_bitwise_equal(
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile", [128, FINE_TILE])
+@pytest.mark.parametrize("tile", [128, FINE_TILE, PIECE])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, tile: int, device: torch.device) -> None:
     """Splits are not forced: BigBird has global rows and columns of 8,192 tokens, and there are few heads."""
