@@ -112,7 +112,7 @@ def longnet(
     heads: int | None = None,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Segments at several scales: in each, every dilation-th token attends to every dilation-th token.
+    """At each scale, tokens attend within segments, and only every dilation-th token of a segment takes part.
 
     Scale k cuts the keys into segments of segments[k] tokens, and head h keeps the positions p of a segment with
     p % dilations[k] == h % dilations[k]. A pair attends if some scale keeps both tokens in one segment. Query i is at

@@ -110,7 +110,7 @@ def a_shape(length: Length, *, sinks: int = 128, window: int = 3968, block_size:
 def tri_shape(
     length: Length, *, sinks: int = 128, window: int = 3968, last: int = 100, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """The A-shape, in which the last queries also attend to every token before them.
+    """`a_shape`, except that the last queries attend to every token up to themselves.
 
     Keeps d >= 0 and (kv_pos < sinks or d < window or q_pos >= q_len - last). The last queries of a prompt decide the
     answer, so they stay dense.

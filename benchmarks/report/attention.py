@@ -27,7 +27,8 @@ STEPS = (
 )
 FLEX_MASKS = (
     "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at every "
-    "pair. `new mask from the host` of FlexAttention is `BlockMask.from_kv_blocks` of block lists prepared in advance."
+    "pair. In the row `new mask from the host`, FlexAttention gets its mask from `BlockMask.from_kv_blocks`, with "
+    "block lists made in advance."
 )
 CHART = "![TFLOP/s by mask, forward and backward](benchmarks/results/speed.png)"
 
@@ -245,9 +246,10 @@ def _against_flex(shown: pd.DataFrame) -> str:
     if not found:
         return ""
     return (
-        f"- The backend for Hopper GPUs, `hopper`, is {min(found):.2f} to {max(found):.2f} times as fast as compiled "
-        f"FlexAttention (geometric mean {statistics.geometric_mean(found):.2f}). The {shown['pattern'].nunique()} "
-        "masks consist of whole blocks of 128 x 128 pairs, except on the causal diagonal."
+        f"- Over the {shown['pattern'].nunique()} masks of the chart, the backend for Hopper GPUs, `hopper`, is "
+        f"{min(found):.2f} to {max(found):.2f} times as fast as compiled FlexAttention (geometric mean "
+        f"{statistics.geometric_mean(found):.2f}). These masks consist of whole blocks of 128 x 128 pairs, except on "
+        "the causal diagonal."
     )
 
 
@@ -257,8 +259,8 @@ def _against_flash_4(shown: pd.DataFrame) -> str:
     if not found:
         return ""
     return (
-        f"- Against FlashAttention-4, given the same blocks, `hopper` is {min(found):.2f} to {max(found):.2f} times as "
-        f"fast (geometric mean {statistics.geometric_mean(found):.2f}); it is slower in "
+        f"- Compared with FlashAttention-4 on the same blocks, `hopper` is {min(found):.2f} to {max(found):.2f} times "
+        f"as fast (geometric mean {statistics.geometric_mean(found):.2f}); it is slower in "
         f"{sum(value < 1 for value in found)} of {len(found)} cases."
     )
 

@@ -63,8 +63,8 @@ def highlights(lines: Lines) -> str:
     ]
     changes = summaries.changes(select(shown, bench="change"))
     head = (
-        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: less than x, the variation "
-        f"between steps. `-`: not measured. {attention.STEPS} {attention.FLEX_MASKS}"
+        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: the change takes less than "
+        f"x, the variation between steps. `-`: not measured. {attention.STEPS} {attention.FLEX_MASKS}"
     )
     return joined(summaries.ranges(values, "measurement", "backend", "baseline"), head if changes else "", changes)
 

@@ -121,13 +121,13 @@ def test_the_readme_has_a_chart_and_four_statements() -> None:
         "One GPU, bf16, 1,024 tokens, batch 1, hidden size 256, PyTorch 2.11, Triton 3.6:",
         "",
         (
-            "- The backend for Hopper GPUs, `hopper`, is 2.00 to 4.00 times as fast as compiled FlexAttention "
-            "(geometric mean 2.83). The 2 masks consist of whole blocks of 128 x 128 pairs, except on the causal "
-            "diagonal."
+            "- Over the 2 masks of the chart, the backend for Hopper GPUs, `hopper`, is 2.00 to 4.00 times as fast as "
+            "compiled FlexAttention (geometric mean 2.83). These masks consist of whole blocks of 128 x 128 pairs, "
+            "except on the causal diagonal."
         ),
         (
-            "- Against FlashAttention-4, given the same blocks, `hopper` is 0.80 to 1.25 times as fast (geometric mean "
-            "1.00); it is slower in 2 of 4 cases."
+            "- Compared with FlashAttention-4 on the same blocks, `hopper` is 0.80 to 1.25 times as fast (geometric "
+            "mean 1.00); it is slower in 2 of 4 cases."
         ),
         (
             "- With a BigBird mask that stores 12.5% of the blocks, forward and backward take 0.5 ms together at head "
