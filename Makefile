@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "docs: open out/site/index.html; with search: python3 -m http.server -d out/site"
+	@echo "docs: open out/site/index.html"
 
 # the limit finds tests that hang; no test comes near it, even on a machine with other work
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600

@@ -82,6 +82,11 @@ def test_the_site_has_every_public_name(tmp_path: Path) -> None:
     assert {f"{getattr(masks, name).__module__}.{name}" for name in masks.__all__} <= found
     pictures = re.findall(r'<img [^>]*src="([^"]+)"', (tmp_path / "masks.html").read_text())
     assert len(pictures) > 30 and all((tmp_path / picture).is_file() for picture in pictures)
+    # read from a folder: links of the error page stay in it, and the search loads nothing from other servers
+    assert not re.findall(r'(?:href|src)="/', (tmp_path / "404.html").read_text())
+    scripts = re.findall(r'<script src="([^"]+)"', (tmp_path / "index.html").read_text())
+    assert "style/iframe-worker.js" in scripts and all((tmp_path / script).is_file() for script in scripts)
+    assert (tmp_path / "search" / "search_index.js").is_file()
 
 
 # ---- docstrings ----
@@ -152,3 +157,14 @@ def test_pictures_and_files_of_the_repository_are_linked(repository_links: Any) 
 def test_pictures_of_results_are_copied(repository_links: Any) -> None:
     copied = dict(repository_links.on_files([], SimpleNamespace()))
     assert copied["results/speed.png"] == str(ROOT / "benchmarks" / "results" / "speed.png")
+
+
+@pytest.mark.parametrize(
+    ("template", "site_url", "expected"),
+    [("404.html", "", "."), ("404.html", "https://example.com/a/", "/a/"), ("main.html", "", "/a/")],
+)
+def test_links_of_the_error_page_are_relative_if_the_address_of_the_site_is_unknown(
+    repository_links: Any, template: str, site_url: str, expected: str
+) -> None:
+    context, config = {"base_url": "/a/"}, SimpleNamespace(site_url=site_url)
+    assert repository_links.on_template_context(context, template_name=template, config=config)["base_url"] == expected

@@ -1,7 +1,10 @@
-"""MkDocs hook: links of pages to files of the repository outside docs/.
+"""MkDocs hook: links of pages to files of the repository outside docs/, and links of the page for errors.
 
 In the repository a page links to ../benchmarks/results/speed.png, which shows the picture wherever the page is read. In
 the site, pictures are copied to results/, and other files are linked on the repository's web pages.
+
+404.html replaces pages of any folder, so MkDocs links from it by absolute paths. These are right if `site_url` is set.
+Without it they would lead out of the folder in which the site is read.
 """
 
 from __future__ import annotations
@@ -37,3 +40,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         return f"]({config.repo_url.rstrip('/')}/{kind}/main/{found[1]}{found[2] or ''})"
 
     return OUTSIDE.sub(on_the_web, PICTURE.sub(r"\1", markdown))
+
+
+def on_template_context(context: Any, *, template_name: str, config: Any) -> Any:
+    """Makes the links of 404.html relative if the address of the site is unknown."""
+    if template_name == "404.html" and not config.site_url:
+        context["base_url"] = "."
+    return context
