@@ -254,7 +254,7 @@ def main(given: Sequence[str] | None = None) -> None:
     try:
         jsonargparse.auto_cli(own, args=list(arguments), prog="python -m benchmarks.lra")
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         sys.exit(130)
 
 

@@ -222,7 +222,7 @@ def warn_if_slow(settings: Settings, layout: BlockLayout, n_steps: int) -> None:
     if needed > PATIENCE:
         print(
             "   warning: this machine is slow or busy. Training may stop after about "
-            f"{n_steps * PATIENCE / needed:.0f} steps and miss the floor"
+            f"{n_steps * PATIENCE / needed:.0f} steps and miss the required accuracy"
         )
 
 
@@ -327,7 +327,7 @@ def main(arguments: Sequence[str] | None = None, *, agree: bool | None = None) -
     try:
         results = run(Settings(**options), out)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; the same command goes on from the last checkpoint in {out}", file=sys.stderr)
+        print(f"\ninterrupted; run the same command to continue from the last checkpoint in {out}", file=sys.stderr)
         return 130
     accuracy, floor = results["test_accuracy"], results["floor"]
     deeper = results["second_level"]
@@ -335,11 +335,13 @@ def main(arguments: Sequence[str] | None = None, *, agree: bool | None = None) -
     print(f"   {results['samples']} samples in {time.perf_counter() - started:.0f} s on {results['device']}")
     if results["samples"] < results["settings"]["steps"] * results["settings"]["batch_size"]:
         print(f"   stopped after {PATIENCE} s of training, before its last step: this machine is slow or busy")
+    print(
+        f"   best guess from the root operator alone (the floor): {floor:.1%}; from one operator deeper: {deeper:.1%}"
+    )
     passed = accuracy >= results["required"] and agree
     print(
-        f"{'PASSED' if passed else 'FAILED'}: test accuracy {accuracy:.1%} on {results['settings']['n_test']} "
-        f"generated expressions; needed were {results['required']:.1%}, {100 * MARGIN:.0f} points above the floor: the "
-        f"root operator alone is worth {floor:.1%}, looking one operator deep {deeper:.1%}"
+        f"{'PASSED' if passed else 'FAILED'}: test accuracy {accuracy:.1%} on {results['settings']['n_test']:,} "
+        f"generated expressions; {results['required']:.1%} was required, {100 * MARGIN:.0f} points above the floor"
         + ("" if agree else "; gradients differ from plain PyTorch")
     )
     return 0 if passed else 1

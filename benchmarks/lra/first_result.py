@@ -48,8 +48,8 @@ def first_result(length: int = 2048) -> bool:
     pairs = zip(gradients(layout=layout), gradients(layout=layout, backend="reference"), strict=True)
     error = max(((ours - plain).abs().max() / plain.abs().max()).item() for ours, plain in pairs)
     limit = 0.02 if dtype == torch.bfloat16 else 1e-4
-    verdict = "agree" if error <= limit else "DIFFER"
-    print(f"   gradients {verdict}: at most {error:.1e} off the definition in plain PyTorch, relative to the largest")
+    verdict = "agree with" if error <= limit else "DIFFER from"
+    print(f"   gradients {verdict} plain PyTorch: the largest difference is {error:.1e} of the largest gradient")
     return error <= limit
 
 

@@ -52,7 +52,7 @@ class Stage:
         command = [sys.executable, "-m", "benchmarks.lra", name, "--config", str(self.config), *arguments]
         code = subprocess.run(command, check=False).returncode
         if code:
-            print(f"{self.config.stem}: {name} failed; the same command goes on from here", file=sys.stderr)
+            print(f"{self.config.stem}: {name} failed; run the same command again to continue", file=sys.stderr)
             sys.exit(code)
 
 
@@ -86,7 +86,7 @@ def run(name: str) -> None:
         if steps < stage.steps:
             stage.command("fit", *(["--ckpt_path", "last"] if steps else []))
             if stage.trained_steps() < stage.steps:
-                sys.exit(f"{stage.config.stem} stopped before its last step; the same command goes on from here")
+                sys.exit(f"{stage.config.stem} stopped before its last step; run the same command again to continue")
     if not chain[-1].is_tested():
         chain[-1].command("test", "--ckpt_path", "last")
     print(f"{name} is trained and tested: {chain[-1].root / TEST}")

@@ -185,7 +185,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr(command, "generate", interrupted)
     with pytest.raises(SystemExit, match="130"):
         command.main(["generate", "listops"])
-    assert "the same command goes on from here" in capsys.readouterr().err
+    assert "run the same command again to continue" in capsys.readouterr().err
 
 
 def test_floors_are_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

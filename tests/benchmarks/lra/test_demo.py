@@ -51,9 +51,10 @@ def test_it_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["density"] <= 0.5
     printed = capsys.readouterr().out
     assert f"density {found['density']:.3f}" in printed
-    *_, last = printed.splitlines()
+    *_, guesses, last = printed.splitlines()
     assert last.startswith("FAILED: " if exit_code else "PASSED: ")
-    assert f"the root operator alone is worth {found['floor']:.1%}" in last
+    assert f"{found['required']:.1%} was required" in last
+    assert f"from the root operator alone (the floor): {found['floor']:.1%}" in guesses
 
 
 def test_a_first_result_comes_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +63,7 @@ def test_a_first_result_comes_before_the_training(capsys: pytest.CaptureFixture[
     assert "local | global_tokens on 256 tokens" in printed
     # 4 x 4 blocks, of which the first row is stored as a whole
     assert "\n####\n" in printed
-    assert "gradients agree" in printed
+    assert "gradients agree with plain PyTorch" in printed
 
 
 def test_wrong_gradients_fail_the_demo(
@@ -75,7 +76,7 @@ def test_wrong_gradients_fail_the_demo(
 
     monkeypatch.setattr(first_result, "attention", attention)
     assert not first_result.first_result(256)
-    assert "gradients DIFFER" in capsys.readouterr().out
+    assert "gradients DIFFER from plain PyTorch" in capsys.readouterr().out
     monkeypatch.setattr(demo, "MARGIN", -1.0)
     assert demo.main([*TINY.split(), "--out", str(tmp_path)], agree=False) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("; gradients differ from plain PyTorch")

@@ -72,7 +72,7 @@ def test_a_failed_stage_stops_the_recipe(
     with pytest.raises(SystemExit) as stop:
         recipe.run("pathx")
     assert stop.value.code == 3
-    assert "pathfinder32: fit failed; the same command goes on from here" in capsys.readouterr().err
+    assert "pathfinder32: fit failed; run the same command again to continue" in capsys.readouterr().err
 
 
 def test_a_stage_that_stops_early_stops_the_recipe(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
