@@ -191,16 +191,13 @@ class Compiler:
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Callable[[str | None], Compiler]]:
-    """Returns the compiling process of a Triton version. One runs at a time; it starts when it is first used."""
+    """Returns the compiling process of a Triton version, which starts when it is first used."""
     running: dict[str | None, Compiler] = {}
     with tempfile.TemporaryDirectory() as folder:
 
         def start(version: str | None) -> Compiler:
             if version not in running or running[version].process.poll() is not None:
-                while running:
-                    running.popitem()[1].close()
-                own = Path(tempfile.mkdtemp(dir=folder))
-                running[version] = Compiler(version, own)
+                running[version] = Compiler(version, Path(tempfile.mkdtemp(dir=folder)))
             return running[version]
 
         yield start
@@ -300,7 +297,11 @@ def test_kernels_compile_without_faults(
 
 @pytest.mark.parametrize(
     ("target", "version"),
-    [pytest.param(*target, marks=[] if target[1] is None else pytest.mark.compilers) for target in TARGETS],
+    # slow, so that it runs with the tests above and uses their processes
+    [
+        pytest.param(*each, marks=[pytest.mark.slow, *[pytest.mark.compilers] * (each[1] is not None)])
+        for each in TARGETS
+    ],
 )
 def test_targets_cover_all_launches(
     target: str, version: str | None, compiler: Callable[[str | None], Compiler]

@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -358,17 +359,68 @@ def unwritten_registers(sass: str) -> int:
     return n_unwritten
 
 
-def disassembled(cubin: bytes) -> str:
-    """SASS of a kernel, from the cuobjdump that ships with Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def instructions_of(cubin: bytes) -> bytes:
+    """The instructions of a cubin, which is an ELF file: the contents of its sections .text.<kernel>."""
+    (headers,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, i_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # name, type, flags, address, offset, length
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
+    names = sections[i_names][4]
+    return b"".join(
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in sections
+        if cubin.startswith(b".text.", names + name)
+    )
+
+
+def disassembled(cubins: list[bytes]) -> list[str]:
+    """SASS of kernels for sm90, from the nvdisasm that ships with Triton. Addresses count through all kernels.
+
+    One run for all, since a run takes half a second to start.
+    """
+    codes = [instructions_of(cubin) for cubin in cubins]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [triton.knobs.nvidia.nvdisasm.path, "--binary", "SM90a", file.name]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = re.findall(r"^ */\*[0-9a-f]{4,}\*/.*", output, re.MULTILINE)
+    # an instruction has 16 bytes
+    ends = [end // 16 for end in itertools.accumulate(map(len, codes))]
+    assert len(lines) == (ends[-1] if ends else 0), output[:1000]
+    return ["\n".join(lines[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, Any], arch: int) -> dict[str, Any]:
-    """Compile a launch; returns its registers, spills, shared memory and products, and faults in PTX and SASS."""
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel with the source and options to compile, and the calls that launch it."""
+
+    kernel: JITFunction
+    source: ASTSource
+    options: dict[str, Any]
+    calls: list[dict[str, Any]]
+
+
+def compile_launches(launches: list[Launch], arch: int) -> list[dict[str, Any]]:
+    """Compile launches; returns registers, spills, shared memory and products of each, and faults in PTX and SASS."""
+    compiled = [compile_launch(launch, arch) for launch in launches]
+    # disassembly takes time, and only kernels with wgmma need it
+    with_wgmma = [i for i, (_, ptx, _) in enumerate(compiled) if "wgmma" in ptx]
+    sass = dict(zip(with_wgmma, disassembled([compiled[i][2] for i in with_wgmma]), strict=True)) if with_wgmma else {}
+    assert all("HGMMA" in text for text in sass.values())
+    return [
+        {
+            **record,
+            "lost_operands": lost_operands(ptx, sass.get(i, "")),
+            "spills_beside_products": spills_beside_products(sass.get(i, "")),
+            "unwritten_registers": unwritten_registers(sass.get(i, "")),
+        }
+        for i, (record, ptx, _) in enumerate(compiled)
+    ]
+
+
+def compile_launch(launch: Launch, arch: int) -> tuple[dict[str, Any], str, bytes]:
+    """Compile a launch; returns what is seen without its SASS, its PTX and its cubin."""
     with (
         triton.knobs.compilation.scope(),
         triton.knobs.nvidia.scope(),
@@ -378,16 +430,14 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         # would miss the options that Triton passes
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     ptx = compiled.asm["ptx"]
-    # disassembly takes time, and only kernels with wgmma need it
-    sass = disassembled(compiled.asm["cubin"]) if "wgmma" in ptx else ""
 
     def number(pattern: str) -> int:
         return int(re.findall(pattern, log.getvalue())[-1])
 
-    return {
-        "kernel": kernel.fn.__name__,
+    record = {
+        "kernel": launch.kernel.fn.__name__,
         "arch": arch,
         "triton": triton.__version__,
         "registers": number(r"Used (\d+) registers"),
@@ -403,13 +453,11 @@ def compile_launch(kernel: JITFunction, source: ASTSource, options: dict[str, An
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
-        "lost_operands": lost_operands(ptx, sass),
-        "spills_beside_products": spills_beside_products(sass),
-        "unwritten_registers": unwritten_registers(sass),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
         # warnings of ptxas that it has serialised wgmma
         "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),
     }
+    return record, ptx, compiled.asm["cubin"]
 
 
 def table_calls(arch: int) -> list[dict[str, Any]]:
@@ -564,16 +612,6 @@ def each_option_once(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A kernel with the source and options to compile, and the calls that launch it."""
-
-    kernel: JITFunction
-    source: ASTSource
-    options: dict[str, Any]
-    calls: list[dict[str, Any]]
-
-
 def launches_of_calls(arch: int, chosen: list[dict[str, Any]], *, is_hopper: bool) -> dict[str, Launch]:
     """The distinct launches of some calls, which share many kernels, such as the preprocess."""
     distinct: dict[str, Launch] = {}
@@ -615,15 +653,15 @@ def listed(target: str) -> list[dict[str, Any]]:
 
 
 def records(target: str, kernel: str | None = None, shard: int = 0, n_shards: int = 1) -> Iterator[dict[str, Any]]:
-    """The result of compile_launch for each launch of a target, once for each call that launches it.
+    """The results of compile_launches for a target: for each launch, once for each call that launches it.
 
     kernel           compile the launches of this kernel only
     shard, n_shards  compile every n_shards-th of them, from number `shard` on
     """
+    arch = 90 if target.startswith("hopper") else int(target.partition("-")[0])
     chosen = [launch for launch in launches_of(target) if kernel in (None, launch.kernel.fn.__name__)]
-    for launch in chosen[shard::n_shards]:
-        arch = 90 if target.startswith("hopper") else int(target.partition("-")[0])
-        record = compile_launch(launch.kernel, launch.source, launch.options, arch)
+    chosen = chosen[shard::n_shards]
+    for launch, record in zip(chosen, compile_launches(chosen, arch), strict=True):
         for call in launch.calls:
             yield {**record, "call": call}
 
