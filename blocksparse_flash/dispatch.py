@@ -259,6 +259,15 @@ def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int) -> int:
     return shares.fastest(dim, "triton" if backend == "triton" else "hopper")
 
 
+def can_reorder(backend: str, *, has_dropout: bool, has_kv_lengths: bool, has_positions: bool) -> bool:
+    """Whether a call with a layout may run in another order of its tokens.
+
+    has_positions  whether scores depend on the places of tokens, by alibi_slopes or block_bias. Random bits of dropout
+                   do so too
+    """
+    return backend in ("hopper", "triton", "auto") and not (has_dropout or has_kv_lengths or has_positions)
+
+
 def is_deterministic(deterministic: bool | None) -> bool:
     """The argument `deterministic` of a call; None follows torch.are_deterministic_algorithms_enabled()."""
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import dispatch, explanation, ops, reference, validation
+from . import dispatch, explanation, gathering, ops, reference, validation
 from .dispatch import CallSpec
 from .explanation import Explanation
 from .explanation.call import Call
-from .layout import BlockLayout
+from .layout import BlockLayout, Reordered
 from .plan import block_bias as biases
+from .plan.reordering import TokenOrder
 from .plan_format import TILE
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs, specs_of
@@ -72,7 +73,7 @@ def _run(
     scores: ScoreOptions | None,
     specs: TensorSpecs | None,
 ) -> tuple[Tensor, Tensor]:
-    """Plan the layout, make a tensor of the seed, and call the operator or the reference."""
+    """Make a tensor of the seed, choose the order of the tokens, and call the operator or the reference."""
     is_reference = spec.backend == "reference"
     if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
@@ -111,6 +112,57 @@ def _run(
                 seed=None if seed is None else seed.to(q.device),
                 **_for_reference(scores, layout),
             )
+    if layout is not None and dispatch.can_reorder(
+        spec.backend,
+        has_dropout=seed is not None,
+        has_kv_lengths=kv_lengths is not None,
+        has_positions=scores is not None and scores.has_positions,
+    ):
+        reordered = layout._reordered(_plan_device(q), spec.causal, k.shape[1])
+        if reordered is not None:
+            return _run_reordered(q, k, v, reordered, spec, scores, specs)
+    return _run_planned(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
+
+
+def _run_reordered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reordered: Reordered,
+    spec: CallSpec,
+    scores: ScoreOptions | None,
+    specs: TensorSpecs | None,
+) -> tuple[Tensor, Tensor]:
+    """Gather the tokens in the order in which the layout has fewer tiles, and put the results back."""
+    is_direct = specs is not None
+    orders = (None if by is None else TokenOrder(*_constants(by, q, specs)) for by in (reordered.q, reordered.kv))
+    by_q, by_kv = orders
+    if by_q is not None:
+        q = gathering.gathered(q, by_q, is_direct=is_direct)
+    if by_kv is not None:
+        k, v = (gathering.gathered(tensor, by_kv, is_direct=is_direct) for tensor in (k, v))
+    # the layout has only the pairs that causal=True keeps
+    spec = spec._replace(causal=False)
+    specs = specs and specs_of(q, k, v)
+    out, lse = _run_planned(q, k, v, reordered.layout, None, None, spec, scores, specs)
+    if by_q is None:
+        return out, lse
+    out, lse = (gathering.put_back(result, by_q, is_direct=is_direct) for result in (out, lse.unsqueeze(3)))
+    return out, lse.squeeze(3)
+
+
+def _run_planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    kv_lengths: Tensor | None,
+    seed: Tensor | None,
+    spec: CallSpec,
+    scores: ScoreOptions | None,
+    specs: TensorSpecs | None,
+) -> tuple[Tensor, Tensor]:
+    """Plan the layout, and call the operator."""
     plan: list[Tensor] = []
     if layout is not None:
         device = _plan_device(q)
@@ -265,6 +317,9 @@ def attention(
 
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
+    If the attended keys are scattered, as the columns of a vertical-slash mask are, `hopper` and `triton` may copy q, k
+    and v in an order in which they share tiles; see `explain`. Results differ from those without it by rounding alone.
+
     Non-finite numbers are neither detected nor hidden. On every backend:
 
     scores     -inf (as from a block_bias of -inf) means that the pair does not attend. A query whose scores are all
@@ -277,8 +332,8 @@ def attention(
     k          NaN and inf in any other key reach out and lse of the queries that attend to it, and of no others
     v          NaN and inf also reach queries that do not attend to the value, since kernels multiply whole tiles and
                0 * NaN = NaN. With a layout, `hopper`, `triton` and `eager` confine them to the queries of the 128 x 128
-               tiles in which some pair attends. `reference`, and any backend without a layout, may spread them over all
-               queries of the heads that share the value
+               tiles in which some pair attends (tiles of the reordered tokens, if `explain` says so). `reference`, and
+               any backend without a layout, may spread them over all queries of the heads that share the value
     gradients  a NaN or inf in q, k, v or dout may reach the gradients of all queries and keys of the tiles in which
                some pair attends. It reaches no other batch entry, and no head that does not share its keys. The
                gradient of the lse of a query without keys is ignored
@@ -391,6 +446,7 @@ def explain(
         backend=choice.backend,
         has_score_options=has_scores,
         has_block_bias=block_bias is not None,
+        has_slopes=alibi_slopes is not None,
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
 from .blocks.transfer import resolved, to_device
-from .plan import block_bias, block_selection, device_builder, tile_choice
+from .plan import block_bias, block_selection, device_builder, reordering, tile_choice
 from .plan.block_bias import BiasIndex
 from .plan.gathered_builder import build_gathered_plan
 from .plan.host_builder import build_plan
+from .plan.reordering import TokenOrder
 from .plan.tile_choice import Shares
 from .plan_format import FINE_TILE, PARTIAL, PIECE, TILE, Plan
 from .runtime import tracing
@@ -99,8 +100,8 @@ class BlockLayout:
     if TYPE_CHECKING:
         # the tensors themselves; callers get copies
         _tensors: storage.Tensors
-        # plans by (device, causal, tile), bias indices by (device, causal), axes, NumPy arrays, hash, Selection; no
-        # part of the value
+        # plans by (device, causal, tile), bias indices by (device, causal), orders by (device, causal, groups), axes,
+        # NumPy arrays, hash, Selection; no part of the value
         _cache: dict[str, Any]
 
     def __init__(
@@ -644,7 +645,8 @@ class BlockLayout:
             moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
         if "shares" in self._cache:
             moved._cache["shares"] = self._cache["shares"]
-        moved._cache["plans"].update({key: plan for key, plan in self._cache["plans"].items() if key[0] == device})
+        for name in ("plans", "orders"):
+            moved._cache[name].update({key: made for key, made in self._cache[name].items() if key[0] == device})
         return moved
 
     def plan(
@@ -720,9 +722,32 @@ class BlockLayout:
         """Makes the plans that calls on a device may use; torch.compile uses those that were made before."""
         device = resolved(device)
         self.plan(device, causal=causal, non_blocking=non_blocking)
-        if device.type == "cuda":
-            for tile in self._tile_shares(device, causal).tiles:
-                self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
+        if device.type != "cuda":
+            return
+        for tile in self._tile_shares(device, causal).tiles:
+            self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
+        reordered = self._reordered(device, causal, self.shape[1])
+        if reordered is not None:
+            reordered.layout._plan_all(device, non_blocking=non_blocking)
+
+    def _reordered(self, device: torch.device, causal: bool, kv_heads: int) -> Reordered | None:
+        """The order of tokens in which kernels compute the layout with fewer tiles; None for its own. Cached.
+
+        kv_heads  of the call: query heads that share keys have one order
+
+        While torch.compile traces it is None unless it was made before, with its plan.
+        """
+        found: dict[tuple[torch.device, bool, int], Reordered | None] = self._cache["orders"]
+        key = device, causal, 1 if self.shape[1] == 1 else kv_heads
+        if torch.compiler.is_compiling():
+            known = found.get(key)
+            return None if known is None or (device, False, TILE) not in known.layout._cache["plans"] else known
+        if key not in found:
+            elsewhere = [order for at, order in found.items() if at[1:] == key[1:]]
+            with tracing.outside_transforms(self._tensors.indptr):
+                host = elsewhere[0] if elsewhere else self._new_order(*key[1:])
+                found[key] = None if host is None else host.to(device)
+        return found[key]
 
     def _tile_shares(self, device: torch.device, causal: bool) -> Shares:
         """The `Shares` of the layout, by which kernels choose their plan. Cached.
@@ -785,7 +810,7 @@ class BlockLayout:
         axes = tensors.indptr.shape[0], tensors.indptr.shape[1]
         # no number while torch.compile traces: it cannot follow weak references
         number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
-        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}}
+        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}, "orders": {}}
         cache.update(axes=axes, rows=None, number=number)
         object.__setattr__(self, "_cache", cache)
         if number >= 0:
@@ -950,10 +975,45 @@ class BlockLayout:
             return tile_choice.WHOLE if min(self._frame.block_size) >= TILE else tile_choice.SELECTED
         return tile_choice.shares_of(self._rows(), self._frame)
 
+    @tracing.untraced
+    def _new_order(self, causal: bool, n_groups: int) -> Reordered | None:
+        """`_reordered` on the host."""
+        if "selection" in self._cache:
+            return None
+        if not reordering.can_pay(self._frame, self.capacity, self._tensors.bitmasks.shape[0]):
+            return None
+        if reordering.is_mostly_full(self._rows()):
+            return None
+        layout = self._causal() if causal else self
+        tiles = layout._frame._replace(block_size=(TILE, TILE))
+        blocks = block_list.regroup(layout._block_list(), layout._frame, tiles.block_size)
+        found = reordering.find(blocks, tiles, n_groups)
+        if found is None:
+            return None
+        orders = TokenOrder.of(found.q, self.q_len), TokenOrder.of(found.kv, self.kv_len)
+        return Reordered(self._from_block_list(found.blocks, found.frame), *orders)
+
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
         fn, key = predicates.causal(self._frame)
         return self.from_predicate(fn, **self._frame.sizes, within=self, dedup_key=key)
+
+
+class Reordered(NamedTuple):
+    """A layout in another order of its tokens, which has fewer tiles.
+
+    layout  the pairs of the reordered tokens, causal ones if they were asked for
+    q, kv   orders of the queries and of the keys; None: as they are
+    """
+
+    layout: BlockLayout
+    q: TokenOrder | None
+    kv: TokenOrder | None
+
+    def to(self, device: torch.device) -> Reordered:
+        """The same, with the orders on a device."""
+        q, kv = (None if order is None else order.to(device) for order in (self.q, self.kv))
+        return self._replace(q=q, kv=kv)
 
 
 def _copied(name: str) -> property:

@@ -186,7 +186,7 @@ class _Gradients(torch.autograd.Function):
 torch.library.impl("blocksparse_flash::attention_backward", "Autograd", _Gradients.apply)
 
 
-def _refuse_mapped(*grads: Tensor | None) -> None:
+def refuse_mapped(*grads: Tensor | None) -> None:
     """RuntimeError for gradients that vmap maps over, which the kernels cannot see."""
     # is_grads_batched uses a vmap of its own, older than torch.func's
     functorch = torch._C._functorch
@@ -230,7 +230,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        _refuse_mapped(dout, dlse)
+        refuse_mapped(dout, dlse)
         q, k, v, sinks, slopes, bias, out, lse, kv_lengths, seed, *lists = ctx.saved_tensors
         plan, bias_index = lists[: ctx.n_plan], lists[ctx.n_plan :]
         if dout is None:

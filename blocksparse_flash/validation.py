@@ -342,6 +342,11 @@ class ScoreOptions(NamedTuple):
     alibi_slopes: Tensor | None
     block_bias: Tensor | None
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether scores depend on the positions of their tokens."""
+        return self.alibi_slopes is not None or self.block_bias is not None
+
 
 def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
     if not isinstance(value, Tensor):

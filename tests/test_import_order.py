@@ -20,6 +20,7 @@ MODULES = [
     ["layout"],
     ["validation", "dispatch"],
     ["ops"],
+    ["gathering"],
     ["explanation"],
     ["merging"],
     ["functional"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from ..blocks.statistics import amount
@@ -20,6 +21,7 @@ class Explanation:
 
     backend, reason  the chosen backend, and why
     others           (backend, why not) for every other backend
+    order            whether the tokens are reordered, or why not although that would save tiles; empty if it would not
     tile             (queries, keys) of a tile; None for `reference`, which computes every pair
     density          stored / all blocks of the layout, 1.0 without one
     tile_density     computed / all tiles, `causal` included
@@ -38,6 +40,7 @@ class Explanation:
     backend: str
     reason: str
     others: tuple[tuple[str, str], ...]
+    order: str
     tile: tuple[int, int] | None
     density: float
     tile_density: float
@@ -58,6 +61,7 @@ class Explanation:
         tile = "none, every pair is computed" if self.tile is None else f"{self.tile[0]} queries x {self.tile[1]} keys"
         lines = [f'backend      "{self.backend}": {self.reason}']
         lines += [f'   not       "{name}": {why}' for name, why in self.others]
+        lines += [f"order        {self.order}"] if self.order else []
         lines += [
             f"density      {self.density:.4g} of the layout's blocks",
             f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
@@ -121,12 +125,30 @@ def _said_tiles(call: Call) -> str:
     """Why a call iterates over other tiles than 128 x 128; empty for one that does not."""
     if call.layout is None or not call.is_fine:
         return ""
-    shares = call.layout._tile_shares(call.q.device, call.causal)
     if call.tile == PIECE:
-        tiles, share = "64 x 16, four a step", shares.gathered
+        tiles, share = "64 x 16, four a step", call.shares.gathered
     else:
-        tiles, share = "64 x 64", shares.fine
+        tiles, share = "64 x 64", call.shares.fine
     return f"; in tiles of {tiles}, as they hold {share:.0%} of the pairs of those of 128 x 128"
+
+
+def _said_order(call: Call) -> str:
+    """Whether the tokens of a call are reordered, or why not although that would save tiles."""
+    best = call.best_order
+    if best is None:
+        return ""
+    names = [*([] if best.q is None else ["q"]), *([] if best.kv is None else ["k", "v"])]
+    order = f"{_listed(names)} are copied in an order in which scattered tokens share tiles"
+    if call.reordered is None:
+        return f"the tokens as they are; without {call.why_not_reordered} {order}"
+    plain, done = (cost.work(each) for each in (dataclasses.replace(call, keeps_order=True), call))
+    tiles = f"{done.computed / plain.computed:.2g} times as many pairs are computed as without that"
+    return f"{order}: {tiles}" + ("" if best.q is None else ". out and lse are put back")
+
+
+def _listed(names: list[str]) -> str:
+    """`q, k and v`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:
@@ -139,6 +161,7 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
         backend=call.backend,
         reason=reason + _said_tiles(call),
         others=others,
+        order=_said_order(call),
         tile=None if is_reference else (call.side, call.tile),
         density=1.0 if call.layout is None else call.layout.density,
         tile_density=done.tiles / done.grid if done.grid else 1.0,

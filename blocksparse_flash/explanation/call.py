@@ -8,15 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import has_fine_tiles, misaligned, tile_of
-from ..layout import BlockLayout
+from ..dispatch import can_reorder, has_fine_tiles, misaligned, tile_of
+from ..layout import BlockLayout, Reordered
+from ..plan.tile_choice import Shares
 from ..plan_format import TILE, Plan, side_of
 from . import scheduling
 
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call. dtype: of the products, autocast's where it is on."""
+    """A checked call. dtype: of the products, autocast's where it is on.
+
+    q_len, kv_len and plan are those of the reordered tokens, if the call reorders them. keeps_order: it would not.
+    """
 
     q: Tensor
     k: Tensor
@@ -30,6 +34,8 @@ class Call:
     backend: str
     has_score_options: bool = False
     has_block_bias: bool = False
+    has_slopes: bool = False
+    keeps_order: bool = False
 
     @property
     def batch(self) -> int:
@@ -45,11 +51,22 @@ class Call:
 
     @property
     def q_len(self) -> int:
-        return self.q.shape[2]
+        return self.q_shape[2]
 
     @property
     def kv_len(self) -> int:
-        return self.k.shape[2]
+        return self.k_shape[2]
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """Of the queries as kernels read them."""
+        by = self.reordered and self.reordered.q
+        return tuple(self.q.shape) if by is None else (*self.q.shape[:2], by.order.shape[2], self.head_dim)
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        by = self.reordered and self.reordered.kv
+        return tuple(self.k.shape) if by is None else (*self.k.shape[:2], by.order.shape[2], self.head_dim)
 
     @property
     def head_dim(self) -> int:
@@ -63,7 +80,7 @@ class Call:
     @property
     def is_empty(self) -> bool:
         """Whether the call has no pairs."""
-        return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
+        return 0 in (self.batch, self.heads, self.q.shape[2], self.k.shape[2])
 
     @property
     def is_half(self) -> bool:
@@ -98,9 +115,12 @@ class Call:
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """Which of q, k, v TMA cannot load in place. It can load autocast's copies."""
+        """Which of q, k, v TMA cannot load in place. It can load autocast's and reordered copies."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         strided = misaligned(tuple(named.values()), self.dtype)
+        if self.reordered is not None:
+            by_q, by_kv = self.reordered.q, self.reordered.kv
+            strided = [name for name in strided if (by_q if name == "q" else by_kv) is None]
         return tuple(name for name, tensor in named.items() if tensor.shape[3] % 8 or name in strided)
 
     @functools.cached_property
@@ -108,9 +128,40 @@ class Call:
         """The plan of the layout; None without a layout or without pairs."""
         if self.layout is None or self.is_empty:
             return None
+        if self.reordered is not None:
+            return self.reordered.layout.plan(self._plan_device, tile=self.tile)
+        return self.layout.plan(self._plan_device, causal=self.causal, tile=self.tile)
+
+    @property
+    def _plan_device(self) -> torch.device:
         # meta tensors have no plan on their device
-        device = torch.device("cpu") if self.q.device.type == "meta" else self.q.device
-        return self.layout.plan(device, causal=self.causal, tile=self.tile)
+        return torch.device("cpu") if self.q.device.type == "meta" else self.q.device
+
+    @functools.cached_property
+    def reordered(self) -> Reordered | None:
+        """The order of tokens in which the call runs; None for their own."""
+        return None if self.keeps_order or self.why_not_reordered else self.best_order
+
+    @functools.cached_property
+    def best_order(self) -> Reordered | None:
+        """The order of tokens in which the kernels of the call would have fewest tiles; None for their own."""
+        if self.layout is None or self.is_empty or self.backend not in ("hopper", "triton"):
+            return None
+        return self.layout._reordered(self._plan_device, self.causal, self.kv_heads)
+
+    @property
+    def why_not_reordered(self) -> str:
+        """The option with which no call is reordered; empty if there is none."""
+        options = {
+            "has_dropout": self.dropout_p > 0,
+            "has_kv_lengths": self.has_kv_lengths,
+            "has_positions": self.has_slopes or self.has_block_bias,
+        }
+        if can_reorder(self.backend, **options):
+            return ""
+        names = {"has_dropout": "dropout_p", "has_kv_lengths": "kv_lengths"}
+        positions = "alibi_slopes" if self.has_slopes else "block_bias"
+        return next((names.get(option, positions) for option, is_used in options.items() if is_used), self.backend)
 
     @functools.cached_property
     def tile(self) -> int:
@@ -119,8 +170,15 @@ class Call:
             return TILE
         if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.has_block_bias):
             return TILE
-        shares = self.layout._tile_shares(self.q.device, self.causal)
-        return tile_of(self.backend, shares, self.head_dim, self.v_dim)
+        return tile_of(self.backend, self.shares, self.head_dim, self.v_dim)
+
+    @property
+    def shares(self) -> Shares:
+        """The shares by which the tile of a call with a layout is chosen."""
+        assert self.layout is not None
+        if self.reordered is not None:
+            return self.reordered.layout._tile_shares(self.q.device, False)
+        return self.layout._tile_shares(self.q.device, self.causal)
 
     @functools.cached_property
     def sides(self) -> scheduling.Sides:
@@ -138,4 +196,5 @@ class Call:
     def dense_sides(self) -> scheduling.Sides:
         """The same without the layout, but with `causal`."""
         axes, kv_axes = self.batch * self.heads, self.batch * self.kv_heads
-        return scheduling.without_layout(self.q_len, self.kv_len, causal=self.causal, axes=axes, kv_axes=kv_axes)
+        q_len, kv_len = self.q.shape[2], self.k.shape[2]
+        return scheduling.without_layout(q_len, kv_len, causal=self.causal, axes=axes, kv_axes=kv_axes)

@@ -92,7 +92,8 @@ def work(call: Call) -> Work:
         return Work(0, 0, 0, 0, 0)
     axes = call.batch * call.heads
     tile = call.side
-    grid = axes * -(-call.q_len // tile) * -(-call.kv_len // tile)
+    # of the tokens as they are
+    grid = axes * -(-call.q.shape[2] // tile) * -(-call.k.shape[2] // tile)
     if call.backend == "reference":
         pairs = axes * call.q_len * call.kv_len
         return Work(grid, grid, grid, pairs, _attending(call))

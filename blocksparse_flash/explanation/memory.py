@@ -63,7 +63,7 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     """How `hopper` splits rows (first = 0) or columns (3)."""
     if call.is_fine:
         n_sms *= PROGRAMS_PER_SM
-    return split_of(call.plan or (), first, call.q.shape, call.k.shape, call.causal, n_sms)
+    return split_of(call.plan or (), first, call.q_shape, call.k_shape, call.causal, n_sms)
 
 
 def _queue(call: Call, first: int, n_sms: int) -> int:
@@ -96,11 +96,46 @@ def _lists(call: Call, *sides: str) -> int:
     )
 
 
+def _with_gathers(moved: Moved, call: Call, *, of_lse: bool) -> Moved:
+    """The same with copies in another order of k and v, and of q and out, or of their gradients.
+
+    of_lse  whether lse is put back too
+    """
+    if call.reordered is None:
+        return moved
+    sizes, reads, writes, copies = _sizes(call), 0, 0, 0
+    # (copied or put back, tokens of the call, tokens in the other order)
+    for name, length, new_length in (
+        *((name, call.k.shape[2], call.kv_len) for name in ("k", "v") if call.reordered.kv is not None),
+        *((name, call.q.shape[2], call.q_len) for name in ("q", "out", "lse") if call.reordered.q is not None),
+    ):
+        if name == "lse" and not of_lse:
+            continue
+        copy = sizes[name]
+        own = copy // new_length * length
+        is_result = name in ("out", "lse") if of_lse else name != "out"
+        reads += copy if is_result else own
+        writes += own if is_result else copy
+        copies += copy
+    workspace = None if moved.workspace is None else moved.workspace + copies
+    return Moved(moved.reads + reads, moved.writes + writes, workspace, moved.beside, moved.passes + reads + writes)
+
+
 def forward(call: Call, n_sms: int | None = None) -> Moved:
-    """Bytes of a forward. Tensors that autocast converts count as workspace.
+    """Bytes of a forward. Tensors that autocast converts and copies in another order count as workspace.
 
     n_sms  SMs of the GPU; None: of the GPU that holds the tensors
     """
+    return _with_gathers(_forward(call, n_sms), call, of_lse=True)
+
+
+def backward(call: Call, n_sms: int | None = None) -> Moved:
+    """Bytes of a backward with a contiguous gradient of the output."""
+    return _with_gathers(_backward(call, n_sms), call, of_lse=False)
+
+
+def _forward(call: Call, n_sms: int | None) -> Moved:
+    """`forward` of tokens in the order in which kernels read them."""
     n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
@@ -124,8 +159,8 @@ def forward(call: Call, n_sms: int | None = None) -> Moved:
     return Moved(reads, writes, workspace, reads + writes + parts, parts)
 
 
-def backward(call: Call, n_sms: int | None = None) -> Moved:
-    """Bytes of a backward with a contiguous gradient of the output."""
+def _backward(call: Call, n_sms: int | None) -> Moved:
+    """`backward` of tokens in the order in which kernels read them."""
     n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
@@ -176,7 +211,7 @@ def backward(call: Call, n_sms: int | None = None) -> Moved:
 def has_separate_dq(call: Call) -> bool:
     """Whether hopper's backward computes dq in a separate launch."""
     return is_dq_separate(
-        call.plan or (), call.q.shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
+        call.plan or (), call.q_shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
     )
 
 

@@ -36,17 +36,24 @@ class Shares(NamedTuple):
     gathered: float
 
     def fastest(self, dim: int, kernels: str) -> int:
-        """The tile of the plan with which the kernels take least time.
+        """The tile of the plan with which the kernels take least time; arguments as of `times`."""
+        fine, gathered = self.times(dim, kernels)
+        if gathered < min(fine, 1.0):
+            return PIECE
+        return FINE_TILE if fine <= 1 else TILE
+
+    def time(self, dim: int, kernels: str) -> float:
+        """The time of the fastest tiles, over that of 128 x 128; arguments as of `times`."""
+        return min(1.0, *self.times(dim, kernels))
+
+    def times(self, dim: int, kernels: str) -> tuple[float, float]:
+        """(time in tiles of 64 x 64, in gathered tiles), each over that in tiles of 128 x 128.
 
         dim      the larger head dimension, padded to 64 or 128
         kernels  "hopper" or "triton"
         """
-        fine, gathered = self.fine * SLOWDOWN[kernels][dim], 1.0
-        if kernels == "hopper":
-            gathered = self.gathered * GATHERED_SLOWDOWN[dim]
-        if gathered < min(fine, 1.0):
-            return PIECE
-        return FINE_TILE if fine <= 1 else TILE
+        gathered = self.gathered * GATHERED_SLOWDOWN[dim] if kernels == "hopper" else 1.0
+        return self.fine * SLOWDOWN[kernels][dim], gathered
 
     @property
     def tiles(self) -> list[int]:

@@ -38,7 +38,15 @@ from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.schedule import Split
-from blocksparse_flash.kernels.triton import backward, block_selection, forward, gather_scatter, plan_builder, split_kv
+from blocksparse_flash.kernels.triton import (
+    backward,
+    block_selection,
+    forward,
+    gather_scatter,
+    gather_tokens,
+    plan_builder,
+    split_kv,
+)
 from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan
 from blocksparse_flash.score_mods import Scores
 
@@ -188,7 +196,7 @@ def scores_of(words: str, heads: int, n_tiles: int) -> Scores:
 
 
 def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
-    """Pack and unpack rows of up to four tensors, move them, add rows in place and merge partial outputs."""
+    """Pack and unpack rows of up to four tensors, move, add and merge them, and gather tokens of each head."""
     x, lse = torch.empty(2, 4, length, head_dim, dtype=dtype), torch.empty(2, 4, length)
     bits = lse[..., None].view(dtype)
     order, table = torch.zeros(length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int32)
@@ -204,6 +212,9 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
     gather_scatter.add([x, x], [x, x], two, [[x, x]], table, order, 0)
     gather_scatter.add([x], [x], one, [], table, None, 0)
     gather_scatter.merge(x, lse, (x, lse), result, table, order, 0)
+    for leads in ((1, 1), (2, 2)):
+        for tokens in (x, lse[..., None]):
+            gather_tokens.gather_tokens(tokens, torch.zeros(*leads, length, dtype=torch.int32))
 
 
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:

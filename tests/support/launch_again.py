@@ -29,6 +29,7 @@ from blocksparse_flash.kernels.triton import (
     block_selection,
     forward,
     gather_scatter,
+    gather_tokens,
     plan_builder,
     split_kv,
 )
@@ -240,6 +241,11 @@ def main() -> None:
         for call, rows, message in zip(calls, row_lists, messages, strict=True)
     ]
     check(recorder, pack, arguments[0], arguments)
+    recorder.calls.clear()
+    orders = [torch.zeros(1, 1, shape[2], dtype=torch.int32) for _ in calls]
+    gather = gather_tokens._gather_launch.__wrapped__(specs_of(out, orders[0], out), out.device)
+    arguments = [(*call[:1], order, call[1]) for call, order in zip(calls, orders, strict=True)]
+    check(recorder, gather, arguments[0], arguments)
     recorder.calls.clear()
     table = torch.zeros(2, shape[2], dtype=torch.int32)
     add = gather_scatter._add_launch.__wrapped__(specs_of(*[out] * 6), 2, 1, shape[2], 0, 2, ())

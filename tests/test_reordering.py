@@ -1,0 +1,274 @@
+"""Calls whose tokens are reordered, so that scattered keys share tiles: results, gradients, and where this is done.
+
+Small layouts are reordered here even if gathering tokens takes longer than it saves.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain, gathering
+from blocksparse_flash.layout import Reordered
+from blocksparse_flash.plan import reordering
+from blocksparse_flash.plan_format import FINE_TILE, TILE
+from tests import test_zoo as zoo
+from tests.support.cases import Case
+
+pytest.importorskip("triton", reason="needs Triton")
+CPU = torch.device("cpu")
+BACKENDS = zoo.BACKENDS[1:]
+
+
+@pytest.fixture(autouse=True)
+def gathering_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reordering, "GATHER_TILES", 0.0)
+    monkeypatch.setattr(reordering, "WORTH", 0.95)
+
+
+def drawn(n: int, share: float, seed: int = 0) -> Tensor:
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def vertical_slash(q_len: int = 500, kv_len: int = 555, seeds: tuple[int, ...] = (0,), **axes: int) -> BlockLayout:
+    """A causal window and scattered columns, others for each seed: of the heads, and then of the batches."""
+    is_vertical = torch.stack([drawn(kv_len, 0.02, seed) for seed in seeds])
+
+    def attends(*at: Tensor) -> Tensor:
+        distance = at[-2] + kv_len - q_len - at[-1]
+        which = sum(at[:-2], torch.zeros((), dtype=torch.int64))
+        return (distance >= 0) & ((distance < 30) | is_vertical[which, at[-1]])
+
+    return BlockLayout.from_predicate(attends, q_len, kv_len, **axes)
+
+
+def global_tokens(n: int = 500, block_size: int = 128) -> BlockLayout:
+    is_global = drawn(n, 0.03)
+    return BlockLayout.from_predicate(
+        lambda q, kv: ((q - kv).abs() < 20) | is_global[q] | is_global[kv], n, n, block_size=block_size
+    )
+
+
+def dilated(n: int = 512, dilation: int = 4) -> BlockLayout:
+    return BlockLayout.from_predicate(
+        lambda q, kv: ((q - kv).abs() < 8 * dilation) & ((q - kv) % dilation == 0), n, n, block_size=64
+    )
+
+
+def strided(n: int = 600, stride: int = 32) -> BlockLayout:
+    return BlockLayout.from_predicate(
+        lambda q, kv: (q >= kv) & ((q - kv < 8) | ((q - kv) % stride == 0)), n, n, block_size=64
+    )
+
+
+def fixed(n: int = 512, stride: int = 64) -> BlockLayout:
+    return BlockLayout.from_predicate(
+        lambda q, kv: (q >= kv) & ((q // stride == kv // stride) | (kv % stride == stride - 1)), n, n
+    )
+
+
+HEADS = Case("per-head", lambda: vertical_slash(seeds=(0, 0, 1, 2), heads=4))
+# all groups have orders of different lengths
+BATCHES = Case("per-batch", lambda: vertical_slash(400, 400, seeds=(0, 1, 2, 3, 4), batch=2, heads=4))
+CASES = [
+    (Case("vertical-slash", vertical_slash), zoo.Call(head_dim=32)),
+    (Case("vertical-slash-fine", lambda: vertical_slash().with_block_size(32)), zoo.Call(head_dim=16, v_dim=24)),
+    (Case("global", global_tokens), zoo.Call(head_dim=64, kv_heads=1, dtype=torch.bfloat16)),
+    (Case("global-causal", global_tokens), zoo.Call(head_dim=16, causal=True, has_sinks=True)),
+    (Case("dilated", dilated), zoo.Call(head_dim=24, v_dim=80, kv_heads=2)),
+    (Case("strided", strided), zoo.Call(head_dim=32, softcap=2.0)),
+    (Case("fixed", fixed), zoo.Call(head_dim=40, dtype=torch.bfloat16)),
+    (HEADS, zoo.Call(head_dim=16, kv_heads=2)),
+    (HEADS, zoo.Call(head_dim=32)),
+    (HEADS, zoo.Call(head_dim=32, kv_heads=1)),
+    (BATCHES, zoo.Call(head_dim=16, kv_heads=2)),
+]
+HOPPER_CALLS = [
+    zoo.Call(head_dim=128, kv_heads=1, dtype=torch.bfloat16),
+    zoo.Call(head_dim=64, v_dim=128, causal=True, dtype=torch.bfloat16),
+]
+
+
+def order_of(layout: BlockLayout, call: zoo.Call, device: torch.device = CPU) -> Reordered | None:
+    heads = max(layout.shape[1], 4 if call.kv_heads < 4 else 2)
+    return layout._reordered(device, call.causal, call.kv_heads if call.kv_heads < 4 else heads)
+
+
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
+@pytest.mark.parametrize(("case", "call"), CASES, ids=[f"{case}-{call}" for case, call in CASES])
+def test_it_is_as_accurate_as_the_reference(case, call, tile, device, monkeypatch):
+    assert order_of(case.build(), call) is not None
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
+    zoo.assert_backend_is_accurate("triton", case, call, device)
+
+
+@pytest.mark.skipif("hopper" not in BACKENDS, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
+@pytest.mark.parametrize("call", HOPPER_CALLS, ids=str)
+@pytest.mark.parametrize("case", dict.fromkeys(case for case, _ in CASES), ids=str)
+def test_hopper_is_as_accurate(case, call, tile, device, monkeypatch):
+    assert order_of(case.build(), call) is not None
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
+    zoo.assert_backend_is_accurate("hopper", case, call, device)
+
+
+@pytest.mark.parametrize(("case", "call"), CASES, ids=[f"{case}-{call}" for case, call in CASES])
+def test_the_new_layout_has_the_same_pairs(case, call):
+    """Position i has query q.order[i] and key kv.order[i]; places without a token have no pairs."""
+    layout, found = case.build(), order_of(case.build(), call)
+    batch, heads, q_len, kv_len = layout.shape
+    mask = layout.to_dense()
+    mask = mask.tril(kv_len - q_len) if call.causal else mask
+    padded = torch.nn.functional.pad(mask, (0, 1, 0, 1))
+    by_q, by_kv = (
+        torch.arange(length)[None, None] if by is None else by.order.long()
+        for by, length in ((found.q, q_len), (found.kv, kv_len))
+    )
+    by_q, by_kv = (by.repeat_interleave(heads // by.shape[1], dim=1).expand(batch, heads, -1) for by in (by_q, by_kv))
+    axes = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
+    assert torch.equal(found.layout.to_dense(), padded[(*axes, by_q[..., :, None], by_kv[..., None, :])])
+    assert found.layout.to_dense().sum() == mask.sum()
+    for by in (found.q, found.kv):
+        if by is not None:
+            assert by.order.shape[:2] == by.inverse.shape[:2] in ((1, 1), (batch, call.kv_heads if heads > 1 else 1))
+            # each token has one place
+            place, token = (by.order >= 0).nonzero()[:, -1], by.order[by.order >= 0]
+            axes = (by.order >= 0).nonzero()[:, :2].T
+            assert torch.equal(by.inverse[axes[0], axes[1], token.long()].long(), place)
+            assert (by.inverse >= 0).sum() == (by.order >= 0).sum()
+
+
+def run(layout: BlockLayout, tensors: list[Tensor], **options: object) -> list[Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out, lse = attention_with_lse(*leaves, layout, backend="triton", **options)
+    return [out, lse, *torch.autograd.grad((out.sum(), lse.masked_fill(lse.isinf(), 0).sum()), leaves)]
+
+
+@pytest.mark.parametrize("layout", [vertical_slash(768, 768), dilated()], ids=["vertical-slash", "dilated"])
+def test_keys_that_no_query_attends_to_may_hold_nan(layout, device):
+    n, block_size = layout.kv_len, layout.block_size
+    is_unread = torch.zeros(n, dtype=torch.bool)
+    # a tile of keys
+    is_unread[128:256] = True
+    layout &= BlockLayout.from_predicate(lambda q, kv: ~is_unread[kv] & (q >= 0), n, n, block_size=block_size)
+    assert layout._reordered(CPU, False, 1) is not None
+    tensors = list(torch.randn(3, 1, 1, n, 16, generator=torch.Generator().manual_seed(0)).to(device))
+    clean = run(layout, tensors)
+    for tensor in tensors[1:]:
+        tensor[:, :, is_unread] = torch.nan
+    for name, result, expected in zip(zoo.NAMES, run(layout, tensors), clean, strict=True):
+        assert torch.equal(result, expected), name
+    assert not clean[3][:, :, is_unread].any() and not clean[4][:, :, is_unread].any()
+
+
+def test_gradients_may_be_missing_or_expanded(device):
+    layout = global_tokens()
+    assert layout._reordered(CPU, False, 1).q is not None
+    q, k, v = torch.randn(3, 1, 2, 500, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    for leaves in ((q,), (k,), (v,), (q, v)):
+        results = []
+        for backend in ("triton", "reference"):
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out, lse = attention_with_lse(q, k, v, layout, backend=backend)
+            loss = out.sum() if leaves[0] is v else lse.sum()
+            results.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+            for leaf in leaves:
+                leaf.requires_grad_(False)
+        for actual, expected in zip(*results, strict=True):
+            assert (actual is None) == (expected is None) or not (actual if expected is None else expected).any()
+            if actual is not None and expected is not None:
+                torch.testing.assert_close(actual, expected)
+
+
+OPTIONS = {
+    "dropout_p": 0.1,
+    "kv_lengths": torch.tensor([555]),
+    "alibi_slopes": torch.tensor([0.5]),
+    "block_bias": torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize("option", [None, *OPTIONS])
+def test_options_that_depend_on_positions_keep_the_order(option, device, monkeypatch):
+    layout = vertical_slash()
+    q, k = torch.zeros(1, 1, 500, 16, device=device), torch.zeros(1, 1, 555, 16, device=device)
+    value = torch.zeros(layout.capacity) if option == "block_bias" else OPTIONS.get(option)
+    options = {} if option is None else {option: value.to(device) if isinstance(value, Tensor) else value}
+    gathers = []
+    monkeypatch.setattr(gathering, "_launch", lambda *at, run=gathering._launch: gathers.append(at) or run(*at))
+    attention(q, k, k, layout, backend="triton", **options)
+    assert len(gathers) == (0 if option else 2)
+    said = explain(q, k, k, layout, backend="triton", **options).order
+    assert said.startswith(f"the tokens as they are; without {option} k and v" if option else "k and v are copied")
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_other_backends_keep_the_order(backend, monkeypatch):
+    monkeypatch.setattr(BlockLayout, "_reordered", None)
+    q, k = torch.zeros(1, 1, 500, 16), torch.zeros(1, 1, 555, 16)
+    attention(q, k, k, vertical_slash(), backend=backend)
+    assert explain(q, k, k, vertical_slash(), backend=backend).order == ""
+
+
+def test_selected_layouts_keep_their_order(device):
+    layout = BlockLayout.from_topk(torch.zeros(1, 1, 32, 1, dtype=torch.int32, device=device), 512, 512, block_size=16)
+    assert layout._reordered(device, False, 1) is None and layout._reordered(device, True, 1) is None
+
+
+def test_explain_counts_what_runs():
+    layout = global_tokens()
+    found = layout._reordered(CPU, False, 1)
+    q = torch.zeros(1, 2, 500, 16)
+    said = explain(q, q, q, layout, backend="triton")
+    plain = explain(q, q, q, layout, backend="triton", kv_lengths=torch.tensor([500]))
+    assert said.order == (
+        "q, k and v are copied in an order in which scattered tokens share tiles: "
+        f"{said.flops / plain.flops:.2g} times as many pairs are computed as without that. out and lse are put back"
+    )
+    assert said.flops < plain.flops and plain.order.startswith("the tokens as they are; without kv_lengths")
+    assert f"order        {said.order}" in str(said)
+    plan = found.layout.plan("cpu", tile=said.tile[0])
+    n_tiles = int(plan.row_records[..., 2].sum())
+    assert said.tile_density == n_tiles / (-(-500 // plan.tile)) ** 2
+    assert said.metadata_bytes == sum(tensor.nbytes for tensor in plan)
+    assert said.flops == 2 * 2 * n_tiles * plan.tile**2 * 32
+    # copies of q, k, v, out and lse in their order
+    n_q, n_kv = found.q.order.shape[2], found.kv.order.shape[2]
+    assert said.forward.workspace == 4 * 2 * (n_q * (16 + 16 + 1) + 2 * n_kv * 16)
+
+
+def test_layouts_without_scattered_tokens_run_as_before(device, monkeypatch):
+    """The real limits, on a plain layout: the plan is the layout's own, and nothing is gathered."""
+    monkeypatch.undo()
+    layout = BlockLayout.from_predicate(lambda q, kv: (q - kv).abs() < 100, 500, 500)
+    plans = []
+    monkeypatch.setattr(gathering, "gathered", None)
+    monkeypatch.setattr("blocksparse_flash.ops.launch_forward", lambda *at, **_: plans.append(at[3]) or (at[0], at[0]))
+    q = torch.zeros(1, 1, 500, 16, device=device)
+    attention(q, q, q, layout, backend="triton")
+    (plan,) = plans
+    assert all(a is b for a, b in zip(plan, layout.plan(device, tile=plan[6].shape[1]), strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_calls_are_reordered_if_the_order_was_made_before(causal, device, monkeypatch):
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE)
+    torch._dynamo.reset()
+    layout = global_tokens()
+    function = torch.compile(
+        lambda q, k, v: attention(q, k, v, layout, causal=causal, backend="triton"), fullgraph=True, backend="aot_eager"
+    )
+    layout.plan(device, causal=causal)
+    tensors = list(torch.randn(3, 1, 2, 500, 16, generator=torch.Generator().manual_seed(0)).to(device))
+    results = []
+    for call in (lambda q, k, v: attention(q, k, v, layout, causal=causal, backend="triton"), function):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = call(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert layout._reordered(device, causal, 2) is not None
+    # sums in another order would have other last bits
+    for name, *pair in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert torch.equal(*pair), name
