@@ -59,8 +59,8 @@ def dilated_window(
 
     Keeps |d| <= window * dilation and d % dilation == 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are
     aligned at their ends. dilation=1 is `local`; a larger one sees farther with the same number of keys. A dilation
-    shorter than a block leaves no block of the window empty, so it saves no work. Different dilations per head widen
-    what a layer sees.
+    shorter than a block leaves no block of the window empty, but attention then groups the tokens that see each
+    other, if that saves time. Different dilations per head widen what a layer sees.
 
     window=1, dilation=2 on 5 tokens, plain and causal:
         1 0 1 0 0     1 0 0 0 0

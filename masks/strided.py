@@ -34,7 +34,7 @@ def strided(length: Length, *, stride: int, causal: bool = False, block_size: Bl
 
     Keeps |d| < stride or d % stride == 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned at
     their ends. With stride near the square root of the length, two layers reach every token. With stride at most the
-    block size no block is empty, so block sparsity saves nothing.
+    block size no block is empty; attention then groups tokens by their place in the stride, if that saves time.
 
     stride=2, causal, on 6 tokens:
         1 0 0 0 0 0

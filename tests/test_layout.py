@@ -829,7 +829,16 @@ def test_copies_are_equal_and_hash_alike(case: cases.Case, way: str) -> None:
     assert copied is not layout and copied == layout and hash(copied) == number
     assert_valid(copied)
     # caches stay behind
-    assert copied._cache.keys() == {"plans", "bias_indices", "gather_indices", "axes", "rows", "number", "hash"}
+    assert copied._cache.keys() == {
+        "plans",
+        "bias_indices",
+        "gather_indices",
+        "orders",
+        "axes",
+        "rows",
+        "number",
+        "hash",
+    }
     assert number_of(copied) != number_of(layout) and numbered(number_of(copied)) is copied
     assert not copied._cache["plans"] and not copied._cache["bias_indices"]
     assert (copied | layout) == layout

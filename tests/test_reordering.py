@@ -237,6 +237,13 @@ def test_explain_counts_what_runs():
     assert said.flops == 2 * 2 * n_tiles * plan.tile**2 * 32
     # copies of q, k, v, out and lse in their order
     n_q, n_kv = found.q.order.shape[2], found.kv.order.shape[2]
+    own_kv, own_q, new_kv, new_q = (4 * 2 * n * 16 for n in (2 * 500, 500, 2 * n_kv, n_q))
+    of_rows = sum(
+        tensor.nbytes for name, tensor in plan._asdict().items() if name.partition("_")[0] in ("row", "bitmasks")
+    )
+    # the copies are read again by attention, and its results to put them back
+    assert said.forward.reads == own_q + own_kv + new_q + new_kv + of_rows + new_q + 4 * 2 * n_q
+    assert said.forward.writes == new_q + new_kv + new_q + 4 * 2 * n_q + own_q + 4 * 2 * 500
     assert said.forward.workspace == 4 * 2 * (n_q * (16 + 16 + 1) + 2 * n_kv * 16)
 
 

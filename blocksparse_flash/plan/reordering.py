@@ -35,6 +35,8 @@ WORTH = 0.75
 # forward time of 128 x 128 tiles in which 128 tokens of a head are gathered, k and v, or q and out: 128 KB at 4.3 TB/s
 # and 8.4 MFLOP at 600 TFLOP/s, for a head dimension of 128 (H200). The backward has about the same share
 GATHER_TILES = 2.0
+# an order of the keys is tried alone if it costs less than this many times what its pairs and its gathering do
+ENOUGH = 1.5
 # tile rows below which gathering takes longer than it can save
 FEWEST_ROWS = 3
 # stored blocks beyond which the search would take seconds
@@ -153,11 +155,17 @@ def _joined(
     lists = []
     for group, (before, after) in enumerate(zip(own, chosen, strict=True)):
         blocks = after.blocks
-        if after.frame[2:4] != new[2:4]:
+        if all(old == now or old % TILE == 0 for old, now in zip(after.frame[2:4], new[2:4], strict=True)):
+            leads, rows, cols = after.frame.positions(blocks.keys)
+            blocks = blocks._replace(keys=(leads * new.n_rows + rows) * new.n_cols + cols)
+        else:
+            # full blocks at a ragged edge become partial
             q_order = np.arange(frame.q_len) if q is None else q.reshape(-1, q.shape[2])[group]
             kv_order = np.arange(frame.kv_len) if kv is None else kv.reshape(-1, kv.shape[2])[group]
             blocks = gather(before.blocks, before.frame, q_order, kv_order)
         lists.append(blocks)
+    if len(lists) == 1:
+        return lists[0], new
     group_frame = new._replace(batch=1, heads=own[0].frame.heads)
     per_batch = len(lists) // frame.batch
     batches = [
@@ -178,7 +186,8 @@ def _cost(blocks: BlockList, frame: Frame) -> float:
 
 
 def _made(q: Array | None, kv: Array | None, own: _Order) -> _Order:
-    """The candidate with these orders; its cost includes gathering the tokens."""
+    """The candidate with these orders, filled up to whole tiles; its cost includes gathering the tokens."""
+    q, kv = (None if order is None else np.append(order, np.full(-len(order) % TILE, NONE)) for order in (q, kv))
     q_order = np.arange(own.frame.q_len) if q is None else q
     kv_order = np.arange(own.frame.kv_len) if kv is None else kv
     blocks = gather(own.blocks, own.frame, q_order, kv_order)
@@ -198,7 +207,10 @@ def _candidates(own: _Order) -> Iterator[_Order]:
         return
     kv_order = wide_keys(own.blocks, own.frame)
     if kv_order is not None:
-        yield _made(None, kv_order, own)
+        of_keys = _made(None, kv_order, own)
+        yield of_keys
+        if of_keys.cost < ENOUGH * (n_pairs / TILE**2 + GATHER_TILES * len(kv_order) / TILE):
+            return
     q_order = wide_queries(own.blocks, own.frame)
     if q_order is not None:
         of_queries = _made(q_order, None, own)

@@ -31,6 +31,9 @@ def _of(folder: str, *rows: tuple[str, ...]) -> list[Mutant]:
 
 
 PACKAGE = "blocksparse_flash"
+# the order of tokens: which layouts get one, and calls in it
+ORDERS = "tests/plan/test_reordering.py"
+REORDERED = "tests/test_reordering.py -k"
 
 
 def _zoo(*cases: str) -> str:
@@ -401,6 +404,50 @@ MUTANTS: dict[str, list[Mutant]] = {
             "not len(rows.bitmasks) and _tiled_by(frame, (TILE, TILE))",
             "_tiled_by(frame, (TILE, TILE))",
             "tests/plan/test_tile_choice.py",
+        ),
+        # another order of tokens
+        (
+            "plan/reordering.py",
+            "yield best[0], np.where(is_read[best[1]], best[1], NONE)",
+            "yield best",
+            f"{REORDERED} may_hold_nan",
+        ),
+        ("plan/reordering.py", "(read & ~words).any(axis=1)", "(read & words).any(axis=1)", ORDERS),
+        ("plan/reordering.py", "step // far))", "step))", ORDERS),
+        ("plan/reordering.py", "2 * counts.max() < len(steps)", "2 * counts.max() > len(steps)", ORDERS),
+        (
+            "plan/reordering.py",
+            "- group * size * frame.blocks_per_lead",
+            "- group * frame.blocks_per_lead",
+            f"{REORDERED} same_pairs",
+        ),
+        ("layout.py", "layout = self._causal() if causal else self", "layout = self", f"{REORDERED} same_pairs"),
+        ("layout.py", "1 if self.shape[1] == 1 else kv_heads", "1", f"{REORDERED} same_pairs"),
+        (
+            "dispatch.py",
+            "(has_dropout or has_kv_lengths or has_positions)",
+            "(has_dropout or has_kv_lengths)",
+            f"{REORDERED} keep_the_order",
+        ),
+        (
+            "gathering.py",
+            "_launch(grad, inverse, order) if",
+            "_launch(grad, order, order) if",
+            f"{REORDERED} missing_or_expanded",
+        ),
+        (
+            "gathering.py",
+            "TokenOrder(by.inverse, by.order)",
+            "TokenOrder(by.order, by.order)",
+            f"{REORDERED} 'accurate and has_sinks and 128'",
+        ),
+        ("explanation/memory.py", "reads += copy if is_result else own", "reads += own", f"{REORDERED} explain"),
+        ("kernels/triton/gather_tokens.py", "o_from >= 0", "o_from > 0", "tests/kernels/triton/test_gather_tokens.py"),
+        (
+            "kernels/triton/gather_tokens.py",
+            "i_head // heads_of_order",
+            "i_head % heads_of_order",
+            "tests/kernels/triton/test_gather_tokens.py",
         ),
         (
             "dispatch.py",
