@@ -741,7 +741,8 @@ class BlockLayout:
         key = device, causal, 1 if self.shape[1] == 1 else kv_heads
         if torch.compiler.is_compiling():
             known = found.get(key)
-            return None if known is None or (device, False, TILE) not in known.layout._cache["plans"] else known
+            plans = {} if known is None else known.layout._cache["plans"]
+            return known if (device, False, TILE) in plans or (device, False, FINE_TILE) in plans else None
         if key not in found:
             elsewhere = [order for at, order in found.items() if at[1:] == key[1:]]
             with tracing.outside_transforms(self._tensors.indptr):
