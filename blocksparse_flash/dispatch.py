@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .plan.tile_choice import Shares
-from .plan_format import TILE
+from .plan_format import PIECE, TILE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -235,9 +235,12 @@ def decide(
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
 
-def resolve(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes."""
-    unfit = _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
+def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
+    """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes.
+
+    tile  of its plan. Only `hopper` has gathered tiles; it copies tensors that TMA cannot load
+    """
+    unfit = None if tile == PIECE else _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
     chosen = "hopper" if unfit is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _log("auto", chosen, q.device, q.dtype, unfit)
@@ -253,9 +256,6 @@ def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: b
 def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int) -> int:
     """The `Plan.tile` of such a call."""
     dim = 64 if max(head_dim, v_dim) <= 64 else 128
-    if backend == "auto":
-        # `triton` may run it, which has no gathered tiles
-        shares = shares._replace(gathered=1.0)
     return shares.fastest(dim, "triton" if backend == "triton" else "hopper")
 
 

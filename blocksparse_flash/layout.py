@@ -742,7 +742,7 @@ class BlockLayout:
         if torch.compiler.is_compiling():
             known = found.get(key)
             plans = {} if known is None else known.layout._cache["plans"]
-            return known if (device, False, TILE) in plans or (device, False, FINE_TILE) in plans else None
+            return known if any((device, False, tile) in plans for tile in (TILE, FINE_TILE, PIECE)) else None
         if key not in found:
             elsewhere = [order for at, order in found.items() if at[1:] == key[1:]]
             with tracing.outside_transforms(self._tensors.indptr):

@@ -74,8 +74,9 @@ def launch_forward(
 
     specs  of q, k and v where they are known; `eager` has no use for them
     """
-    backend = resolve(q, k, v) if spec.backend == "auto" else spec.backend
-    forward = _kernels(backend, spec.deterministic, tile_of(plan))[0]
+    tile = tile_of(plan)
+    backend = resolve(q, k, v, tile) if spec.backend == "auto" else spec.backend
+    forward = _kernels(backend, spec.deterministic, tile)[0]
     options: dict[str, Any] = {}
     if scores is not None:
         options["scores"] = scores
@@ -99,8 +100,9 @@ def launch_backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and bias, the others empty."""
     dout = inputs.dout
-    backend = resolve(inputs.q, inputs.k, inputs.v) if spec.backend == "auto" else spec.backend
-    backward = _kernels(backend, spec.deterministic, tile_of(plan))[1]
+    tile = tile_of(plan)
+    backend = resolve(inputs.q, inputs.k, inputs.v, tile) if spec.backend == "auto" else spec.backend
+    backward = _kernels(backend, spec.deterministic, tile)[1]
     options = {} if scores is None else {"scores": scores, "wanted": wanted}
     causal = spec.causal and not plan
     arguments = (inputs, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p)

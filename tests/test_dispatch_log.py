@@ -74,7 +74,7 @@ def test_small_calls_log_why_hopper_does_not_run_them(
     assert caplog.messages[1].endswith("which runs the kernels for compute capability 9.0")
     # a traced call whose sizes are known
     dispatch._log.cache_clear()
-    assert dispatch.resolve(q(), q(), q()) == "triton"
+    assert dispatch.resolve(q(), q(), q(), 128) == "triton"
     assert len(caplog.messages) == 3 and 'as backend "triton"' in caplog.messages[2]
 
 

@@ -1184,7 +1184,9 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
 )
 def test_auto_chooses_hopper_where_it_pays(on_gpu, large, length, stride, expected):
     q = large.as_strided((1, 1, length, 64), (0, 0, stride, 1))
-    assert dispatch.resolve(q, q, q) == expected
+    assert dispatch.resolve(q, q, q, 128) == expected
+    # only this backend has gathered tiles
+    assert dispatch.resolve(q, q, q, 16) == "hopper"
     with on_gpu((9, 0)):
         assert decide("auto", q, q) == expected
 
@@ -1192,7 +1194,7 @@ def test_auto_chooses_hopper_where_it_pays(on_gpu, large, length, stride, expect
 @pytest.mark.parametrize(("q_len", "expected"), [(64, "triton"), (65, "hopper")])
 def test_few_queries_run_on_triton_for_any_number_of_keys(on_gpu, q_len, expected):
     k = torch.zeros(1, 1, 262144, 64, dtype=torch.bfloat16)
-    assert dispatch.resolve(k[:, :, :q_len], k, k) == expected
+    assert dispatch.resolve(k[:, :, :q_len], k, k, 64) == expected
     with on_gpu((9, 0)):
         assert decide("auto", k[:, :, :q_len], k) == expected
 

@@ -120,8 +120,8 @@ def test_selected_blocks_are_taken_for_scattered_if_small() -> None:
         ("hopper", (0.3, 0.1), (128, 128), PIECE),
         ("hopper", (0.95, 0.65), (64, 64), PIECE),
         ("hopper", (0.95, 0.65), (128, 64), TILE),
-        # only `hopper` has gathered tiles, and a traced call may run on `triton`
-        ("auto", (0.3, 0.1), (128, 128), FINE_TILE),
+        ("auto", (0.3, 0.1), (128, 128), PIECE),
+        # only `hopper` has gathered tiles
         ("triton", (0.3, 0.1), (128, 128), FINE_TILE),
         ("triton", (1.0, 0.1), (128, 128), TILE),
     ],

@@ -469,9 +469,9 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "shares = shares._replace(gathered=1.0)",
-            "shares = shares._replace(fine=1.0)",
-            "tests/plan/test_tile_choice.py",
+            "None if tile == PIECE else _too_small",
+            "None if tile != PIECE else _too_small",
+            "tests/test_functional.py",
         ),
         *(
             ("plan/gathered_builder.py", old, new, "tests/plan/test_gathered_builder.py")
