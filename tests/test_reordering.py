@@ -218,12 +218,12 @@ def test_selected_layouts_keep_their_order(device):
     assert layout._reordered(device, False, 1) is None and layout._reordered(device, True, 1) is None
 
 
-def test_explain_counts_what_runs():
+def test_explain_counts_what_runs(device):
     layout = global_tokens()
-    found = layout._reordered(CPU, False, 1)
-    q = torch.zeros(1, 2, 500, 16)
+    found = layout._reordered(device, False, 1)
+    q = torch.zeros(1, 2, 500, 16, device=device)
     said = explain(q, q, q, layout, backend="triton")
-    plain = explain(q, q, q, layout, backend="triton", kv_lengths=torch.tensor([500]))
+    plain = explain(q, q, q, layout, backend="triton", kv_lengths=torch.tensor([500], device=device))
     assert said.order == (
         "q, k and v are copied in an order in which scattered tokens share tiles: "
         f"{said.flops / plain.flops:.2g} times as many pairs are computed as without that. out and lse are put back"

@@ -41,6 +41,9 @@ ENOUGH = 1.5
 FEWEST_ROWS = 3
 # stored blocks beyond which the search would take seconds
 MOST_BLOCKS = 1 << 20
+# in layouts of so many blocks wide keys are looked for only if some key is attended to in this many
+# times as many tile rows as the median key
+MANY_BLOCKS, WIDE = 1 << 12, 8
 # quantiles of the counts that are tried as the limit above which a key is wide
 _QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995)
 # a query is wide if it attends to this many times as many keys as the median of its tile row
@@ -236,7 +239,7 @@ def _moved_last(is_wide: Array, is_read: Array) -> Array:
 
 
 def wide_keys(blocks: BlockList, frame: Frame) -> Array | None:
-    """The order of the keys that moves wide ones to the end; None if it has no fewer tiles.
+    """The order of the keys that moves wide ones to the end; None if it is not worth gathering them.
 
     A few limits are tried: on the tile rows in which a key is attended to, and on how many more these are than the
     median of the 128 keys around it.
@@ -261,6 +264,8 @@ def wide_keys(blocks: BlockList, frame: Frame) -> Array | None:
     counts[has_blocks] = np.add.reduceat(bits * n_alike[:, None], first[has_blocks], axis=0)
     # full blocks at a ragged edge
     counts.reshape(-1)[frame.kv_len :] = 0
+    if len(blocks.keys) > MANY_BLOCKS and counts.max() <= WIDE * np.median(counts[counts > 0]):
+        return None
     beyond = counts - np.median(counts, axis=1, keepdims=True).astype(np.int64)
 
     def n_tiles(is_wide: Array) -> int:
@@ -277,7 +282,7 @@ def wide_keys(blocks: BlockList, frame: Frame) -> Array | None:
         marks[lines, (end[cols] - 1) // TILE] = True
         return n_staying + int(np.count_nonzero(marks))
 
-    best, fewest = None, len(blocks.keys)
+    best, fewest = None, WORTH * len(blocks.keys) - GATHER_TILES * frame.n_cols
     for values in (counts, beyond):
         positive = values[values > 0]
         limits = {0, *np.quantile(positive, _QUANTILES, method="lower").tolist()} if len(positive) else ()

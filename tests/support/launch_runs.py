@@ -65,8 +65,11 @@ def run(call: Call) -> list[Tensor]:
     leaves = [buried(tensors[name]).requires_grad_() for name in ("q", "k", "v")]
     score_mods = {name: tensor.detach().clone().requires_grad_() for name, tensor in options.items()}
     layout, variant = call.layout(), call.variant
-    # by the variant, not by the layout
-    with mock.patch.object(dispatch, "tile_of", lambda *_: variant.tile):
+    # by the variant, not by the layout, whose tokens keep their order
+    with (
+        mock.patch.object(dispatch, "tile_of", lambda *_: variant.tile),
+        mock.patch.object(dispatch, "can_reorder", lambda *_, **__: False),
+    ):
         out, lse = attention_with_lse(
             *leaves,
             layout,
