@@ -10,6 +10,7 @@ from .explanation import Explanation
 from .functional import attention, attention_with_lse, explain
 from .layout import BlockLayout
 from .merging import merge
+from .selection import selected_attention, selected_attention_with_lse
 
 if TYPE_CHECKING:
     from . import distributed as distributed
@@ -30,6 +31,15 @@ else:
         return sorted({*globals(), *_LAZY})
 
 
-__all__ = ["BlockLayout", "Explanation", "attention", "attention_with_lse", "explain", "merge"]
+__all__ = [
+    "BlockLayout",
+    "Explanation",
+    "attention",
+    "attention_with_lse",
+    "explain",
+    "merge",
+    "selected_attention",
+    "selected_attention_with_lse",
+]
 
 __version__ = "0.1.0"

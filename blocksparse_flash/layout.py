@@ -262,8 +262,9 @@ class BlockLayout:
                  wait for the device
 
         A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU, four fused kernels
-        make the layout and its plan, up to 8192 rows and cols and n_cols <= 2048 + 128 * k. For larger grids, for more
-        than 4 blocks per tile, and under torch.compile, about 60 PyTorch operations do so, which take longer.
+        make the layout and its plan, up to 2^20 queries, 8192 cols and n_cols <= 2048 + 128 * k. For larger grids, for
+        more than 4 blocks per tile, and under torch.compile, about 60 PyTorch operations do so, which take longer.
+        Blocks for single query tokens are for `selected_attention`.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
@@ -642,7 +643,8 @@ class BlockLayout:
         else:
             indptr, indices, bitmask_ids = moving[:3]
             bits = moving[4] if more else None
-            moved = self._selected(block_selection.Selection(indptr, indices, bitmask_ids, bits), self._frame)
+            selection = found._replace(indptr=indptr, indices=indices, bitmask_ids=bitmask_ids, bits=bits)
+            moved = self._selected(selection, self._frame)
         if "shares" in self._cache:
             moved._cache["shares"] = self._cache["shares"]
         for name in ("plans", "orders"):

@@ -24,6 +24,7 @@ MODULES = [
     ["explanation"],
     ["merging"],
     ["functional"],
+    ["selection"],
     ["interop", "masks"],
     ["layout_crops"],
     ["nn"],

@@ -76,6 +76,8 @@ def test_public_names_are_fixed() -> None:
         "attention_with_lse",
         "explain",
         "merge",
+        "selected_attention",
+        "selected_attention_with_lse",
     ]
     assert masks.__all__ == [
         "a_shape",

@@ -24,14 +24,18 @@ from ..runtime import tracing
 
 # blocks per tile up to which all possible bitmasks are made in advance: 2^4 patterns
 FEW = 4
-# block rows and cols (a million tokens at 128) up to which kernels mark blocks as bits: a program holds all cols of a
-# row, and the kernels visit every tile of the grid, stored or not
+# rows of 128 tokens (a million tokens) or larger blocks, and cols, up to which kernels mark blocks as bits: a program
+# holds all cols of a row, and the kernels visit every tile of the grid, stored or not
 MOST_LINES = 8192
-# rows or cols of all batches and heads together: each program sums the counts of all programs before it, and offsets
-# are 32-bit
+# rows of 128 tokens or block cols of all batches and heads together: each program sums the counts of all programs
+# before it, and offsets are 32-bit
 MOST_OF_ALL_AXES = 1 << 20
+# block rows of all batches and heads together
+MOST_ROWS = 1 << 22
 # words of bits allowed per row: always (they are few beside its scores), and per entry, which takes as much in a plan
 FREE_WORDS, WORDS_OF_ENTRY = 64, 4
+# int32 words of the bitmasks of a plan; their offsets are 32-bit
+MOST_WORDS = (1 << 31) - (1 << 12)
 # dtypes of scores that the kernels compare, as 32 bits
 COMPARABLE = (torch.float32, torch.float16, torch.bfloat16)
 # dtypes of scores and indices that PyTorch sorts and compares on every device
@@ -40,12 +44,16 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Selection(NamedTuple):
-    """int32 tensors of a layout of full blocks; if kernels made them, also as bits (axes, n_rows, words)."""
+    """int32 tensors of a layout of full blocks; if kernels made them, also as bits (axes, n_rows, words).
+
+    rows_per_token  consecutive queries at the position of one token, a power of two: the heads of a group
+    """
 
     indptr: Tensor
     indices: Tensor
     bitmask_ids: Tensor
     bits: Tensor | None
+    rows_per_token: int = 1
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
@@ -143,9 +151,10 @@ def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
     n_rows, n_cols = frame.n_rows, frame.n_cols
     return (
         _is_on_gpu(selected)
-        and 0 < n_rows <= MOST_LINES
+        and 0 < frame.q_len <= MOST_LINES * max(TILE, frame.block_size[0])
         and 0 < n_cols <= MOST_LINES
-        and frame.leads * max(n_rows, n_cols) <= MOST_OF_ALL_AXES
+        and frame.leads * max(-(-frame.q_len // TILE), n_cols) <= MOST_OF_ALL_AXES
+        and frame.leads * n_rows <= MOST_ROWS
         and k > 0
         and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * k
     )
@@ -240,24 +249,42 @@ def plan_of_selection(
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     tile    tokens per side of a tile, TILE or FINE_TILE
     """
-    indptr, indices, _, bits = selection
+    indptr, indices, _, bits, rows_per_token = selection
     parts = [max(1, tile // side) for side in block_size]
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "causal": causal, "tile": tile}
-    if bits is not None and _is_on_gpu(bits) and parts[0] * parts[1] <= FEW:
+    sizes["rows_per_token"] = rows_per_token
+    # sorting would take longer for a selection by token
+    is_by_token = rows_per_token > 1 or block_size[0] < 16
+    if bits is not None and _is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token):
         return _plan_by_kernels(bits, indptr, len(indices), **sizes)
     return _plan_by_operations(indptr, indices, **sizes)
 
 
 def _plan_by_kernels(
-    bits: Tensor, indptr: Tensor, capacity: int, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
+    bits: Tensor,
+    indptr: Tensor,
+    capacity: int,
+    *,
+    q_len: int,
+    kv_len: int,
+    block_size: Size,
+    causal: bool,
+    tile: int,
+    rows_per_token: int = 1,
 ) -> Plan:
     from ..kernels.triton import block_selection, plan_builder
 
     batch, heads, n_ends = indptr.shape
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
-    grid = plan_builder.Grid(rows, causal, tile)
-    n_entries = capacity * grid.tiles[0] * grid.tiles[1]
-    lengths = _lengths(n_entries, rows.axes, grid.shape)
+    grid = plan_builder.Grid(rows, causal, tile, rows_per_token)
+    if grid.n_bitmasks * grid.words_of_bitmask >= MOST_WORDS:
+        raise ValueError(
+            f"a plan of blocks of {block_size[0]} queries x {block_size[1]} keys would take "
+            f"{grid.n_bitmasks * grid.words_of_bitmask >> 28} GB of bitmasks for {batch * heads} heads of {q_len} x "
+            f"{kv_len} tokens: select for more queries together (query_block_size), or attend with fewer heads a call"
+        )
+    tiles = [max(1, side // tile) for side in block_size]
+    lengths = _lengths(capacity * tiles[0] * tiles[1], rows.axes, grid.shape)
     with tracing.on_device(bits.device):
         return with_dynamic_lengths(Plan._make(plan_builder.build_from_bits(bits, grid, (batch, heads), lengths)))
 
@@ -273,35 +300,56 @@ def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
 
 
 def _plan_by_operations(
-    indptr: Tensor, indices: Tensor, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
+    indptr: Tensor,
+    indices: Tensor,
+    *,
+    q_len: int,
+    kv_len: int,
+    block_size: Size,
+    causal: bool,
+    tile: int,
+    rows_per_token: int = 1,
 ) -> Plan:
     """Processes both directions together: each operation costs the host more than the GPU, so few are best."""
     grid = -(-q_len // tile), -(-kv_len // tile)
-    axes, bitmasks = indptr.shape[0] * indptr.shape[1], _Bitmasks(block_size, q_len, kv_len, tile, indptr.device)
+    axes = indptr.shape[0] * indptr.shape[1]
+    bitmasks = _Bitmasks(block_size, q_len, kv_len, tile, rows_per_token, indptr.device)
     axis, row, col, pattern = _tiles(indptr, indices, grid, block_size, tile)
-    # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: crossed by the diagonal, at one of two distances
+    # 1: on the ragged right edge; 2: on the bottom edge; 4, 8, ...: crossed by the diagonal, at one of some distances
     kind = torch.zeros_like(row)
     if kv_len % tile:
         kind += col == grid[1] - 1
     if q_len % tile:
         kind.add_(row == grid[0] - 1, alpha=2)
     if causal:
-        # the first query of a tile is (row - col) * tile + kv_len - q_len after its first key: from tile - 1 on every
-        # pair attends, from -tile down none
-        behind, ahead = row - col, q_len - kv_len
-        for least in (tile - 1, 0):
-            kind.add_(behind < -(-(ahead + least) // tile), alpha=4)
-    if bitmasks.n_sub <= FEW:
+        if rows_per_token == 1:
+            # the first query of a tile is (row - col) * tile + kv_len - q_len after its first key: from tile - 1 on
+            # every pair attends, from -tile down none
+            behind, ahead = row - col, q_len - kv_len
+            for least in (tile - 1, 0):
+                kind.add_(behind < -(-(ahead + least) // tile), alpha=4)
+            is_behind = behind >= -((tile - 1 - ahead) // tile)
+        else:
+            # the same in tokens, for tile rows of fewer tokens
+            behind = row * tile // rows_per_token - col * tile + (kv_len - q_len // rows_per_token)
+            diagonal = (bitmasks.steps - (behind - bitmasks.rest) // bitmasks.tokens).clamp_(max=bitmasks.steps + 1)
+            kind.add_(diagonal.masked_fill_(behind >= tile - 1, 0), alpha=4)
+            is_behind = behind > -bitmasks.tokens
+    if pattern.dim() > 1:
+        ids = torch.arange(len(row), device=row.device)
+        words = bitmasks.cut(pattern, kind & 3, kind >> 2)
+        is_full = (words == -1).flatten(1).all(dim=1)
+    elif bitmasks.n_sub <= FEW:
         ids = torch.add(pattern, kind, alpha=2**bitmasks.n_sub)
         is_full = ids == 2**bitmasks.n_sub - 1
-        words = bitmasks.every(n_diagonals=2 if causal else 0)
+        words = bitmasks.every(n_diagonals=bitmasks.steps + 1 if causal else 0)
     else:
         ids = torch.arange(len(row), device=row.device)
         is_full = (pattern == (-1 if bitmasks.n_sub == 64 else 2**bitmasks.n_sub - 1)) & (kind == 0)
         words = bitmasks.words(pattern, kind & 3, kind >> 2)
     if causal:
         # drop tiles that lie entirely beyond the diagonal
-        is_left = words.flatten(1).any(dim=1)[ids] & (behind >= -((tile - 1 - ahead) // tile))
+        is_left = words.flatten(1).any(dim=1)[ids] & is_behind
         axis = axis.masked_fill(~is_left, axes)
     return _listed(axis, row, col, ids, is_full, words, indptr.shape[:2], grid)
 
@@ -309,8 +357,10 @@ def _plan_by_operations(
 def _tiles(
     indptr: Tensor, indices: Tensor, grid: Size, block_size: Size, tile: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(axis, row, col, bits of the blocks in it) of each tile that has a block, once; axis is past the last for unused
-    entries."""
+    """(axis, row, col, blocks in it) of each tile that has a block, once; axis is past the last for unused entries.
+
+    The blocks are the bits of an int64, or, of more than 64, words of a bitmask (tiles, tile, tile // 32).
+    """
     axes, device = indptr.shape[0] * indptr.shape[1], indices.device
     n_rows = max(1, indptr.shape[2] - 1)
     # (axis, row) of each entry; past the end for unused entries
@@ -322,7 +372,9 @@ def _tiles(
     parts = [max(1, tile // side) for side in block_size]
     bit = torch.ones_like(row)
     if parts != [1, 1]:
-        bit = bit << row % parts[0] * parts[1] + col % parts[1]
+        # number of the block in its tile
+        sub = row % parts[0] * parts[1] + col % parts[1]
+        bit = bit << sub.clamp(max=63)
         row, col = row // parts[0], col // parts[1]
     if tiles != [1, 1]:
         step = torch.arange(tiles[0] * tiles[1], device=device)
@@ -331,7 +383,10 @@ def _tiles(
         axis = torch.where((row < grid[0]) & (col < grid[1]), axis[:, None], axes)
         # kernels read one index ahead, so unused entries must be valid tiles too
         row, col = row.clamp_(max=max(1, grid[0]) - 1), col.clamp_(max=max(1, grid[1]) - 1)
-        axis, row, col, bit = axis.flatten(), row.flatten(), col.flatten(), bit[:, None].expand_as(axis).flatten()
+        bit = bit[:, None].expand_as(axis).flatten()
+        if parts != [1, 1]:
+            sub = sub[:, None].expand_as(axis).flatten()
+        axis, row, col = axis.flatten(), row.flatten(), col.flatten()
     if parts == [1, 1]:
         return axis, row, col, bit
 
@@ -342,10 +397,29 @@ def _tiles(
     # at most one tile per entry, and the tiles of the grid; one more for the unused
     size = min(len(key), n_tiles + 1)
     found = torch.full((size,), n_tiles, device=device).scatter_(0, place, key)
-    # blocks are distinct, so a sum of bits is their union
-    pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(axis >= axes, 0)[order])
+    is_used = axis < axes
+    if parts[0] * parts[1] > 64:
+        pattern = _words_of_parts(place, sub[order], is_used[order], size, parts, tile)
+    else:
+        # blocks are distinct, so a sum of bits is their union
+        pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(~is_used, 0)[order])
     line = found // max(1, grid[1])
     return line // max(1, grid[0]), line % max(1, grid[0]), found % max(1, grid[1]), pattern
+
+
+def _words_of_parts(place: Tensor, sub: Tensor, is_used: Tensor, size: int, parts: list[int], tile: int) -> Tensor:
+    """int32 words (size, tile, tile // 32) of tiles, from the blocks in them.
+
+    place, sub  of each block: its tile, and its number in the tile
+    """
+    height, width = tile // parts[0], tile // parts[1]
+    # pieces of 16 keys, half a word each
+    pieces = torch.zeros(size * tile * tile // 16 + 1, dtype=torch.int16, device=place.device)
+    query = sub[:, None] // parts[1] * height + torch.arange(height, device=place.device)
+    piece = sub[:, None] % parts[1] * (width // 16) + torch.arange(width // 16, device=place.device)
+    index = ((place[:, None] * tile + query) * (tile // 16))[:, :, None] + piece[:, None]
+    index = index.masked_fill_(~is_used[:, None, None], len(pieces) - 1)
+    return pieces.index_fill_(0, index.flatten(), -1)[:-1].view(torch.int32).view(size, tile, tile // 32)
 
 
 def _listed(
@@ -412,13 +486,18 @@ def _listed(
 class _Bitmasks:
     """Bitmasks of tiles, from the blocks, edges and diagonals in them."""
 
-    def __init__(self, block_size: Size, q_len: int, kv_len: int, tile: int, device: torch.device) -> None:
-        self.tile = tile
+    def __init__(
+        self, block_size: Size, q_len: int, kv_len: int, tile: int, rows_per_token: int, device: torch.device
+    ) -> None:
+        self.tile, self.rows_per_token = tile, rows_per_token
+        # tokens of a tile row, and tile rows that start within `tile` tokens
+        self.tokens = max(1, tile // rows_per_token)
+        self.steps = tile // self.tokens
         self.parts = [max(1, tile // side) for side in block_size]
         self.n_sub = self.parts[0] * self.parts[1]
         self.sides = [min(tile, side) for side in block_size]
         self.lasts = [(length - 1) % tile + 1 for length in (q_len, kv_len)]
-        self.behind = (kv_len - q_len) % tile
+        self.rest = (kv_len - q_len // rows_per_token) % self.tokens
         self.device = device
 
     def every(self, n_diagonals: int) -> Tensor:
@@ -442,27 +521,33 @@ class _Bitmasks:
         if self.lasts[0] < tile:
             words[:, 2:, :, self.lasts[0] :].zero_()
         if n_diagonals:
-            query = torch.arange(tile, device=self.device)[:, None]
-            # per diagonal and word: the first key that query 0 does not see, less the first key of the word
-            first = torch.arange(self.behind + 1, self.behind + 1 - 2 * tile, -32, device=self.device).view(2, 1, -1)
-            seen = _first_bits(query + first)
+            token = torch.arange(tile, device=self.device)[:, None] // self.rows_per_token
+            # per diagonal: the first key that query 0 does not see
+            first = self.rest + 1 + self.tokens * torch.arange(self.steps - 1, -2, -1, device=self.device)
+            seen = _first_bits(token + first[:, None, None] - torch.arange(0, tile, 32, device=self.device))
             # the lower half of each 64-bit number
             words[1:].bitwise_and_(seen.view(torch.int32)[..., ::2][:, None, None])
         return words.flatten(0, 2)
 
     def words(self, pattern: Tensor, edge: Tensor, diagonal: Tensor) -> Tensor:
-        """int32 (tiles, tile, tile // 32). pattern: bits of blocks; edge: 1 right, 2 bottom; diagonal: 0 none, 1, 2."""
+        """int32 (tiles, tile, tile // 32). pattern: bits of blocks; edge: 1 right, 2 bottom; diagonal: 0 none."""
         query = torch.arange(self.tile, device=self.device)[:, None]
         start = torch.arange(0, self.tile, 32, device=self.device)
         words = torch.zeros(1, 1, 1, dtype=torch.int64, device=self.device)
         for half in (0, 16):
             sub = query // self.sides[0] * self.parts[1] + (start + half) // self.sides[1]
             words = words | ((pattern[:, None, None] >> sub & 1) * (0xFFFF << half))
+        return self.cut(words, edge, diagonal)
+
+    def cut(self, words: Tensor, edge: Tensor, diagonal: Tensor) -> Tensor:
+        """Words (tiles, tile, tile // 32) without the pairs beyond the edges and the diagonal of each tile."""
+        query = torch.arange(self.tile, device=self.device)[:, None]
+        start = torch.arange(0, self.tile, 32, device=self.device)
         edge, diagonal = edge[:, None, None], diagonal[:, None, None]
         words = words & torch.where((edge & 1) == 1, _first_bits(self.lasts[1] - start), 2**32 - 1)
         words = torch.where(((edge & 2) == 2) & (query >= self.lasts[0]), 0, words)
         # the last key that each query sees, relative to the tile
-        last_key = query + self.behind - self.tile * (diagonal - 1)
+        last_key = query // self.rows_per_token + self.rest - self.tokens * (diagonal - self.steps)
         words = torch.where(diagonal > 0, words & _first_bits(last_key + 1 - start), words)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 

@@ -230,6 +230,12 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for tile in (TILE, FINE_TILE):
         grid = plan_builder.Grid(selected, causal=side < 128, tile=tile)
         plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
+    # by token: bitmasks of each tile, of 2^16 patterns, and of 16
+    for group in (1, 4, 16) if side < 128 else ():
+        by_token = block_selection.Rows(2, length, n, length * group, length, (group, side))
+        bits, *_ = block_selection.of_indices(torch.empty(2, length, 16, dtype=torch.int64), by_token)
+        grid = plan_builder.Grid(by_token, causal=True, tile=FINE_TILE, rows_per_token=group)
+        plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:

@@ -44,6 +44,7 @@ def _zoo(*cases: str) -> str:
 RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
 GROUPS = 'tests/test_zoo.py -k "several_key and triton"'
 BY_INDEX = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
+BY_TOKEN = "tests/kernels/triton/test_block_selection.py -k by_token"
 BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
@@ -486,13 +487,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             ]
         ),
         # on the device, by kernels
-        ("kernels/triton/plan_builder.py", "4 * (behind < 0)", "4 * (behind <= 0)", BY_INDEX),
-        (
-            "kernels/triton/plan_builder.py",
-            "(last_q + kv_len - q_len >= first_kv)",
-            "(last_q + kv_len - q_len > first_kv)",
-            BY_INDEX,
-        ),
+        ("kernels/triton/plan_builder.py", "behind < TILE - 1", "behind < TILE", BY_INDEX),
+        ("kernels/triton/plan_builder.py", "(last_q // ROWS + ahead", "(last_q // ROWS + ahead - 1", BY_INDEX),
+        ("kernels/triton/plan_builder.py", "o_row * TILE // ROWS", "o_row * TILE", BY_TOKEN),
+        ("kernels/triton/plan_builder.py", "b_query // ROWS +", "b_query +", BY_TOKEN),
+        ("kernels/triton/plan_builder.py", "b_q // ROWS +", "b_q +", BY_TOKEN),
+        ("kernels/triton/block_selection.py", "counts_ptr + n_lines - 1", "counts_ptr + n_lines - 2", BY_TOKEN),
         (
             "kernels/triton/plan_builder.py",
             "(o_other[None, :] < o_line[:, None])",
@@ -505,7 +505,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tl.minimum(n_long, n_major)",
             "tests/kernels/triton/test_block_selection.py -k one_line_of_a_head",
         ),
-        ("kernels/triton/plan_builder.py", "- TILE * (b_diagonal - 1)", "- TILE * b_diagonal", BY_INDEX),
+        ("kernels/triton/plan_builder.py", "- TOKENS * (b_diagonal - STEPS)", "- TOKENS * b_diagonal", BY_INDEX),
         (
             "kernels/triton/plan_builder.py",
             "b_next_partial += tl.sum(b_is_partial, 1)",
@@ -542,7 +542,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/block_selection.py", "(cols[:, 1:] != cols[:, :-1])", "(cols[:, 1:] >= cols[:, :-1])", OPERATIONS),
         ("plan/block_selection.py", "indptr[1:, 0] = indptr[:-1, -1]", "indptr[1:, 0] = indptr[:-1, 0]", OPERATIONS),
         ("plan/block_selection.py", "row % parts[0] * parts[1] + col", "row % parts[0] * parts[0] + col", OPERATIONS),
-        ("plan/block_selection.py", "- self.tile * (diagonal - 1)", "- self.tile * diagonal", OPERATIONS),
+        ("plan/block_selection.py", "- self.tokens * (diagonal - self.steps)", "- self.tokens * diagonal", OPERATIONS),
         ("plan/block_selection.py", "unit = min(32, self.sides[1])", "unit = 32", OPERATIONS),
         ("plan/block_selection.py", "for least in (tile - 1, 0):", "for least in (tile, 0):", BY_INDEX),
     ),

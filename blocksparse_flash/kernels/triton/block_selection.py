@@ -3,7 +3,8 @@
     mark   one bit per block, and the count of each row: from indices, from indptr and indices, or the k highest scores
     list   indptr and indices of the set bits, ascending within a row
 
-One program marks one row, and each program sums the counts of all rows before its own: results are deterministic.
+One program marks one row, and each program sums the counts of all rows before its own: results are deterministic. Of
+very many rows, PyTorch sums the counts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ELEMENTS = 4096
 LINES, MINORS = 8, 128
 # counts of a step
 CHUNK = 1024
+# rows up to which programs sum the counts: that takes time quadratic in the rows
+MOST_SUMMED = 1 << 14
 
 
 @triton.jit
@@ -150,20 +153,25 @@ def mark_scores_kernel(
 
 @triton.jit(do_not_specialize=["n_lines", "n_rows", "n_cols", "n_words", "capacity"])
 def list_rows_kernel(
-    # inputs: int32 (lines, n_words), (lines,)
+    # inputs: int32 (lines, n_words), and (lines,): counts, or their cumulative sums if IS_SUMMED
     bits_ptr, counts_ptr,
     # outputs: int32 (lines // n_rows, n_rows + 1), (capacity,), (capacity,)
     indptr_ptr, indices_ptr, ids_ptr,
     n_lines, n_rows, n_cols, n_words, capacity,
-    LINES: tl.constexpr, MINORS: tl.constexpr, CHUNK: tl.constexpr,
+    IS_SUMMED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program, n_programs = tl.program_id(0), tl.num_programs(0)
-    nnz, before = sums_before(counts_ptr, n_lines, i_program * LINES, CHUNK)
     o_line = i_program * LINES + tl.arange(0, LINES)
     m_line = o_line < n_lines
-    b_count = tl.load(counts_ptr + o_line, mask=m_line, other=0)
-    b_end = before + tl.cumsum(b_count, 0)
-    b_begin = b_end - b_count
+    if IS_SUMMED:
+        nnz = tl.load(counts_ptr + n_lines - 1)
+        b_end = tl.load(counts_ptr + o_line, mask=m_line, other=0)
+        b_begin = tl.load(counts_ptr + o_line - 1, mask=m_line & (o_line > 0), other=0)
+    else:
+        nnz, before = sums_before(counts_ptr, n_lines, i_program * LINES, CHUNK)
+        b_count = tl.load(counts_ptr + o_line, mask=m_line, other=0)
+        b_end = before + tl.cumsum(b_count, 0)
+        b_begin = b_end - b_count
     o_axis = o_line // n_rows
     p_end = indptr_ptr + o_line + o_axis + 1
     tl.store(p_end, b_end, mask=m_line)
@@ -246,7 +254,8 @@ def _mark_scores(key: TensorKey, rows: Rows, k: int, causal: bool) -> Launch:  #
 @functools.lru_cache(maxsize=256)
 def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001
     sizes = {"n_lines": rows.n_lines, "n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words}
-    how = {"LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
+    is_summed = rows.n_lines > MOST_SUMMED
+    how = {"IS_SUMMED": is_summed, "LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
     return Launch(list_rows_kernel, (-(-rows.n_lines // LINES),), {**sizes, "capacity": capacity, **how})
 
 
@@ -293,5 +302,7 @@ def _listed(bits: torch.Tensor, counts: torch.Tensor, rows: Rows, capacity: int)
     empty = allocator(bits)
     indptr = empty(*contiguous(torch.int32, rows.axes, rows.n_rows + 1))
     indices, ids = (empty(*contiguous(torch.int32, capacity)) for _ in range(2))
+    if rows.n_lines > MOST_SUMMED:
+        counts = counts.cumsum(0, dtype=torch.int32)
     _list_rows(rows, capacity, bits.device)(bits, counts, indptr, indices, ids)
     return indptr, indices, ids

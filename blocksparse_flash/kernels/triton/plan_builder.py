@@ -1,6 +1,7 @@
 """Plan construction on a GPU from the bits of selected blocks, in two launches.
 
-    count   tiles and partial tiles of every tile row and tile column; every bitmask that a tile can have
+    count   tiles and partial tiles of every tile row and tile column; every bitmask that a tile can have, or, where
+            tiles have many blocks, the bitmask of each tile
     list    records in launch order, and the tiles of each tile row and tile column, partial ones first
 
 A program handles some tile rows or tile columns of a head. It derives the offsets of its lists and its launch order
@@ -27,6 +28,11 @@ LINES, MINORS = 8, 64
 AXES = 16
 # bitmask words of a program
 WORDS = 1024
+# blocks of a tile up to which all their subsets have bitmasks (for ALL_EDGES of them with every edge); with more, each
+# tile of the grid has its own
+MOST_PARTS, ALL_EDGES = 16, 4
+# for EDGES: ragged edges with bitmasks of their own (1 right, 2 bottom, 3 both), or OWN
+RIGHT, BOTTOM, OWN = 1, 2, tl.constexpr(4)
 # subtracted from the index of a partial tile
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
 
@@ -34,22 +40,19 @@ PARTIAL = tl.constexpr(plan_format.PARTIAL)
 class Grid(NamedTuple):
     """The tile grid of a block grid.
 
-    tile  tokens per side of a tile
+    tile  queries and keys per side of a tile
+    rows_per_token  consecutive queries at the position of one token, a power of two; q_len is a multiple
     """
 
     rows: Rows
     causal: bool
     tile: int = plan_format.TILE
+    rows_per_token: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         """Tile rows and tile columns."""
         return -(-self.rows.q_len // self.tile), -(-self.rows.kv_len // self.tile)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Tiles per block along each dimension, at least 1."""
-        return max(1, self.rows.block_size[0] // self.tile), max(1, self.rows.block_size[1] // self.tile)
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -62,9 +65,36 @@ class Grid(NamedTuple):
         return 1 << self.parts[0] * self.parts[1]
 
     @property
+    def n_diagonals(self) -> int:
+        """Distances of a tile from the diagonal, if it crosses the tile: 2 if each query is a token."""
+        return min(self.tile, self.rows_per_token) + 1 if self.causal else 0
+
+    @property
+    def edges(self) -> int:
+        """EDGES of the kernels. With many patterns, edges that the patterns or the diagonal contain are left out."""
+        parts, (q_len, kv_len) = self.parts[0] * self.parts[1], self.rows[3:5]
+        if parts <= ALL_EDGES:
+            return RIGHT + BOTTOM
+        right = kv_len % self.tile != 0 and not self.causal
+        bottom = q_len % self.tile != 0 and q_len % self.rows.block_size[0] != 0
+        n_edges = (1 + right) * (1 + bottom)
+        if parts > MOST_PARTS or self.n_tiles < self.n_patterns * n_edges * (1 + self.n_diagonals):
+            return OWN.value
+        return RIGHT * right + BOTTOM * bottom
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles of all axes."""
+        return self.rows.axes * self.shape[0] * self.shape[1]
+
+    @property
     def n_bitmasks(self) -> int:
-        """4 edge cases per pattern, times 3 with causal: no diagonal, and the two that occur."""
-        return self.n_patterns * 4 * (3 if self.causal else 1)
+        """Edges x patterns, for tiles that no diagonal crosses and each of the diagonals; or the tiles of the grid."""
+        edges = self.edges
+        if edges == OWN.value:
+            return max(1, self.n_tiles)
+        n_edges = (1 + (edges & RIGHT)) * (1 + edges // BOTTOM)
+        return self.n_patterns * n_edges * (1 + self.n_diagonals)
 
     @property
     def words_of_bitmask(self) -> int:
@@ -83,7 +113,10 @@ class Grid(NamedTuple):
             "kv_len": rows.kv_len,
             "q_tiles": q_tiles,
             "kv_tiles": kv_tiles,
-            **dict(zip(("PARTS_Q", "PARTS_KV", "TILES_Q", "TILES_KV"), (*self.parts, *self.tiles), strict=True)),
+            "BLOCK_Q": rows.block_size[0],
+            "BLOCK_KV": rows.block_size[1],
+            "ROWS": self.rows_per_token,
+            "EDGES": self.edges,
             "CAUSAL": self.causal,
             "TILE": self.tile,
         }
@@ -96,45 +129,72 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 @triton.jit
 def tile_kinds(
     bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
     """int32 (is stored, is full, bitmask id) of the tiles (o_row, o_col), which broadcast."""
+    PARTS_Q: tl.constexpr = TILE // BLOCK_Q if BLOCK_Q < TILE else 1
+    PARTS_KV: tl.constexpr = TILE // BLOCK_KV if BLOCK_KV < TILE else 1
+    PART_Q: tl.constexpr = TILE // PARTS_Q
+    PART_KV: tl.constexpr = TILE // PARTS_KV
+    # tokens of a tile row, and tile rows that start within TILE tokens
+    TOKENS: tl.constexpr = TILE // ROWS if ROWS < TILE else 1
+    STEPS: tl.constexpr = TILE // TOKENS
     p_bits = bits_ptr + batch_head.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
+    ahead = kv_len - q_len // ROWS
     b_pattern = tl.where(m_tile, 0, 0)
     b_left = b_pattern
-    for part_q in tl.static_range(PARTS_Q):
+    b_all = m_tile.to(tl.int32)
+    # a loop: there may be too many parts to unroll
+    for part_q in range(PARTS_Q):
+        o_block_row = (o_row * TILE + part_q * PART_Q) // BLOCK_Q
+        # the last query of the block sees its first key
+        last_q = tl.minimum(o_row * TILE + (part_q + 1) * PART_Q, q_len) - 1
         for part_kv in tl.static_range(PARTS_KV):
-            o_block_row = (o_row * PARTS_Q + part_q) // TILES_Q
-            o_block_col = (o_col * PARTS_KV + part_kv) // TILES_KV
+            first_kv = o_col * TILE + part_kv * PART_KV
+            o_block_col = first_kv // BLOCK_KV
             m_block = m_tile & (o_block_row < n_rows) & (o_block_col < n_cols)
             p_word = p_bits + o_block_row.to(tl.int64) * n_words + o_block_col // 32
             b_bit = (tl.load(p_word, mask=m_block, other=0) >> (o_block_col % 32)) & 1
-            b_pattern |= b_bit << (part_q * PARTS_KV + part_kv)
+            if EDGES == OWN:
+                b_all &= b_bit
+            else:
+                b_pattern |= b_bit << (part_q * PARTS_KV + part_kv)
             if CAUSAL:
-                # the last query of the block sees its first key
-                last_q = tl.minimum(o_row * TILE + (part_q + 1) * (TILE // PARTS_Q), q_len) - 1
-                first_kv = o_col * TILE + part_kv * (TILE // PARTS_KV)
-                b_left |= b_bit & (last_q + kv_len - q_len >= first_kv).to(tl.int32)
-    # 1: on the ragged right edge; 2: on the bottom edge; 4 and 8: the diagonal crosses it
-    b_kind = ((o_col == kv_tiles - 1) & (kv_len % TILE != 0)).to(tl.int32)
-    b_kind += 2 * ((o_row == q_tiles - 1) & (q_len % TILE != 0)).to(tl.int32)
+                b_left |= b_bit & (last_q // ROWS + ahead >= first_kv).to(tl.int32)
+            else:
+                b_left |= b_bit
+    # ragged edges, then where the diagonal crosses the tile
+    b_right = ((o_col == kv_tiles - 1) & (kv_len % TILE != 0)).to(tl.int32)
+    b_bottom = ((o_row == q_tiles - 1) & (q_len % TILE != 0)).to(tl.int32)
+    b_diagonal = tl.where(m_tile, 0, 0)
     if CAUSAL:
         # tokens by which query 0 is past key 0: from TILE - 1 on every pair attends
-        behind = (o_row - o_col) * TILE + kv_len - q_len
-        b_kind += 4 * (behind < TILE - 1).to(tl.int32) + 4 * (behind < 0).to(tl.int32)
+        behind = o_row * TILE // ROWS + ahead - o_col * TILE
+        steps = (behind - (ahead & (TOKENS - 1))) // TOKENS
+        b_diagonal += tl.where(behind < TILE - 1, tl.minimum(STEPS - steps, STEPS + 1), 0)
+    if EDGES == OWN:
+        b_full = b_all & (b_right + b_bottom + b_diagonal == 0).to(tl.int32)
+        b_id = (batch_head * q_tiles + o_row) * kv_tiles + o_col
     else:
-        b_left = b_pattern
-    N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
-    b_id = b_pattern + b_kind * N_PATTERNS
-    return (b_left != 0).to(tl.int32), (b_id == N_PATTERNS - 1).to(tl.int32), b_id
+        N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
+        N_RIGHT: tl.constexpr = 1 + EDGES % 2
+        N_EDGES: tl.constexpr = N_RIGHT * (1 + EDGES // 2)
+        b_kind = b_diagonal * N_EDGES
+        if N_RIGHT == 2:
+            b_kind += b_right
+        if N_EDGES > N_RIGHT:
+            b_kind += b_bottom * N_RIGHT
+        b_id = b_pattern + b_kind * N_PATTERNS
+        b_full = (b_id == N_PATTERNS - 1).to(tl.int32)
+    return (b_left != 0).to(tl.int32), b_full, b_id
 
 
 @triton.jit
 def tile_kinds_along(
     bits_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
     """`tile_kinds` as [lines, minors]: tile rows and tile columns if OF_ROWS, else the reverse."""
@@ -144,7 +204,7 @@ def tile_kinds_along(
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
         bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE,
+        BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE,
     )
 
 
@@ -152,7 +212,7 @@ def tile_kinds_along(
 def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
@@ -165,7 +225,7 @@ def count_lines(
         b_there, b_full, _ = tile_kinds_along(
             bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE,
+            OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE,
         )
         b_tiles += tl.sum(b_there, 1)
         b_partial += tl.sum(b_there & (1 - b_full), 1)
@@ -183,11 +243,18 @@ def first_bits(count):
 
 @triton.jit
 def write_bitmasks(
-    words_ptr, i_program, n_words, q_len, kv_len,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+    words_ptr, i_program, n_words_of_all, q_len, kv_len,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
+    TILE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Some words of all bitmasks, ordered by diagonal, edge and pattern (fastest)."""
+    PARTS_Q: tl.constexpr = TILE // BLOCK_Q if BLOCK_Q < TILE else 1
+    PARTS_KV: tl.constexpr = TILE // BLOCK_KV if BLOCK_KV < TILE else 1
+    TOKENS: tl.constexpr = TILE // ROWS if ROWS < TILE else 1
+    STEPS: tl.constexpr = TILE // TOKENS
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
+    N_RIGHT: tl.constexpr = 1 + EDGES % 2
+    N_EDGES: tl.constexpr = N_RIGHT * (1 + EDGES // 2)
     WORDS_OF_TILE: tl.constexpr = TILE // 32
     # keys of a block in a tile
     PART_KV: tl.constexpr = TILE // PARTS_KV
@@ -195,7 +262,8 @@ def write_bitmasks(
     b_start = o_word % WORDS_OF_TILE * 32
     b_query = o_word // WORDS_OF_TILE % TILE
     b_code = o_word // (WORDS_OF_TILE * TILE)
-    b_pattern, b_edge, b_diagonal = b_code % N_PATTERNS, b_code // N_PATTERNS % 4, b_code // (4 * N_PATTERNS)
+    b_pattern, b_edge = b_code % N_PATTERNS, b_code // N_PATTERNS % N_EDGES
+    b_diagonal = b_code // (N_EDGES * N_PATTERNS)
     b_part = b_query // (TILE // PARTS_Q) * PARTS_KV + b_start // PART_KV
     b_bits = tl.where(((b_pattern >> b_part) & 1) == 1, -1, 0)
     if PART_KV == 16:
@@ -203,12 +271,40 @@ def write_bitmasks(
         b_high = tl.where(((b_pattern >> (b_part + 1)) & 1) == 1, -1, 0)
         b_bits = (b_bits & 0xFFFF) | (b_high << 16)
     last_q, last_kv = (q_len - 1) % TILE + 1, (kv_len - 1) % TILE + 1
-    b_bits &= tl.where((b_edge & 1) == 1, first_bits(last_kv - b_start), -1)
-    b_bits = tl.where(((b_edge & 2) == 2) & (b_query >= last_q), 0, b_bits)
+    if N_RIGHT == 2:
+        b_bits &= tl.where(b_edge % 2 == 1, first_bits(last_kv - b_start), -1)
+    if N_EDGES > N_RIGHT:
+        b_bits = tl.where((b_edge // N_RIGHT == 1) & (b_query >= last_q), 0, b_bits)
     # last key of the tile that a query sees
-    b_last = b_query + ((kv_len - q_len) & (TILE - 1)) - TILE * (b_diagonal - 1)
+    b_last = b_query // ROWS + ((kv_len - q_len // ROWS) & (TOKENS - 1)) - TOKENS * (b_diagonal - STEPS)
     b_bits &= tl.where(b_diagonal > 0, first_bits(b_last + 1 - b_start), -1)
-    tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words)
+    tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words_of_all)
+
+
+@triton.jit
+def write_own_bitmasks(
+    bits_ptr, words_ptr, i_program, n_words_of_all, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+):
+    """Some words of the bitmasks of all tiles, ordered by axis, tile row and tile column (fastest)."""
+    WORDS_OF_TILE: tl.constexpr = TILE // 32
+    o_word = i_program * WORDS + tl.arange(0, WORDS)
+    b_tile = o_word // (WORDS_OF_TILE * TILE)
+    b_kv = b_tile % kv_tiles * TILE + o_word % WORDS_OF_TILE * 32
+    b_q = b_tile // kv_tiles % q_tiles * TILE + o_word // WORDS_OF_TILE % TILE
+    p_row = bits_ptr + ((b_tile // (kv_tiles * q_tiles)).to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
+    m_row = (o_word < n_words_of_all) & (b_q < q_len)
+    b_col = b_kv // BLOCK_KV
+    b_bits = -((tl.load(p_row + b_col // 32, mask=m_row & (b_col < n_cols), other=0) >> (b_col % 32)) & 1)
+    if BLOCK_KV == 16:
+        # a word has the keys of two blocks; the first one's number is even
+        b_word = tl.load(p_row + b_col // 32, mask=m_row & (b_col + 1 < n_cols), other=0)
+        b_bits = (b_bits & 0xFFFF) | (-((b_word >> (b_col % 32 + 1)) & 1) << 16)
+    b_bits &= first_bits(kv_len - b_kv)
+    if CAUSAL:
+        b_bits &= first_bits(b_q // ROWS + kv_len - q_len // ROWS + 1 - b_kv)
+    tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words_of_all)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "n_words_of_all"])
@@ -218,7 +314,7 @@ def count_kernel(
     # outputs: counts, int32 (2 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
@@ -228,17 +324,23 @@ def count_kernel(
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS,
+            True, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
             bits_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS,
+            False, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS,
+        )
+    elif EDGES == OWN:
+        write_own_bitmasks(
+            bits_ptr, words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, BLOCK_Q, BLOCK_KV, ROWS, CAUSAL, TILE, WORDS,
         )
     else:
         write_bitmasks(
-            words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len, PARTS_Q, PARTS_KV, TILE, WORDS
+            words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len,
+            BLOCK_Q, BLOCK_KV, ROWS, EDGES, TILE, WORDS,
         )
 
 
@@ -262,7 +364,7 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
 def list_lines(
     bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -307,7 +409,7 @@ def list_lines(
         b_there, b_full, b_id = tile_kinds_along(
             bits_ptr, batch_head, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE,
+            OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE,
         )
         b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
         b_place = tl.where(
@@ -332,7 +434,7 @@ def list_kernel(
     # their lengths
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    PARTS_Q: tl.constexpr, PARTS_KV: tl.constexpr, TILES_Q: tl.constexpr, TILES_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -343,14 +445,14 @@ def list_kernel(
             bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
+            True, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
             bits_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, PARTS_Q, PARTS_KV, TILES_Q, TILES_KV, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
+            False, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 

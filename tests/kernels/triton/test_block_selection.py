@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -265,3 +266,81 @@ def test_kernels_are_not_used_where_their_offsets_would_overflow(
     frame = Frame(1 << 10, 1 << 7, q_len, kv_len, (128, 128))
     assert block_selection._has_kernels(torch.empty(0), frame, 4)
     assert not block_selection._has_kernels(torch.empty(0), frame._replace(batch=1 << 18), 4)
+
+
+def pairs_of(plan: Plan, q_len: int, kv_len: int, *, of_rows: bool) -> Tensor:
+    """bool (axes, q_len, kv_len): the pairs of a plan, from its rows or from its columns."""
+    tile = plan.tile
+    records = (plan.row_records if of_rows else plan.col_records).flatten(0, 1)
+    entries, ids = plan[1:3] if of_rows else plan[4:6]
+    n_q, n_kv = -(-q_len // tile), -(-kv_len // tile)
+    pairs = torch.zeros(len(records), n_q * tile, n_kv * tile, dtype=torch.bool)
+    entries, ids, words, bit = entries.tolist(), ids.tolist(), plan.bitmasks.cpu(), torch.arange(32)
+    for axis, of_axis in enumerate(records.tolist()):
+        for number, begin, n_tiles, n_partial, *_ in of_axis:
+            for place in range(begin, begin + n_tiles):
+                other, is_partial = entries[place] & 0xFFFFFF, entries[place] < 0
+                row, col = (number, other) if of_rows else (other, number)
+                assert is_partial == (place < begin + n_partial)
+                mask = torch.tensor(True)
+                if is_partial:
+                    mask = (words[ids[place]][..., None] >> bit & 1).reshape(tile, tile).bool()
+                assert mask.any()
+                pairs[axis, row * tile : (row + 1) * tile, col * tile : (col + 1) * tile] |= mask
+    assert not pairs[:, q_len:].any() and not pairs[:, :, kv_len:].any()
+    return pairs[:, :q_len, :kv_len]
+
+
+# rows per token, tokens that select together, keys of a block, tokens, keys
+BY_TOKEN = [
+    (1, 1, 16, 33, 50),
+    (1, 8, 128, 100, 300),
+    (2, 1, 32, 50, 100),
+    (4, 1, 64, 40, 200),
+    (8, 1, 64, 20, 100),
+    (8, 2, 128, 41, 200),
+    (16, 1, 128, 20, 190),
+    (32, 1, 16, 10, 50),
+    (64, 1, 64, 5, 70),
+    (128, 2, 64, 5, 70),
+]
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("shares_bitmasks", [False, True])
+@pytest.mark.parametrize("case", BY_TOKEN, ids=str)
+def test_plans_of_selections_by_token_have_the_pairs_of_pytorch(
+    case: tuple[int, ...], shares_bitmasks: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bitmasks of every pattern and with one of each tile, and where PyTorch sums the counts of rows."""
+    from blocksparse_flash.kernels.triton import block_selection as selection_kernels
+    from blocksparse_flash.kernels.triton import plan_builder
+
+    rows_per_token, together, keys, q_len, kv_len = case
+    frame = Frame(2, 1, q_len * rows_per_token, kv_len, (rows_per_token * together, keys))
+    if shares_bitmasks:
+        monkeypatch.setattr(plan_builder.Grid, "n_tiles", 1 << 30)
+        monkeypatch.setattr(selection_kernels, "MOST_SUMMED", 0)
+        selection_kernels._list_rows.cache_clear()
+    indices = random_indices(frame, 3, device)
+    made = block_selection.by_indices(indices, frame)
+    expected = SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols)
+    for values, wanted in zip(made[:3], expected, strict=True):
+        assert torch.equal(values, wanted)
+    plan_builder.plan_launches.cache_clear()
+    for causal, tile in itertools.product((False, True), (TILE, FINE_TILE)):
+        parts = math.prod(max(1, tile // side) for side in frame.block_size)
+        if shares_bitmasks and parts > 8:
+            # none are shared by more than 16 parts, and 2^16 take the interpreter too long
+            continue
+        sizes = {**frame.sizes, "causal": causal, "tile": tile}
+        plan = block_selection.plan_of_selection(made._replace(rows_per_token=rows_per_token), **sizes)
+        wanted = PLAN_BY_OPERATIONS(*expected[:2], **sizes, rows_per_token=rows_per_token)
+        truth = pairs_of(wanted, *frame[2:4], of_rows=True)
+        for of_rows in (True, False):
+            assert torch.equal(pairs_of(plan, *frame[2:4], of_rows=of_rows), truth)
+        assert torch.equal(pairs_of(wanted, *frame[2:4], of_rows=False), truth)
+        if parts <= 4:
+            assert_same_plan(plan, wanted)
+    selection_kernels._list_rows.cache_clear()
+    plan_builder.plan_launches.cache_clear()

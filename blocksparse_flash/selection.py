@@ -1,0 +1,189 @@
+"""selected_attention: attention to the key blocks that each query token, or block of tokens, selects."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import reference, validation
+from .blocks import checks
+from .blocks.block_list import Frame
+from .functional import attention_with_lse
+from .layout import BlockLayout
+from .plan import block_selection
+from .plan_format import TILE
+from .runtime import tracing
+
+# queries that select together
+QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@tracing.untraced
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block_size: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of each query token to the blocks of keys that it selects, differentiable.
+
+    q            (batch, heads, q_len, head_dim)
+    k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
+    indices      integers (batch | 1, heads | kv_heads | 1, ceil(q_len / query_block_size), k): the blocks of each
+                 query, in any order. Query heads that share a head of keys also share its selection, if there is one
+                 for each of kv_heads; a size of 1 is shared by all. -1 marks an unused entry; repeated blocks are
+                 ignored. Other numbers are refused on the CPU and ignored on a GPU
+    block_size   keys per block: 16, 32, 64 or a multiple of 128; block i begins at key i * block_size
+    query_block_size  consecutive tokens that select together: 1, 2, 4, ..., 128
+    causal       True also drops the keys with kv_pos > q_pos + (kv_len - q_len), also within a selected block
+    scale, deterministic, backend  as `attention`
+    returns      (batch, heads, q_len, v_head_dim); 0 for a query that selects no key
+    raises       TypeError, ValueError
+
+    The layout and its plan are made on the device of q, without synchronization, also within a CUDA graph. The
+    selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
+
+    Query heads that share a selection are packed: a tile of 64 queries holds the heads of 64 / group tokens, and loads
+    each block that any of these tokens selects. A group of heads that is no power of two is padded to one. Time is in
+    proportion to the blocks that the tokens of a tile select together, so it pays if groups are large, or if
+    neighboring tokens select alike; `query_block_size` makes them. Extra memory: a copy of q, 8 to 16 bytes per listed
+    tile, and for fewer than 16 queries that select together (tokens times heads of a group) the masks of tiles, up to a
+    bit for each pair of all heads that select.
+
+    >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+    >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and head of keys
+    >>> selected_attention(q, k, k, indices, block_size=16).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    return selected_attention_with_lse(
+        q,
+        k,
+        v,
+        indices,
+        block_size=block_size,
+        query_block_size=query_block_size,
+        causal=causal,
+        scale=scale,
+        deterministic=deterministic,
+        backend=backend,
+    )[0]
+
+
+@tracing.untraced
+def selected_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block_size: int,
+    query_block_size: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`selected_attention`, and the log-sum-exp of each query's scores, which is differentiable too.
+
+    q, k, v, indices, block_size, query_block_size, causal, scale, deterministic, backend  as `selected_attention`
+    returns  out (batch, heads, q_len, v_head_dim) and lse (batch, heads, q_len), natural logarithm; -inf for a query
+             that selects no key
+    """
+    # all that `attention` would refuse below, before anything is computed
+    _, scale = validation.check(
+        q, k, v, None, causal, scale, None, 0.0, None, deterministic, validation.autocast_dtype(q)
+    )
+    _check_sides(block_size, query_block_size)
+    _check_indices(indices, q, k, query_block_size)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    # query heads that select together
+    group = heads // kv_heads if indices.shape[1] in (1, kv_heads) else 1
+    rows_per_token = 1 << (group - 1).bit_length()
+    frame = Frame(1, 1, q.shape[2] * rows_per_token, k.shape[2], (rows_per_token * query_block_size, block_size))
+    frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
+    block_selection.check_cols(indices, frame)
+    if backend == "reference" or not q.numel() or not k.numel():
+        mask = _dense(indices, q.shape[2], k.shape[2], block_size, query_block_size)
+        mask = mask.repeat_interleave(heads // mask.shape[1], 1)
+        return reference.attention(q, k, v, mask, causal=causal, scale=scale)
+    with tracing.outside_transforms(indices):
+        selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token)
+        layout = BlockLayout._selected(selection, frame)
+    out, lse = attention_with_lse(
+        _packed(q, group, rows_per_token),
+        k,
+        v,
+        layout,
+        causal=causal,
+        scale=scale,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return _unpacked(out, group, rows_per_token), _unpacked(lse[..., None], group, rows_per_token)[..., 0]
+
+
+def _packed(q: Tensor, group: int, rows_per_token: int) -> Tensor:
+    """(batch, heads, q_len, d) to (batch, heads / group, q_len * rows_per_token, d), the heads of a token together."""
+    if rows_per_token == 1:
+        return q
+    tokens = q.unflatten(1, (-1, group)).transpose(2, 3)
+    return pad(tokens, (0, 0, 0, rows_per_token - group)).flatten(2, 3)
+
+
+def _unpacked(rows: Tensor, group: int, rows_per_token: int) -> Tensor:
+    """The inverse of `_packed`."""
+    if rows_per_token == 1:
+        return rows
+    return rows.unflatten(2, (-1, rows_per_token))[:, :, :, :group].transpose(2, 3).flatten(1, 2)
+
+
+def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_block_size: int) -> Tensor:
+    """bool (batch | 1, heads, q_len, kv_len) of selected blocks."""
+    n_cols = -(-kv_len // block_size)
+    cols = block_selection.known(indices, n_cols)
+    blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter_(3, cols, True)
+    mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
+    return mask[:, :, :q_len, :kv_len]
+
+
+def _check_sides(block_size: object, query_block_size: object) -> None:
+    keys = checks.integer(block_size, "block_size")
+    if keys not in (16, 32, 64) and (keys < 1 or keys % TILE):
+        raise ValueError(
+            f"block_size must be 16, 32, 64 or a multiple of {TILE} keys, got {keys}; single keys cannot be selected"
+        )
+    if checks.integer(query_block_size, "query_block_size") not in QUERY_BLOCKS:
+        raise ValueError(f"query_block_size must be a power of two from 1 to 128 tokens, got {query_block_size}")
+
+
+def _check_indices(indices: object, q: Tensor, k: Tensor, query_block_size: int) -> None:
+    if not isinstance(indices, Tensor):
+        raise TypeError(
+            f"indices must be a torch.Tensor, got {type(indices).__name__}; torch.tensor(indices) makes one"
+        )
+    (batch, heads, q_len, _), kv_heads = q.shape, k.shape[1]
+    n_rows = -(-q_len // query_block_size)
+    shape = tuple(indices.shape)
+    if (
+        len(shape) != 4
+        or shape[0] not in (1, batch)
+        or shape[1] not in (1, kv_heads, heads)
+        or shape[2] != n_rows
+        or 0 in shape[:2]
+    ):
+        raise ValueError(
+            f"indices must have shape (batch = {batch} or 1, heads = {heads}, kv_heads = {kv_heads} or 1, {n_rows}, k) "
+            f"for {q_len} queries in blocks of query_block_size = {query_block_size}, got {shape}"
+        )
+    if indices.device != q.device:
+        raise ValueError(
+            f"indices must be on q's device {q.device}, got {indices.device}; indices.to(q.device) moves them"
+        )

@@ -1,0 +1,210 @@
+"""Attention to blocks selected by token equals its definition, forward and backward, on every backend."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import BlockLayout, attention, selected_attention, selected_attention_with_lse
+from blocksparse_flash.plan import block_selection
+from tests.support.closeness import assert_as_accurate
+
+# kv_heads, group, query_block_size, block_size, q_len, kv_len, k
+CASES = [
+    (2, 1, 1, 16, 70, 70, 2),
+    (1, 1, 1, 128, 40, 300, 2),
+    (2, 2, 1, 32, 100, 130, 2),
+    (1, 4, 1, 64, 50, 333, 3),
+    (2, 4, 1, 128, 70, 260, 2),
+    (1, 4, 16, 32, 100, 100, 2),
+    (1, 8, 1, 64, 33, 200, 2),
+    (2, 16, 1, 64, 30, 150, 2),
+    (1, 16, 16, 16, 40, 90, 3),
+    (1, 16, 64, 128, 130, 400, 2),
+    (1, 32, 1, 64, 9, 150, 2),
+    (1, 64, 1, 16, 5, 40, 2),
+    (1, 128, 1, 32, 6, 70, 2),
+    (2, 3, 1, 64, 45, 100, 2),
+    (1, 5, 4, 32, 45, 80, 2),
+    (1, 2, 128, 256, 200, 600, 2),
+    # more queries than keys: the first ones attend to nothing if causal
+    (1, 4, 1, 32, 90, 60, 1),
+    (1, 2, 8, 16, 64, 48, 1),
+]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def drawn_indices(batch: int, heads: int, n_rows: int, k: int, n_cols: int) -> Tensor:
+    """Random blocks with duplicates and unused entries; the second row selects none, the third its last block twice."""
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(-1, n_cols, (batch, heads, n_rows, k), generator=generator)
+    indices[:, :, 1:2] = -1
+    indices[:, :, 2:3] = n_cols - 1
+    return indices
+
+
+def dense_mask(indices: Tensor, heads: int, q_len: int, kv_len: int, block: int, q_block: int, causal: bool) -> Tensor:
+    """Pair by pair."""
+    batch, axis = indices.shape[:2]
+    mask = torch.zeros(batch, heads, q_len, kv_len, dtype=torch.bool)
+    for b, h, t in itertools.product(range(batch), range(heads), range(q_len)):
+        chosen = set(indices[b, h * axis // heads, t // q_block].tolist()) - {-1}
+        for col in chosen:
+            stop = min((col + 1) * block, kv_len, t + kv_len - q_len + 1 if causal else kv_len)
+            mask[b, h, t, col * block : max(col * block, stop)] = True
+    return mask
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0)[..., None]).exp()
+    return (weights.masked_fill(~mask, 0).to(v.dtype)) @ v, lse
+
+
+def leaves(case: tuple[int, ...], dtype: torch.dtype, batch: int = 2) -> tuple[list[Tensor], Tensor, dict[str, int]]:
+    kv_heads, group, q_block, block, q_len, kv_len, k = case
+    shapes = [(batch, kv_heads * group, q_len, 24), (batch, kv_heads, kv_len, 24), (batch, kv_heads, kv_len, 16)]
+    tensors = [drawn(*shape, seed=seed).to(dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+    indices = drawn_indices(batch, kv_heads, -(-q_len // q_block), k, -(-kv_len // block))
+    return tensors, indices, {"block_size": block, "query_block_size": q_block}
+
+
+def truth_of(tensors: list[Tensor], indices: Tensor, sizes: dict[str, int], causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = tensors
+    mask = dense_mask(indices, q.shape[1], q.shape[2], k.shape[2], *sizes.values(), causal)
+    return expected(q, k, v, mask, q.shape[3] ** -0.5)
+
+
+def gradients(out: Tensor, lse: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of a random weighting of out and of the finite lse."""
+    dout, dlse = drawn(*out.shape, seed=7).to(out), drawn(*lse.shape, seed=8).to(lse)
+    finite = lse.isfinite()
+    return torch.autograd.grad(
+        (out * dout).sum() + (lse.masked_fill(~finite, 0) * dlse).sum(), tensors, retain_graph=True
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_the_definition_in_float64(case: tuple[int, ...], causal: bool, backend: str) -> None:
+    tensors, indices, sizes = leaves(case, torch.float64)
+    found = selected_attention_with_lse(*tensors, indices, **sizes, causal=causal, backend=backend)
+    truth = truth_of(tensors, indices, sizes, causal)
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other)
+    # a query without keys has no gradient; autograd of the naive form gives NaN there
+    truth_grads = [grad.nan_to_num() for grad in gradients(*truth_of(tensors, indices, sizes, causal), tensors)]
+    for name, one, other in zip("qkv", gradients(*found, tensors), truth_grads, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"d{name}: {text}")
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the kernels of selection and plan even on the CPU, in Triton's interpreter; PyTorch operations raise."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("PyTorch operations were used")
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_selection, "sorted_rows", refused)
+    monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_are_as_accurate_as_pytorch(case: tuple[int, ...], causal: bool, device: torch.device) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    tensors, indices, sizes = leaves(case, torch.float32, batch=1)
+    low = [tensor.detach().to(device).requires_grad_() for tensor in tensors]
+    found = selected_attention_with_lse(*low, indices.to(device), **sizes, causal=causal, backend="triton")
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    truth, same = truth_of(exact, indices, sizes, causal), truth_of(tensors, indices, sizes, causal)
+    assert_as_accurate(found[0].cpu(), [same[0]], truth[0], name="out")
+    torch.testing.assert_close(found[1].cpu(), truth[1].float())
+    for name, *grads in zip(
+        "qkv", gradients(*found, low), gradients(*same, tensors), gradients(*truth, exact), strict=True
+    ):
+        one, other, right = (grad.cpu().nan_to_num() for grad in grads)
+        assert_as_accurate(one, [other], right, name=f"d{name}")
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4], ids=["all", "group", "head"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_selection_is_for_all_heads_or_a_group_or_a_head(heads: int, batch: int) -> None:
+    q, k = drawn(2, 4, 60, 8), drawn(2, 2, 60, 8, seed=1)
+    indices = drawn_indices(batch, heads, 60, 2, 4)
+    mask = dense_mask(indices.expand(2, -1, -1, -1), 4, 60, 60, 16, 1, True)
+    for backend in ("eager", "reference"):
+        out = selected_attention(q, k, k, indices, block_size=16, backend=backend)
+        torch.testing.assert_close(out, expected(q, k, k, mask, 8**-0.5)[0])
+
+
+def test_of_nothing_there_is_nothing() -> None:
+    for heads, q_len, k in ((2, 0, 2), (2, 5, 0), (0, 5, 2)):
+        q, x = drawn(1, heads, q_len, 8).requires_grad_(), drawn(1, 1 if heads else 0, 20, 8)
+        if not heads:
+            continue
+        out, lse = selected_attention_with_lse(q, x, x, torch.zeros(1, 1, q_len, k, dtype=torch.int64), block_size=16)
+        assert out.shape == (1, heads, q_len, 8) and lse.shape == (1, heads, q_len)
+        if not k:
+            assert not out.any() and (lse == -torch.inf).all()
+        out.sum().backward()
+
+
+def test_blocks_of_queries_selected_by_score_agree_with_a_layout() -> None:
+    """One head of keys for each query head, and blocks that from_topk takes too."""
+    q, k = drawn(1, 2, 200, 8), drawn(1, 2, 200, 8, seed=1)
+    indices = drawn_indices(1, 2, 4, 2, 4)
+    layout = BlockLayout.from_topk(indices, 200, 200, block_size=64)
+    out = selected_attention(q, k, k, indices, block_size=64, query_block_size=64)
+    torch.testing.assert_close(out, attention(q, k, k, layout, causal=True), rtol=0, atol=0)
+
+
+def test_a_compiled_function_has_a_graph_break() -> None:
+    q, k = drawn(1, 4, 40, 8), drawn(1, 2, 40, 8, seed=1)
+    indices = drawn_indices(1, 2, 40, 2, 3)
+
+    def function(q: Tensor) -> Tensor:
+        return selected_attention(q * 2, k, k, indices, block_size=16).sin()
+
+    torch.testing.assert_close(torch.compile(function, backend="eager")(q), function(q))
+
+
+INDICES = torch.zeros(1, 2, 40, 2, dtype=torch.int64)
+WRONG = {
+    "type": (TypeError, "indices must be a torch.Tensor, got list", {"indices": [[0]]}),
+    "dtype": (ValueError, "indices must be integers, got torch.float32", {"indices": INDICES.float()}),
+    "rows": (ValueError, r"heads = 4, kv_heads = 2 or 1, 10, k\) for 40 queries in blocks", {"query_block_size": 4}),
+    "heads": (ValueError, "indices must have shape", {"indices": INDICES.expand(1, 2, 40, 2).repeat(1, 4, 1, 1)}),
+    "range": (ValueError, r"indices must be -1 \(none\) or in 0 .. n_cols - 1 = 2, got 3", {"indices": INDICES + 3}),
+    "keys": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 keys, got 1;", {"block_size": 1}),
+    "large": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 keys, got 192", {"block_size": 192}),
+    "float": (TypeError, "block_size must be an int, got 16.0", {"block_size": 16.0}),
+    "queries": (ValueError, "query_block_size must be a power of two from 1 to 128", {"query_block_size": 3}),
+    "causal": (TypeError, "causal must be True or False", {"causal": 1}),
+    "backend": (ValueError, "backend", {"backend": "cuda"}),
+    "q": (ValueError, "q must have", {"q": torch.zeros(4, 40, 8)}),
+    "device": (ValueError, "indices must be on q's device cpu, got meta", {"indices": INDICES.to("meta")}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused(case: str) -> None:
+    error, message, changes = WRONG[case]
+    arguments: dict[str, Any] = {"q": torch.zeros(1, 4, 40, 8), "k": torch.zeros(1, 2, 40, 8), "indices": INDICES}
+    arguments |= {"v": arguments["k"], "block_size": 16} | changes
+    with pytest.raises(error, match=message):
+        selected_attention(**arguments)
