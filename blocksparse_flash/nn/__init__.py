@@ -4,6 +4,7 @@ from .decoder import Decoder, DecoderBlock
 from .kv_cache import KVCache
 from .layers import Encoder, EncoderBlock, SelfAttention
 from .layout_by_length import LayoutByLength
+from .native_sparse import NativeSparseAttention, native_sparse_attention
 from .positions import LearnedPositions, RotaryTable, alibi_slopes, rotary_table
 from .torch_modules import MultiheadAttention, TransformerEncoderLayer
 from .video_sparse import VideoSparseAttention, video_sparse_attention
@@ -17,11 +18,13 @@ __all__ = [
     "LayoutByLength",
     "LearnedPositions",
     "MultiheadAttention",
+    "NativeSparseAttention",
     "RotaryTable",
     "SelfAttention",
     "TransformerEncoderLayer",
     "VideoSparseAttention",
     "alibi_slopes",
+    "native_sparse_attention",
     "rotary_table",
     "video_sparse_attention",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import BlockLayout
+from ..validation import MAX_HEAD_DIM
 
 # what a module holds, and what it takes: a specification becomes a LayoutByLength
 HeldLayout = BlockLayout | Callable[[int], BlockLayout] | None
@@ -73,3 +74,45 @@ def checked_layout(layout: Any) -> HeldLayout:
             f"BlockLayout, or None, got {type(layout).__name__}"
         )
     return layout
+
+
+class Heads(NamedTuple):
+    """Checked head sizes of a layer."""
+
+    embed_dim: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    rope: float | None
+
+    @classmethod
+    def of(
+        cls, embed_dim: int, num_heads: int, kv_heads: int | None, head_dim: int | None, rope: float | None
+    ) -> Heads:
+        """The sizes of a layer from its arguments; None are defaults."""
+        positive_int("embed_dim", embed_dim)
+        positive_int("num_heads", num_heads)
+        kv_heads = num_heads if kv_heads is None else positive_int("kv_heads", kv_heads)
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads unless head_dim is given, got {embed_dim} and {num_heads}"
+            )
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads must be a multiple of kv_heads, got {num_heads} and {kv_heads}")
+        features = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
+        if features > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {features}: take more heads")
+        if rope is not None and features % 2:
+            raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {features}")
+        return cls(embed_dim, num_heads, kv_heads, features, None if rope is None else rotary_base("rope", rope))
+
+    def check_input(self, x: Tensor) -> None:
+        """Refuse an input of another shape."""
+        check_tensor("x", x)
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.embed_dim}, {self.num_heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, rope={self.rope}"
+        )

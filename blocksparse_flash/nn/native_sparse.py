@@ -1,0 +1,389 @@
+"""Native sparse attention: compressed, selected and window branches, mixed by gates."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from .. import validation
+from ..functional import attention, attention_with_lse
+from ..layout import BlockLayout
+from ..runtime import tracing
+from ..selection import selected_attention
+from .arguments import Heads, check_tensor, positive_int
+from .positions import rotary_table, rotate
+
+# scores of compressed keys in memory at a time, for all heads: 256 MB as float32
+SCORES_OF_CHUNK = 1 << 26
+
+
+class KeysAndValues(NamedTuple):
+    """k (batch, kv_heads, length, head_dim) and v (batch, kv_heads, length, v_head_dim) of a branch."""
+
+    k: Tensor
+    v: Tensor
+
+
+def n_compressed(length: int, size: int, stride: int) -> int:
+    """Compressed blocks of a sequence: those that end within it."""
+    return max(0, (length - size) // stride + 1)
+
+
+@functools.lru_cache(maxsize=16)
+@tracing.untraced
+def compressed_layout(length: int, size: int, stride: int) -> BlockLayout:
+    """Each query attends to the compressed blocks of `size` tokens, one every `stride`, that end at it or before."""
+
+    def has_ended(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        return kv_pos * stride + size - 1 <= q_pos
+
+    def distance(row: np.ndarray, col: np.ndarray) -> np.ndarray:
+        # of the first query of a block from its first key, as far as it matters
+        return (128 * (row - stride * col)).clip(-129, 128 * stride + size)
+
+    n_cols = n_compressed(length, size, stride)
+    return BlockLayout.from_predicate(has_ended, length, n_cols, block_size=128, dedup_key=distance)
+
+
+@functools.lru_cache(maxsize=16)
+@tracing.untraced
+def window_layout(length: int, window: int) -> BlockLayout:
+    """Each query attends to itself and the window - 1 tokens before it."""
+    # imports the mask builders
+    from ..masks import local
+
+    return local(length, window=(window - 1, 0))
+
+
+@torch.no_grad()
+def most_important_blocks(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    n_blocks: int,
+    block_size: int = 64,
+    compressed_size: int = 32,
+    stride: int = 16,
+    always: tuple[int, int] = (1, 2),
+    scale: float | None = None,
+) -> Tensor:
+    """The blocks of tokens that matter most to each query, by its attention to compressed keys.
+
+    q          (batch, heads, length, head_dim)
+    k          (batch, kv_heads, n_compressed, head_dim): key i stands for tokens from i * stride on, compressed_size
+               of them
+    lse        (batch, heads, length), of attention to the compressed keys that end at the query or before
+    n_blocks   blocks per query; fewer if there are fewer up to its own
+    block_size  tokens of a block, a multiple of stride
+    always      blocks that are always selected: the first ones, and the last ones up to the query's own
+    returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for none
+
+    The importance of a block is the sum, over the heads of a group, the pieces of `stride` tokens in the block, and the
+    compressed keys that contain a piece, of the attention weight of that key. Without a gradient; queries are processed
+    in chunks, so that memory is O(chunk * n_compressed).
+    """
+    batch, heads, length, head_dim = q.shape
+    kv_heads, n_keys = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    n_cols = -(-length // block_size)
+    # of a query without keys every weight is 0
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
+    own = torch.arange(length, device=q.device)[:, None] // block_size
+    col = torch.arange(n_cols, device=q.device)
+    is_always = ((col < always[0]) | (col > own - always[1])) & (col <= own)
+    chunk = max(block_size, SCORES_OF_CHUNK // max(1, batch * heads * n_keys) // block_size * block_size)
+    found = []
+    for first in range(0, length, chunk):
+        rows = slice(first, min(first + chunk, length))
+        n_seen, n_seen_cols = n_compressed(rows.stop, compressed_size, stride), -(-rows.stop // block_size)
+        weights = _group_weights(
+            queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], first, scale, compressed_size, stride
+        )
+        importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
+        importance.masked_fill_(is_always[rows, :n_seen_cols], torch.inf)
+        importance.masked_fill_(col[:n_seen_cols] > own[rows], -torch.inf)
+        best = importance.topk(min(n_blocks, n_seen_cols), dim=3)
+        cols = best.indices.masked_fill_(best.values == -torch.inf, -1)
+        found.append(pad(cols, (0, min(n_blocks, n_cols) - cols.shape[3]), value=-1))
+    return torch.cat(found, 2)
+
+
+def _group_weights(q: Tensor, k: Tensor, lse: Tensor, first: int, scale: float, size: int, stride: int) -> Tensor:
+    """Attention weights of compressed keys, summed over each group: (batch, kv_heads, queries, n_compressed).
+
+    q  (batch, kv_heads, group, queries, head_dim), whose first query is token `first`
+    """
+    scores = torch.einsum("bkgqd, bknd -> bkgqn", q, k)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    last = torch.arange(k.shape[2], device=k.device) * stride + (size - 1)
+    position = torch.arange(first, first + q.shape[3], device=k.device)
+    weights = scores.mul_(scale).sub_(lse[..., None]).exp_()
+    return weights.masked_fill_(last > position[:, None], 0).sum(2)
+
+
+def block_importance(weights: Tensor, n_cols: int, block_size: int, compressed_size: int, stride: int) -> Tensor:
+    """Importance of blocks (..., n_cols) from weights of compressed keys (..., n_compressed): see above."""
+    per_block, per_key = block_size // stride, compressed_size // stride
+    n_pieces = n_cols * per_block
+    padded = pad(weights, (per_key - 1, n_pieces - weights.shape[-1]))
+    # piece p is in the compressed keys p - per_key + 1 .. p
+    pieces = padded[..., :n_pieces].clone()
+    for shift in range(1, per_key):
+        pieces += padded[..., shift : shift + n_pieces]
+    return pieces.unflatten(-1, (n_cols, per_block)).sum(-1)
+
+
+@tracing.untraced
+def native_sparse_attention(
+    q: Tensor,
+    compressed: tuple[Tensor, Tensor],
+    selected: tuple[Tensor, Tensor],
+    window: tuple[Tensor, Tensor],
+    gates: Tensor,
+    *,
+    n_blocks: int = 16,
+    block_size: int = 64,
+    compressed_size: int = 32,
+    stride: int = 16,
+    window_size: int = 512,
+    always: tuple[int, int] = (1, 2),
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of three branches, each with its own keys and values, mixed by gates.
+
+    The compressed branch attends to compressed keys, each of which stands for a block of tokens and is seen once all of
+    these have been. The selected branch attends to the tokens of the blocks that matter most to a query, by the weights
+    of the compressed branch, summed over the heads that share keys. The window branch attends to the latest tokens.
+
+    q           (batch, heads, length, head_dim)
+    compressed  k (batch, kv_heads, n, head_dim) and v (batch, kv_heads, n, v_head_dim), kv_heads a divisor of heads;
+                n = (length - compressed_size) // stride + 1, or 0: key i stands for compressed_size tokens from
+                i * stride on
+    selected, window  k (batch, kv_heads, length, head_dim) and v (batch, kv_heads, length, v_head_dim)
+    gates       (batch, heads, length, 3): weights of the compressed, selected and window branches
+    n_blocks    blocks selected for each query and head of keys, including `always`; all if there are fewer
+    block_size  tokens of a selected block: 16, 32, 64 or a multiple of 128, and a multiple of stride
+    compressed_size, stride  tokens of a compressed block, a multiple of stride, and tokens from one to the next
+    window_size  tokens of the window, the query's own included
+    always      blocks that are always selected: the first ones, and the last ones up to the query's own
+    scale       of the scores; None is head_dim ** -0.5
+    returns     (batch, heads, length, v_head_dim)
+    raises      TypeError, ValueError
+
+    Selection, layouts and plans are made on the device of q, without synchronization except for the first call of a
+    length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
+
+    Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3: the defaults, and equations 5, 8 to 12.
+
+    >>> q, k = torch.randn(1, 4, 128, 16), torch.randn(1, 2, 128, 16)
+    >>> gates = torch.rand(1, 4, 128, 3)
+    >>> native_sparse_attention(q, (k[:, :, :7], k[:, :, :7]), (k, k), (k, k), gates, n_blocks=3, block_size=32).shape
+    torch.Size([1, 4, 128, 16])
+    """
+    check_sizes(n_blocks, block_size, compressed_size, stride, window_size, always)
+    check_tensor("q", q)
+    named = {"compressed": compressed, "selected": selected, "window": window}
+    branches = {name: _branch(name, pair, q) for name, pair in named.items()}
+    scale = validation.check(
+        q, *branches["selected"], None, False, scale, None, 0.0, None, None, validation.autocast_dtype(q)
+    )[1]
+    _check_lengths(branches, q, compressed_size, stride)
+    _check_gates(gates, q)
+    length = q.shape[2]
+    (few_k, few_v), (k, v), near = branches.values()
+    # keys that no query sees yet have no layout
+    layout = compressed_layout(length, compressed_size, stride) if few_k.shape[2] else None
+    coarse, lse = attention_with_lse(q, few_k, few_v, layout, scale=scale)
+    indices = most_important_blocks(
+        q.detach(),
+        few_k.detach().to(q.dtype),
+        lse.detach(),
+        n_blocks=n_blocks,
+        block_size=block_size,
+        compressed_size=compressed_size,
+        stride=stride,
+        always=always,
+        scale=scale,
+    )
+    fine = selected_attention(q, k, v, indices, block_size=block_size, scale=scale)
+    recent = attention(q, *near, window_layout(length, window_size), scale=scale)
+    gate = gates.to(fine.dtype)[..., None].unbind(3)
+    return gate[0] * coarse + gate[1] * fine + gate[2] * recent
+
+
+def check_sizes(
+    n_blocks: int, block_size: int, compressed_size: int, stride: int, window_size: int, always: tuple[int, int]
+) -> None:
+    """Refuse sizes that do not fit each other."""
+    for name, number in (
+        *(("n_blocks", n_blocks), ("block_size", block_size), ("compressed_size", compressed_size)),
+        *(("stride", stride), ("window_size", window_size)),
+    ):
+        positive_int(name, number)
+    if len(always) != 2 or not all(isinstance(number, int) for number in always) or always[0] < 0 or always[1] < 1:
+        raise ValueError(
+            f"always must be two numbers of blocks, 0 or more first and 1 or more last ones, got {always!r}"
+        )
+    if block_size not in (16, 32, 64) and block_size % 128:
+        raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 tokens, got {block_size}")
+    for name, size in (("block_size", block_size), ("compressed_size", compressed_size)):
+        if size % stride:
+            raise ValueError(f"{name} must be a multiple of stride={stride}, got {size}")
+    if sum(always) > n_blocks:
+        raise ValueError(f"n_blocks must be at least the number of blocks in always={always}, got {n_blocks}")
+
+
+def _branch(name: str, pair: tuple[Tensor, Tensor], q: Tensor) -> KeysAndValues:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{name} must be a pair of keys and values, got {type(pair).__name__}")
+    for letter, tensor in zip("kv", pair, strict=True):
+        check_tensor(f"{name} {letter}", tensor)
+        if tensor.dim() != 4 or tensor.device != q.device:
+            raise ValueError(
+                f"{name} {letter} must have shape (batch, kv_heads, length, head_dim) on q's device {q.device}, got "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    return KeysAndValues(*pair)
+
+
+def _check_lengths(branches: dict[str, KeysAndValues], q: Tensor, compressed_size: int, stride: int) -> None:
+    length = q.shape[2]
+    k, v = branches["selected"]
+    lengths = {"compressed": n_compressed(length, compressed_size, stride), "selected": length, "window": length}
+    for name, pair in branches.items():
+        for letter, tensor, like in zip("kv", pair, (k, v), strict=True):
+            wanted = (*like.shape[:2], lengths[name], like.shape[3])
+            if tensor.shape != wanted:
+                raise ValueError(
+                    f"{name} {letter} must have shape {wanted} for {length} queries, got {tuple(tensor.shape)}"
+                )
+
+
+def _check_gates(gates: Tensor, q: Tensor) -> None:
+    check_tensor("gates", gates)
+    if gates.shape != (*q.shape[:3], 3):
+        raise ValueError(
+            f"gates must have shape (batch, heads, length, 3) = {(*q.shape[:3], 3)}, got {tuple(gates.shape)}"
+        )
+
+
+class BlockCompression(nn.Module):
+    """Compresses each block of tokens to one: a two-layer perceptron of the block plus learned positions within it.
+
+    head_dim    features of a token and of the result
+    size        tokens of a block
+    stride      tokens from one block to the next
+    hidden_dim  features between the layers, with GELU
+    """
+
+    def __init__(self, head_dim: int, *, size: int, stride: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.size, self.stride = size, stride
+        self.positions = nn.Parameter(torch.empty(size, head_dim))
+        self.layers = nn.Sequential(nn.Linear(size * head_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, head_dim))
+        nn.init.normal_(self.positions, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, heads, length, head_dim) to (batch, heads, n_compressed, head_dim)."""
+        if x.shape[2] < self.size:
+            # none, with gradients of zero
+            blocks = x.new_empty(*x.shape[:2], 0, *self.positions.shape)
+        else:
+            # (batch, heads, n_compressed, size, head_dim)
+            blocks = x.unfold(2, self.size, self.stride).mT
+        return self.layers((blocks + self.positions).flatten(3))
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, stride={self.stride}"
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal self-attention of three branches: `native_sparse_attention` between projections without bias.
+
+    embed_dim   features per token, a multiple of num_heads unless head_dim is given
+    num_heads   query heads
+    kv_heads    key and value heads of each branch, a divisor of num_heads; the heads of a group select together. None
+                means num_heads, but the selected branch is fast for groups of 4 to 64 heads
+    n_blocks, block_size, compressed_size, stride, window_size, always  as `native_sparse_attention`
+    rope        base of rotary positions, such as 10000.0; None adds no positions. Compressed keys are rotated after the
+                compression, to the position of the first token of their block
+    head_dim    features per head; None means embed_dim // num_heads
+    raises      TypeError, ValueError
+
+    Each branch has its own keys and values. `compress_k` and `compress_v`, shared by all heads, map a block of tokens
+    to one compressed key and value: see BlockCompression, with 2 * head_dim hidden features. The gates are the sigmoid
+    of a linear function of the input, one for each head and branch. Linear layers start as nn.Linear does, the
+    positions within a block from N(0, 0.02^2).
+
+    A sequence may have any length. Tokens after a token never change its output, so padding at the end needs no mask.
+
+    Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3.
+
+    >>> NativeSparseAttention(64, 4, kv_heads=1, rope=10000.0)(torch.zeros(1, 200, 64)).shape
+    torch.Size([1, 200, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kv_heads: int | None = None,
+        n_blocks: int = 16,
+        block_size: int = 64,
+        compressed_size: int = 32,
+        stride: int = 16,
+        window_size: int = 512,
+        always: tuple[int, int] = (1, 2),
+        rope: float | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(n_blocks, block_size, compressed_size, stride, window_size, always)
+        self.sizes: dict[str, Any] = {
+            "n_blocks": n_blocks,
+            "block_size": block_size,
+            "compressed_size": compressed_size,
+            "stride": stride,
+            "window_size": window_size,
+            "always": always,
+        }
+        self.heads = Heads.of(embed_dim, num_heads, kv_heads, head_dim, rope)
+        features = self.heads.head_dim
+        sizes = {"size": compressed_size, "stride": stride, "hidden_dim": 2 * features}
+        self.q = nn.Linear(embed_dim, num_heads * features, bias=False)
+        # keys and values of the compressed, selected and window branches
+        self.kv = nn.Linear(embed_dim, 6 * self.heads.kv_heads * features, bias=False)
+        self.compress_k, self.compress_v = (BlockCompression(features, **sizes) for _ in range(2))
+        self.gates = nn.Linear(embed_dim, 3 * num_heads)
+        self.out = nn.Linear(num_heads * features, embed_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape."""
+        self.heads.check_input(x)
+        d, length = self.heads.head_dim, x.shape[1]
+        q = rearrange(self.q(x), "batch length (heads d) -> batch heads length d", d=d)
+        few_k, few_v, k, v, near_k, near_v = rearrange(
+            self.kv(x), "batch length (branch heads d) -> branch batch heads length d", branch=6, d=d
+        ).unbind(0)
+        few_k, few_v = self.compress_k(few_k), self.compress_v(few_v)
+        if self.heads.rope is not None:
+            positions = torch.arange(length, device=x.device)
+            table = rotary_table(positions, self.heads.rope, d)
+            q, k, near_k = (rotate(tensor, table) for tensor in (q, k, near_k))
+            starts = positions[: few_k.shape[2]] * self.sizes["stride"]
+            few_k = rotate(few_k, rotary_table(starts, self.heads.rope, d))
+        gates = rearrange(self.gates(x).sigmoid(), "batch length (heads branch) -> batch heads length branch", branch=3)
+        out = native_sparse_attention(q, (few_k, few_v), (k, v), (near_k, near_v), gates, **self.sizes)
+        return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
+
+    def extra_repr(self) -> str:
+        return f"{self.heads}, {', '.join(f'{name}={size}' for name, size in self.sizes.items())}"

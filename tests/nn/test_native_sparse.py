@@ -1,0 +1,222 @@
+"""Native sparse attention equals its definition in float64, forward and backward, token by token."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import attention_with_lse
+from blocksparse_flash.nn import NativeSparseAttention, native_sparse, native_sparse_attention
+from blocksparse_flash.nn.positions import rotary_table, rotate
+
+# length, kv_heads, group, then the sizes of the paper's names l', l, d, n, w
+CASES = [
+    (150, 1, 4, 32, 32, 16, 4, 20),
+    (130, 2, 2, 16, 16, 8, 4, 50),
+    (140, 1, 3, 64, 32, 16, 3, 128),
+    (100, 2, 1, 16, 8, 8, 3, 1),
+    (90, 1, 2, 32, 16, 4, 100, 30),
+    (33, 1, 2, 16, 32, 16, 4, 8),
+    (20, 1, 2, 16, 32, 16, 4, 8),
+]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def sizes_of(case: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(("block_size", "compressed_size", "stride", "n_blocks", "window_size"), case[3:], strict=True))
+
+
+def attended(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (keys @ query / math.sqrt(len(query))).softmax(0)
+    return weights @ values, weights
+
+
+def expected(
+    q: Tensor,
+    compressed: tuple[Tensor, Tensor],
+    selected: tuple[Tensor, Tensor],
+    window: tuple[Tensor, Tensor],
+    gates: Tensor,
+    *,
+    block_size: int,
+    compressed_size: int,
+    stride: int,
+    n_blocks: int,
+    window_size: int,
+) -> Tensor:
+    """Query by query: one initial and two local blocks are always selected."""
+    batch, heads, length, _ = q.shape
+    kv_heads = selected[0].shape[1]
+    group = heads // kv_heads
+    out = torch.zeros(batch, heads, length, selected[1].shape[3], dtype=q.dtype)
+    for b in range(batch):
+        for h in range(kv_heads):
+            few_k, few_v, k, v, near_k, near_v = (x[b, h] for pair in (compressed, selected, window) for x in pair)
+            for t in range(length):
+                spans = [range(first, first + compressed_size) for first in range(0, length, stride)]
+                seen = [span for span in spans if span.stop <= t + 1]
+                own = t // block_size
+                importance = torch.zeros(own + 1, dtype=torch.float64)
+                of_heads = range(h * group, (h + 1) * group)
+                for head in of_heads:
+                    coarse, weights = attended(q[b, head, t], few_k[: len(seen)], few_v[: len(seen)])
+                    out[b, head, t] += gates[b, head, t, 0] * coarse
+                    # a weight counts once for each piece of `stride` tokens that a compressed block shares with a block
+                    for span, weight in zip(seen, weights.detach(), strict=True):
+                        for piece in range(span.start, span.stop, stride):
+                            importance[piece // block_size] += weight
+                always = {0, own - 1, own} & set(range(own + 1))
+                others = [j for j in importance.argsort(descending=True).tolist() if j not in always]
+                chosen = sorted([*always, *others[: n_blocks - len(always)]])
+                tokens = [i for j in chosen for i in range(j * block_size, min((j + 1) * block_size, t + 1))]
+                recent = slice(max(0, t + 1 - window_size), t + 1)
+                for head in of_heads:
+                    fine, _ = attended(q[b, head, t], k[tokens], v[tokens])
+                    near, _ = attended(q[b, head, t], near_k[recent], near_v[recent])
+                    out[b, head, t] += gates[b, head, t, 1] * fine + gates[b, head, t, 2] * near
+    return out
+
+
+def inputs(case: tuple[int, ...]) -> list[Tensor]:
+    length, kv_heads, group, _, size, stride, *_ = case
+    n = max(0, (length - size) // stride + 1)
+    pairs = [drawn(2, kv_heads, n if i < 2 else length, 12 if i % 2 else 16, seed=i) for i in range(6)]
+    return [drawn(2, kv_heads * group, length, 16, seed=7), *pairs, drawn(2, kv_heads * group, length, 3, seed=8)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_is_the_definition(case: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several chunks of queries."""
+    monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", 1)
+    q, few_k, few_v, k, v, near_k, near_v, gates = leaves = inputs(case)
+    arguments = q, (few_k, few_v), (k, v), (near_k, near_v), gates
+    found = native_sparse_attention(*arguments, **sizes_of(case))
+    truth = expected(*arguments, **sizes_of(case))
+    torch.testing.assert_close(found, truth)
+    dout = drawn(*found.shape, seed=9).detach()
+    grads, true_grads = (torch.autograd.grad(out, leaves, dout) for out in (found, truth))
+    for one, other in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_chunks_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, few_k, few_v, *_ = inputs((300, 2, 2, 16, 16, 8, 4, 50))
+    lse = attention_with_lse(q, few_k, few_v, native_sparse.compressed_layout(300, 16, 8))[1]
+    sizes = {"n_blocks": 6, "block_size": 16, "compressed_size": 16, "stride": 8}
+    found = []
+    for size in (1, 1 << 26):
+        monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", size)
+        found.append(native_sparse.most_important_blocks(q, few_k, lse, **sizes).sort(3).values)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("length", "size", "stride"), [(700, 32, 16), (5000, 32, 16), (300, 8, 8), (129, 64, 4)])
+def test_a_query_sees_the_compressed_blocks_that_have_ended(length: int, size: int, stride: int) -> None:
+    dense = native_sparse.compressed_layout(length, size, stride).to_dense()[0, 0]
+    last = torch.arange(dense.shape[1]) * stride + size - 1
+    assert torch.equal(dense, last <= torch.arange(length)[:, None]) and last[-1] + stride >= length > last[-1]
+
+
+def layer_of(**changes: Any) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    sizes = {"n_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
+    return NativeSparseAttention(48, 4, **{"kv_heads": 2, "rope": 100.0} | sizes | changes).double()
+
+
+def test_a_layer_is_its_steps_spelled_out() -> None:
+    layer, x = layer_of(), drawn(2, 110, 48)
+
+    def by_head(projected: Tensor) -> Tensor:
+        return projected.unflatten(2, (-1, 12)).transpose(1, 2)
+
+    q, branches = by_head(layer.q(x)), [by_head(part) for part in layer.kv(x).chunk(6, 2)]
+
+    def compressed(keys: Tensor, compression: native_sparse.BlockCompression) -> Tensor:
+        blocks = [keys[:, :, first : first + 16] + compression.positions for first in range(0, 110 - 15, 8)]
+        return torch.stack([compression.layers(block.flatten(2)) for block in blocks], 2)
+
+    few_k, few_v, k, v, near_k, near_v = branches
+    few_k, few_v = compressed(few_k, layer.compress_k), compressed(few_v, layer.compress_v)
+    table = rotary_table(torch.arange(110), 100.0, 12)
+    q, k, near_k = (rotate(each, table) for each in (q, k, near_k))
+    few_k = rotate(few_k, rotary_table(torch.arange(0, 110 - 15, 8), 100.0, 12))
+    gates = layer.gates(x).sigmoid().unflatten(2, (4, 3)).transpose(1, 2)
+    sizes = {"n_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
+    truth = expected(q, (few_k, few_v), (k, v), (near_k, near_v), gates, **sizes)
+    truth, found = layer.out(truth.transpose(1, 2).flatten(2)), layer(x)
+    torch.testing.assert_close(found, truth)
+    leaves, dout = [x, *layer.parameters()], drawn(*x.shape, seed=1).detach()
+    grads, true_grads = (torch.autograd.grad(out, leaves, dout) for out in (found, truth))
+    for one, other in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_later_tokens_change_nothing() -> None:
+    layer, x = layer_of(rope=None), drawn(1, 150, 48).detach()
+    whole = layer(x)
+    for length in (1, 15, 16, 97):
+        torch.testing.assert_close(layer(x[:, :length]), whole[:, :length])
+
+
+def test_every_parameter_has_a_gradient_of_a_short_input() -> None:
+    layer = layer_of()
+    layer(drawn(1, 5, 48)).sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_layers_are_saved_and_copied() -> None:
+    layer, x, file = layer_of(), drawn(1, 40, 48).detach(), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(layer)):
+        assert torch.equal(other(x), layer(x))
+    assert "kv_heads=2, head_dim=12, rope=100.0, n_blocks=4, block_size=16" in repr(layer)
+
+
+def call(**changes: Any) -> Tensor:
+    q, k, few = torch.zeros(1, 4, 64, 8), torch.zeros(1, 2, 64, 8), torch.zeros(1, 2, 3, 8)
+    pairs = {"compressed": (few, few), "selected": (k, k), "window": (k, k)}
+    return native_sparse_attention(**{"q": q, **pairs, "gates": torch.zeros(1, 4, 64, 3), **changes})
+
+
+X = torch.zeros(1, 2, 64, 8)
+WRONG = {
+    "sizes": (ValueError, "block_size must be a multiple of stride=12, got 64", lambda: call(stride=12)),
+    "size": (ValueError, "compressed_size must be a multiple of stride=16, got 24", lambda: call(compressed_size=24)),
+    "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens", lambda: call(block_size=96)),
+    "few": (
+        ValueError,
+        r"n_blocks must be at least the .* in always=\(1, 2\), got 2",
+        lambda: call(n_blocks=2),
+    ),
+    "first": (ValueError, r"always must be two numbers of blocks.*got \(-1, 2\)", lambda: call(always=(-1, 2))),
+    "pair": (TypeError, "window must be a pair of keys and values, got Tensor", lambda: call(window=X)),
+    "compressed": (
+        ValueError,
+        r"compressed k must have shape \(1, 2, 3, 8\) for 64 queries, got \(1, 2, 64, 8\)",
+        lambda: call(compressed=(X, X)),
+    ),
+    "window": (ValueError, r"window v must have shape", lambda: call(window=(X, X[:, :, :9]))),
+    "gates": (ValueError, r"gates must have shape \(batch, heads, length, 3\)", lambda: call(gates=X)),
+    "heads": (ValueError, "heads", lambda: call(q=torch.zeros(1, 3, 64, 8))),
+    "input": (ValueError, r"x must have shape \(batch, length, embed_dim=48\)", lambda: layer_of()(X)),
+    "kv_heads": (ValueError, "num_heads must be a multiple of kv_heads, got 4 and 3", lambda: layer_of(kv_heads=3)),
+    "rope": (ValueError, "head_dim must be even", lambda: layer_of(head_dim=7)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused(case: str) -> None:
+    error, message, wrong = WRONG[case]
+    with pytest.raises(error, match=message):
+        wrong()
