@@ -4,6 +4,7 @@ from .decoder import Decoder, DecoderBlock
 from .kv_cache import KVCache
 from .layers import Encoder, EncoderBlock, SelfAttention
 from .layout_by_length import LayoutByLength
+from .mixture_of_blocks import MixtureOfBlockAttention, mixture_of_block_attention
 from .native_sparse import NativeSparseAttention, native_sparse_attention
 from .positions import LearnedPositions, RotaryTable, alibi_slopes, rotary_table
 from .torch_modules import MultiheadAttention, TransformerEncoderLayer
@@ -17,6 +18,7 @@ __all__ = [
     "KVCache",
     "LayoutByLength",
     "LearnedPositions",
+    "MixtureOfBlockAttention",
     "MultiheadAttention",
     "NativeSparseAttention",
     "RotaryTable",
@@ -24,6 +26,7 @@ __all__ = [
     "TransformerEncoderLayer",
     "VideoSparseAttention",
     "alibi_slopes",
+    "mixture_of_block_attention",
     "native_sparse_attention",
     "rotary_table",
     "video_sparse_attention",

@@ -1,0 +1,153 @@
+"""Mixture of block attention: each query attends to the blocks whose mean keys fit it best."""
+
+from __future__ import annotations
+
+import torch
+from einops import repeat
+from torch import Tensor, nn
+
+from .. import validation
+from ..blocks.checks import switch
+from ..runtime import tracing
+from ..selection import selected_attention
+from .arguments import check_tensor, positive_int
+from .layers import SelfAttention
+from .positions import RotaryTable
+from .video_sparse import block_means
+
+# scores of blocks in memory at a time, for all heads: 256 MB as float32
+SCORES_OF_CHUNK = 1 << 26
+
+
+@torch.no_grad()
+def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int) -> Tensor:
+    """The block of each query, and those before it whose means fit the query best.
+
+    q        (batch, heads, length, head_dim), or (batch, heads, group, length, head_dim), whose scores are summed over
+             the group
+    means    (batch, heads, n_blocks, head_dim)
+    returns  int64 (batch, heads, length, k_blocks or all), -1 for none
+    """
+    length, n_cols = q.shape[-2], means.shape[2]
+    if q.dim() == 5:
+        # the sum of scores is the score of the sum
+        q = q.sum(2)
+    own = torch.arange(length, device=q.device)[:, None] // block_size
+    col = torch.arange(n_cols, device=q.device)
+    chunk = max(1, SCORES_OF_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
+    found = []
+    for first in range(0, length, chunk):
+        rows = slice(first, min(first + chunk, length))
+        scores = q[:, :, rows] @ means.mT
+        scores.masked_fill_(col == own[rows], torch.inf).masked_fill_(col > own[rows], -torch.inf)
+        best = scores.topk(min(k_blocks, n_cols), dim=3)
+        found.append(best.indices.masked_fill_(best.values == -torch.inf, -1))
+    return torch.cat(found, 2)
+
+
+@tracing.untraced
+def mixture_of_block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_blocks: int,
+    block_size: int = 512,
+    by_group: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of each query to its own block of tokens and to the blocks before it that fit it best.
+
+    The score of a block is the product of the query and the mean of the keys of the block.
+
+    q           (batch, heads, length, head_dim)
+    k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
+    k_blocks    blocks for each query and head, its own included; fewer if there are fewer before it
+    block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
+    by_group    True: the query heads that share keys select together, by the sum of their scores, which is faster
+    scale       of the attention scores; None is head_dim ** -0.5
+    returns     (batch, heads, length, v_head_dim)
+    raises      TypeError, ValueError
+
+    Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
+    torch.compile calls this function outside of its graphs (a graph break).
+
+    Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.
+
+    >>> q, k = torch.randn(1, 4, 256, 16), torch.randn(1, 2, 256, 16)
+    >>> mixture_of_block_attention(q, k, k, k_blocks=3, block_size=32).shape
+    torch.Size([1, 4, 256, 16])
+    """
+    check_tensor("q", q)
+    # all that `selected_attention` would refuse below, before anything is computed
+    validation.check(q, k, v, None, False, scale, None, 0.0, None, None, validation.autocast_dtype(q))
+    positive_int("k_blocks", k_blocks)
+    check_block_size(block_size)
+    switch(by_group, "by_group")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
+    group = q.shape[1] // max(1, k.shape[1])
+    queries, means = q.detach(), block_means(k.detach(), block_size)
+    if by_group:
+        queries = queries.unflatten(1, (-1, group))
+    else:
+        means = repeat(means, "b h n d -> b (h group) n d", group=group)
+    indices = best_blocks(queries, means.to(q.dtype), k_blocks=k_blocks, block_size=block_size)
+    return selected_attention(q, k, v, indices, block_size=block_size, scale=scale)
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse a size of blocks that `selected_attention` does not have."""
+    positive_int("block_size", block_size)
+    if block_size not in (16, 32, 64) and block_size % 128:
+        raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 tokens, got {block_size}")
+
+
+class MixtureOfBlockAttention(nn.Module):
+    """Causal self-attention to selected blocks: `mixture_of_block_attention` between projections without bias.
+
+    embed_dim  features per token, a multiple of num_heads unless head_dim is given
+    num_heads  query heads
+    k_blocks, block_size, by_group  as `mixture_of_block_attention`
+    kv_heads, rope, head_dim  as SelfAttention
+    raises     TypeError, ValueError
+
+    There are no parameters but those of `projections`, a SelfAttention, so the weights of a dense layer can be loaded
+    there, and a layer can be dense for a part of the training.
+
+    Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.
+
+    >>> MixtureOfBlockAttention(64, 4, k_blocks=3, block_size=32)(torch.zeros(1, 200, 64)).shape
+    torch.Size([1, 200, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        k_blocks: int,
+        block_size: int = 512,
+        by_group: bool = False,
+        kv_heads: int | None = None,
+        rope: float | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.k_blocks = positive_int("k_blocks", k_blocks)
+        check_block_size(block_size)
+        self.block_size, self.by_group = block_size, switch(by_group, "by_group")
+        self.projections = SelfAttention(
+            embed_dim, num_heads, kv_heads=kv_heads, causal=True, rope=rope, head_dim=head_dim
+        )
+
+    def forward(self, x: Tensor, positions: Tensor | RotaryTable | None = None) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape; positions as SelfAttention."""
+        q, k, v = self.projections.project(x, positions)
+        out = mixture_of_block_attention(
+            q, k, v, k_blocks=self.k_blocks, block_size=self.block_size, by_group=self.by_group
+        )
+        return self.projections.unite(out)
+
+    def extra_repr(self) -> str:
+        return f"k_blocks={self.k_blocks}, block_size={self.block_size}, by_group={self.by_group}"

@@ -1,0 +1,102 @@
+"""Mixture of block attention equals its definition in float64, forward and backward, token by token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash.nn import MixtureOfBlockAttention, SelfAttention, mixture_of_block_attention, mixture_of_blocks
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, *, k_blocks: int, block: int, by_group: bool) -> Tensor:
+    """Query by query, head by head."""
+    (batch, heads, length, dim), out = q.shape, []
+    group = heads // k.shape[1]
+    for b in range(batch):
+        for h in range(heads):
+            keys, values = k[b, h // group], v[b, h // group]
+            first_of_group = h // group * group
+            judges = range(first_of_group, first_of_group + group) if by_group else [h]
+            for t in range(length):
+                own = t // block
+                means = [keys[j * block : (j + 1) * block].mean(0) for j in range(own)]
+                scores = {
+                    j: sum(float(q[b, judge, t].detach() @ means[j].detach()) for judge in judges) for j in range(own)
+                }
+                chosen = [*sorted(scores, key=scores.__getitem__)[::-1][: k_blocks - 1], own]
+                tokens = [i for j in chosen for i in range(j * block, min((j + 1) * block, t + 1))]
+                out.append((keys[tokens] @ q[b, h, t] / math.sqrt(dim)).softmax(0) @ values[tokens])
+    return torch.stack(out).unflatten(0, (batch, heads, length))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(
+    ("length", "block", "k_blocks", "kv_heads"),
+    [(150, 32, 2, 4), (100, 16, 3, 2), (90, 16, 100, 1), (140, 128, 1, 4), (70, 32, 1, 2), (20, 64, 3, 1)],
+)
+def test_it_is_the_definition(
+    length: int, block: int, k_blocks: int, kv_heads: int, by_group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several chunks of queries."""
+    monkeypatch.setattr(mixture_of_blocks, "SCORES_OF_CHUNK", 1000)
+    leaves = [drawn(2, 4, length, 16), drawn(2, kv_heads, length, 16, seed=1), drawn(2, kv_heads, length, 12, seed=2)]
+    found = mixture_of_block_attention(*leaves, k_blocks=k_blocks, block_size=block, by_group=by_group)
+    truth = expected(*leaves, k_blocks=k_blocks, block=block, by_group=by_group)
+    torch.testing.assert_close(found, truth)
+    dout = drawn(*found.shape, seed=9).detach()
+    grads, true_grads = (torch.autograd.grad(out, leaves, dout) for out in (found, truth))
+    for one, other in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_layer_is_its_projections_and_the_function() -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfBlockAttention(48, 4, k_blocks=2, block_size=16, kv_heads=2, rope=100.0).double()
+    x = drawn(2, 70, 48)
+    q, k, v = layer.projections.project(x)
+    truth = layer.projections.unite(expected(q, k, v, k_blocks=2, block=16, by_group=False))
+    found = layer(x)
+    torch.testing.assert_close(found, truth)
+    leaves, dout = [x, *layer.parameters()], drawn(*x.shape, seed=1).detach()
+    grads, true_grads = (torch.autograd.grad(out, leaves, dout) for out in (found, truth))
+    for one, other in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(one, other)
+    assert "k_blocks=2, block_size=16, by_group=False" in repr(layer)
+
+
+def test_with_all_blocks_it_is_the_dense_layer() -> None:
+    torch.manual_seed(0)
+    dense = SelfAttention(48, 2, causal=True, rope=100.0).double()
+    layer = MixtureOfBlockAttention(48, 2, k_blocks=8, block_size=16, rope=100.0).double()
+    layer.projections.load_state_dict(dense.state_dict())
+    x = drawn(1, 120, 48)
+    torch.testing.assert_close(layer(x), dense(x))
+    positions = torch.rand(120)
+    torch.testing.assert_close(layer(x, positions), dense(x, positions=positions))
+
+
+X = torch.zeros(1, 2, 64, 8)
+WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "few": (ValueError, "k_blocks must be 1 or more, got 0", {"k_blocks": 0}),
+    "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens, got 8", {"block_size": 8}),
+    "group": (TypeError, "by_group must be True or False, got 1", {"by_group": 1}),
+    "length": (ValueError, "q must have as many tokens as k, since it is causal, got 60 and 64", {"q": X[:, :, :60]}),
+    "heads": (ValueError, "heads", {"q": X.repeat(1, 2, 1, 1)[:, :3]}),
+    "type": (TypeError, "q must be a torch.Tensor", {"q": [1]}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused(case: str) -> None:
+    error, message, changes = WRONG[case]
+    with pytest.raises(error, match=message):
+        mixture_of_block_attention(**{"q": X, "k": X, "v": X, "k_blocks": 2, **changes})
