@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from .. import validation
 from ..functional import attention, attention_with_lse
 from ..layout import BlockLayout
+from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import Heads, check_tensor, positive_int
@@ -99,13 +100,16 @@ def most_important_blocks(
     own = torch.arange(length, device=q.device)[:, None] // block_size
     col = torch.arange(n_cols, device=q.device)
     is_always = ((col < always[0]) | (col > own - always[1])) & (col <= own)
-    chunk = max(block_size, SCORES_OF_CHUNK // max(1, batch * heads * n_keys) // block_size * block_size)
+    # products of float32 would spill
+    uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection._is_on_gpu(q)
+    n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
+    chunk = max(block_size, SCORES_OF_CHUNK // max(1, n_scores) // block_size * block_size)
     found = []
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         n_seen, n_seen_cols = n_compressed(rows.stop, compressed_size, stride), -(-rows.stop // block_size)
         weights = _group_weights(
-            queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], first, scale, compressed_size, stride
+            queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], first, scale, compressed_size, stride, uses_kernel
         )
         importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
         importance.masked_fill_(is_always[rows, :n_seen_cols], torch.inf)
@@ -116,11 +120,18 @@ def most_important_blocks(
     return torch.cat(found, 2)
 
 
-def _group_weights(q: Tensor, k: Tensor, lse: Tensor, first: int, scale: float, size: int, stride: int) -> Tensor:
+def _group_weights(
+    q: Tensor, k: Tensor, lse: Tensor, first: int, scale: float, size: int, stride: int, uses_kernel: bool
+) -> Tensor:
     """Attention weights of compressed keys, summed over each group: (batch, kv_heads, queries, n_compressed).
 
     q  (batch, kv_heads, group, queries, head_dim), whose first query is token `first`
     """
+    if uses_kernel:
+        from ..kernels.triton.group_weights import group_weights
+
+        with tracing.on_device(q.device):
+            return group_weights(q, k, lse, first, scale, size, stride)
     scores = torch.einsum("bkgqd, bknd -> bkgqn", q, k)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     last = torch.arange(k.shape[2], device=k.device) * stride + (size - 1)

@@ -44,6 +44,7 @@ from blocksparse_flash.kernels.triton import (
     forward,
     gather_scatter,
     gather_tokens,
+    group_weights,
     plan_builder,
     split_kv,
 )
@@ -230,6 +231,9 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for tile in (TILE, FINE_TILE):
         grid = plan_builder.Grid(selected, causal=side < 128, tile=tile)
         plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
+    for dim in (64, 128) if dtype is torch.bfloat16 else ():
+        queries, keys = torch.empty(1, 2, 4, 256, dim, dtype=dtype), torch.empty(1, 2, 128, dim, dtype=dtype)
+        group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16
     for group in (1, 4, 16) if side < 128 else ():
         by_token = block_selection.Rows(2, length, n, length * group, length, (group, side))
