@@ -231,7 +231,7 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for tile in (TILE, FINE_TILE):
         grid = plan_builder.Grid(selected, causal=side < 128, tile=tile)
         plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
-    for dim in (64, 128) if dtype is torch.bfloat16 else ():
+    for dim in (64, 128) if dtype.itemsize == 2 else ():
         queries, keys = torch.empty(1, 2, 4, 256, dim, dtype=dtype), torch.empty(1, 2, 128, dim, dtype=dtype)
         group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16

@@ -1,0 +1,207 @@
+"""Attention to blocks that a small indexer selects for each query and head of keys, and the loss that trains it."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from .. import validation
+from ..blocks.checks import switch
+from ..runtime import tracing
+from ..selection import selected_attention, selected_attention_with_lse
+from .arguments import check_tensor, positive_int
+from .layers import SelfAttention
+from .mixture_of_blocks import check_block_size
+from .positions import RotaryTable, rotary_table, rotate
+
+# scores of tokens in memory at a time, for all heads of the index: 128 MB in half precision
+SCORES_OF_CHUNK = 1 << 26
+
+
+@torch.no_grad()
+def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, block_size: int) -> Tensor:
+    """The block of each query, and those before it with the highest index score of a token.
+
+    index_q  (batch, index_heads, length, index_dim)
+    index_k  (batch, 1, length, index_dim)
+    returns  int64 (batch, index_heads, length, k_blocks or all), -1 for none
+    """
+    batch, heads, length, _ = index_q.shape
+    n_cols = -(-length // block_size)
+    own = torch.arange(length, device=index_q.device)[:, None] // block_size
+    col = torch.arange(n_cols, device=index_q.device)
+    chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * length))
+    found = []
+    for first in range(0, length, chunk):
+        rows = slice(first, min(first + chunk, length))
+        # whole blocks; a last block in part is that of its queries
+        n_whole, n_seen = rows.stop // block_size, -(-rows.stop // block_size)
+        scores = index_q[:, :, rows] @ index_k[:, :, : n_whole * block_size].mT
+        best_token = pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_seen - n_whole))
+        best_token.masked_fill_(col[:n_seen] == own[rows], torch.inf)
+        best_token.masked_fill_(col[:n_seen] > own[rows], -torch.inf)
+        best = best_token.topk(min(k_blocks, n_seen), dim=3)
+        cols = best.indices.masked_fill(best.values == -torch.inf, -1)
+        found.append(pad(cols, (0, min(k_blocks, n_cols) - cols.shape[3]), value=-1))
+    return torch.cat(found, 2)
+
+
+@tracing.untraced
+def shared_index_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    *,
+    k_blocks: int = 16,
+    block_size: int = 128,
+    scale: float | None = None,
+    with_loss: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention to blocks that an indexer selects, and the indexer's loss.
+
+    The index score of a query and a token is index_q . index_k / sqrt(index_dim). A query selects its own block and
+    those before it that hold the highest index scores; the query heads that share keys share the selection.
+
+    q           (batch, heads, length, head_dim)
+    k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
+    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each head of keys, or one for all
+    index_k     (batch, 1, length, index_dim), shared by the index heads
+    k_blocks    blocks for each query, its own included; fewer if there are fewer before it
+    block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
+    scale       of the attention scores; None is head_dim ** -0.5
+    with_loss   False: no loss, which takes as long as the attention
+    returns     out (batch, heads, length, v_head_dim), and the loss, a number in the type of the index's lse, or None
+    raises      TypeError, ValueError
+
+    The loss is the mean over queries and index heads of the cross-entropy of P and Q, distributions over the selected
+    tokens up to the query: P are the attention weights, averaged over the heads that share the selection, and Q is the
+    softmax of the index scores. It is KL(P | Q) plus the entropy of P, and has the same gradients: for index_q and
+    index_k alone, since P counts as constant and the selection has no gradient. Neither P nor Q is ever stored: both
+    terms are attention to the selected blocks. Memory is O(length * k_blocks).
+
+    torch.compile calls this function outside of its graphs (a graph break).
+
+    Lai et al., "MiniMax Sparse Attention" (MSA), arXiv:2606.13392, which selects in this way and trains the indexer by
+    a divergence from the attention weights.
+
+    >>> q, k, index = torch.randn(1, 4, 256, 16), torch.randn(1, 2, 256, 16), torch.randn(1, 1, 256, 8)
+    >>> out, loss = shared_index_attention(q, k, k, index, index, k_blocks=3, block_size=32)
+    >>> out.shape, loss.shape
+    (torch.Size([1, 4, 256, 16]), torch.Size([]))
+    """
+    check_tensor("q", q)
+    # all that `selected_attention` would refuse below, before anything is computed
+    validation.check(q, k, v, None, False, scale, None, 0.0, None, None, validation.autocast_dtype(q))
+    positive_int("k_blocks", k_blocks)
+    check_block_size(block_size)
+    switch(with_loss, "with_loss")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
+    _check_index(index_q, index_k, q, k)
+    indices = best_indexed_blocks(index_q.detach(), index_k.detach(), k_blocks=k_blocks, block_size=block_size)
+    out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale)
+    if not with_loss:
+        return out, None
+    heads, kv_heads, index_heads = q.shape[1], k.shape[1], index_q.shape[1]
+    index_scale = index_q.shape[3] ** -0.5
+    # log of the denominator of Q
+    _, lse = selected_attention_with_lse(
+        index_q, index_k, index_k.detach(), indices, block_size=block_size, scale=index_scale
+    )
+    # sum of P index_k: attention to the tokens' index keys
+    keys = index_k.expand(-1, kv_heads, -1, -1).contiguous()
+    means = selected_attention(q.detach(), k.detach(), keys.to(k.dtype), indices, block_size=block_size, scale=scale)
+    means = means.unflatten(1, (index_heads, heads // index_heads)).to(lse.dtype).mean(2)
+    return out, (lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)).mean()
+
+
+def _check_index(index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor) -> None:
+    check_tensor("index_q", index_q)
+    check_tensor("index_k", index_k)
+    (batch, _, length, _), kv_heads = q.shape, k.shape[1]
+    if index_q.dim() != 4 or index_q.shape[1] not in (1, kv_heads) or index_q.shape[::2] != (batch, length):
+        raise ValueError(
+            f"index_q must have shape (batch = {batch}, kv_heads = {kv_heads} or 1, length = {length}, index_dim), got "
+            f"{tuple(index_q.shape)}"
+        )
+    shape = batch, 1, length, index_q.shape[3]
+    if index_k.shape != shape:
+        raise ValueError(f"index_k must have shape (batch, 1, length, index_dim) = {shape}, got {tuple(index_k.shape)}")
+
+
+class SharedIndexAttention(nn.Module):
+    """Causal self-attention to blocks that an indexer selects: `shared_index_attention` between projections.
+
+    embed_dim  features per token, a multiple of num_heads unless head_dim is given
+    num_heads  query heads
+    k_blocks, block_size  as `shared_index_attention`
+    index_dim  features of the index; None means head_dim
+    kv_heads, rope, head_dim  as SelfAttention; the index has as many query heads as there are kv_heads, and one key
+               head, with the same rotary positions
+    raises     TypeError, ValueError
+
+    `projections` is a SelfAttention, so the weights of a dense layer can be loaded there; `index`, a linear map without
+    bias, makes the queries and keys of the index. Its input is detached: the loss trains the index alone, and the index
+    is trained by the loss alone. Add the losses of all layers to the loss of the model.
+
+    Lai et al., "MiniMax Sparse Attention" (MSA), arXiv:2606.13392.
+
+    >>> out, loss = SharedIndexAttention(64, 4, kv_heads=1, k_blocks=3, block_size=32)(torch.randn(1, 200, 64))
+    >>> out.shape, loss.requires_grad
+    (torch.Size([1, 200, 64]), True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        k_blocks: int = 16,
+        block_size: int = 128,
+        index_dim: int | None = None,
+        kv_heads: int | None = None,
+        rope: float | None = None,
+        head_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.k_blocks = positive_int("k_blocks", k_blocks)
+        check_block_size(block_size)
+        self.block_size = block_size
+        self.projections = SelfAttention(
+            embed_dim, num_heads, kv_heads=kv_heads, causal=True, rope=rope, head_dim=head_dim
+        )
+        self.index_dim = self.projections.head_dim if index_dim is None else positive_int("index_dim", index_dim)
+        if rope is not None and self.index_dim % 2:
+            raise ValueError(f"rope turns features in pairs, so index_dim must be even, got {self.index_dim}")
+        self.index = nn.Linear(embed_dim, (self.projections.kv_heads + 1) * self.index_dim, bias=False)
+
+    def forward(self, x: Tensor, with_loss: bool | None = None) -> tuple[Tensor, Tensor | None]:
+        """x (batch, length, embed_dim) to the same shape, and the loss of the index.
+
+        with_loss  None: in training alone; the loss is None otherwise
+        """
+        table: RotaryTable | None = None
+        q, k, v = self.projections.project(x)
+        index = rearrange(self.index(x.detach()), "batch length (heads d) -> batch heads length d", d=self.index_dim)
+        if self.projections.rope is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            table = rotary_table(positions, self.projections.rope, self.index_dim)
+            index = rotate(index, table)
+        out, loss = shared_index_attention(
+            q,
+            k,
+            v,
+            index[:, :-1],
+            index[:, -1:],
+            k_blocks=self.k_blocks,
+            block_size=self.block_size,
+            with_loss=self.training if with_loss is None else switch(with_loss, "with_loss"),
+        )
+        return self.projections.unite(out), loss
+
+    def extra_repr(self) -> str:
+        return f"k_blocks={self.k_blocks}, block_size={self.block_size}, index_dim={self.index_dim}"

@@ -1,0 +1,141 @@
+"""Attention with a shared index, and the loss of the index, equal their definitions in float64, with all gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash.nn import SelfAttention, SharedIndexAttention, shared_index, shared_index_attention
+from blocksparse_flash.nn.positions import rotary_table, rotate
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, *, k_blocks: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, cross-entropy, Kullback-Leibler divergence), query by query."""
+    batch, heads, length, dim = q.shape
+    kv_heads, index_heads, index_dim = k.shape[1], *index_q.shape[1::2]
+    out, entropies, divergences = torch.zeros(batch, heads, length, v.shape[3], dtype=q.dtype), [], []
+    for b in range(batch):
+        for index_head in range(index_heads):
+            of_index = range(index_head * heads // index_heads, (index_head + 1) * heads // index_heads)
+            for t in range(length):
+                own = t // block_size
+                scores = index_k[b, 0, : t + 1] @ index_q[b, index_head, t] / math.sqrt(index_dim)
+                best = [float(scores[j * block_size : (j + 1) * block_size].detach().max()) for j in range(own)]
+                chosen = [*sorted(range(own), key=best.__getitem__)[::-1][: k_blocks - 1], own]
+                tokens = [i for j in chosen for i in range(j * block_size, min((j + 1) * block_size, t + 1))]
+                p = torch.zeros(len(tokens), dtype=q.dtype)
+                for h in of_index:
+                    kv = h * kv_heads // heads
+                    weights = (k[b, kv, tokens] @ q[b, h, t] / math.sqrt(dim)).softmax(0)
+                    out[b, h, t] = weights @ v[b, kv, tokens]
+                    p = p + weights.detach() / len(of_index)
+                log_q = scores[tokens].log_softmax(0)
+                entropies.append(-(p * log_q).sum())
+                divergences.append((p * (p.log() - log_q)).sum())
+    return out, torch.stack(entropies).mean(), torch.stack(divergences).mean()
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "k_blocks", "kv_heads", "index_heads"),
+    [(150, 32, 2, 2, 2), (100, 16, 3, 2, 1), (90, 16, 100, 1, 1), (70, 32, 1, 4, 4), (20, 64, 3, 1, 1)],
+)
+def test_it_is_the_definition(
+    length: int, block: int, k_blocks: int, kv_heads: int, index_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several chunks of queries. The gradients of the loss are those of the divergence."""
+    monkeypatch.setattr(shared_index, "SCORES_OF_CHUNK", 10_000)
+    leaves = [drawn(2, 4, length, 16), drawn(2, kv_heads, length, 16, seed=1), drawn(2, kv_heads, length, 12, seed=2)]
+    leaves += [drawn(2, index_heads, length, 8, seed=3), drawn(2, 1, length, 8, seed=4)]
+    found, loss = shared_index_attention(*leaves, k_blocks=k_blocks, block_size=block)
+    truth, cross_entropy, divergence = expected(*leaves, k_blocks=k_blocks, block_size=block)
+    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(loss, cross_entropy)
+    dout = drawn(*found.shape, seed=9).detach()
+    grads = torch.autograd.grad((found * dout).sum() + 3 * loss, leaves)
+    true_grads = torch.autograd.grad((truth * dout).sum() + 3 * divergence, leaves)
+    for one, other in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_layer_is_its_steps_spelled_out() -> None:
+    torch.manual_seed(0)
+    layer = SharedIndexAttention(48, 4, k_blocks=2, block_size=16, index_dim=6, kv_heads=2, rope=100.0).double()
+    x = drawn(2, 70, 48)
+    found, loss = layer(x)
+    q, k, v = layer.projections.project(x)
+    index = layer.index(x.detach()).unflatten(2, (3, 6)).transpose(1, 2)
+    index = rotate(index, rotary_table(torch.arange(70), 100.0, 6))
+    truth, true_loss, _ = expected(q, k, v, index[:, :2], index[:, 2:], k_blocks=2, block_size=16)
+    truth = layer.projections.unite(truth)
+    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(loss, true_loss)
+    leaves, dout = [x, *layer.parameters()], drawn(*x.shape, seed=1).detach()
+    grads = torch.autograd.grad((found * dout).sum() + loss, leaves)
+    true_grads = torch.autograd.grad((truth * dout).sum() + true_loss, leaves)
+    for one, other in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(one, other)
+    assert "k_blocks=2, block_size=16, index_dim=6" in repr(layer)
+    assert layer.eval()(x)[1] is None and layer(x, with_loss=True)[1] is not None
+
+
+def test_the_loss_trains_the_index_alone() -> None:
+    torch.manual_seed(0)
+    layer, x = SharedIndexAttention(48, 4, k_blocks=2, block_size=16, kv_heads=2).double(), drawn(1, 100, 48)
+    out, loss = layer(x)
+    assert loss is not None
+    assert torch.autograd.grad(loss, layer.index.weight, retain_graph=True)[0].any()
+    assert torch.autograd.grad(loss, x, allow_unused=True, retain_graph=True)[0] is None
+    assert torch.autograd.grad(out.sum(), layer.index.weight, allow_unused=True)[0] is None
+
+
+def test_the_loss_decreases() -> None:
+    torch.manual_seed(0)
+    layer, x = SharedIndexAttention(32, 4, k_blocks=3, block_size=16, kv_heads=1), torch.randn(2, 128, 32)
+    optimizer = torch.optim.Adam(layer.index.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = layer(x)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_with_all_blocks_it_is_the_dense_layer() -> None:
+    torch.manual_seed(0)
+    dense = SelfAttention(48, 2, causal=True, rope=100.0).double()
+    layer = SharedIndexAttention(48, 2, k_blocks=8, block_size=16, rope=100.0).double()
+    layer.projections.load_state_dict(dense.state_dict())
+    x = drawn(1, 120, 48)
+    torch.testing.assert_close(layer(x)[0], dense(x))
+
+
+X = torch.zeros(1, 2, 64, 8)
+WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "few": (ValueError, "k_blocks must be 1 or more, got 0", {"k_blocks": 0}),
+    "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens, got 8", {"block_size": 8}),
+    "loss": (TypeError, "with_loss must be True or False, got 1", {"with_loss": 1}),
+    "length": (ValueError, "q must have as many tokens as k, since it is causal, got 60 and 64", {"q": X[:, :, :60]}),
+    "index_q": (ValueError, r"index_q must have shape \(batch = 1, kv_heads = 2 or 1, ", {"index_q": X[:, :, :9]}),
+    "index_k": (ValueError, r"index_k must have shape .* = \(1, 1, 64, 8\), got \(1, 2, 64, 8\)", {"index_k": X}),
+    "type": (TypeError, "index_q must be a torch.Tensor", {"index_q": [1]}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_calls_are_refused(case: str) -> None:
+    error, message, changes = WRONG[case]
+    with pytest.raises(error, match=message):
+        shared_index_attention(**{"q": X, "k": X, "v": X, "index_q": X, "index_k": X[:, :1], **changes})
