@@ -313,7 +313,7 @@ def _plan_by_operations(
     """Processes both directions together: each operation costs the host more than the GPU, so few are best."""
     grid = -(-q_len // tile), -(-kv_len // tile)
     axes = indptr.shape[0] * indptr.shape[1]
-    bitmasks = _Bitmasks(block_size, q_len, kv_len, tile, rows_per_token, indptr.device)
+    bitmasks = _Bitmasks(block_size, q_len, kv_len, tile, indptr.device, rows_per_token)
     axis, row, col, pattern = _tiles(indptr, indices, grid, block_size, tile)
     # 1: on the ragged right edge; 2: on the bottom edge; 4, 8, ...: crossed by the diagonal, at one of some distances
     kind = torch.zeros_like(row)
@@ -374,7 +374,8 @@ def _tiles(
     if parts != [1, 1]:
         # number of the block in its tile
         sub = row % parts[0] * parts[1] + col % parts[1]
-        bit = bit << sub.clamp(max=63)
+        if parts[0] * parts[1] <= 64:
+            bit = bit << sub
         row, col = row // parts[0], col // parts[1]
     if tiles != [1, 1]:
         step = torch.arange(tiles[0] * tiles[1], device=device)
@@ -397,12 +398,11 @@ def _tiles(
     # at most one tile per entry, and the tiles of the grid; one more for the unused
     size = min(len(key), n_tiles + 1)
     found = torch.full((size,), n_tiles, device=device).scatter_(0, place, key)
-    is_used = axis < axes
     if parts[0] * parts[1] > 64:
-        pattern = _words_of_parts(place, sub[order], is_used[order], size, parts, tile)
+        pattern = _words_of_parts(place, sub[order], axis[order] < axes, size, parts, tile)
     else:
         # blocks are distinct, so a sum of bits is their union
-        pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(~is_used, 0)[order])
+        pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(axis >= axes, 0)[order])
     line = found // max(1, grid[1])
     return line // max(1, grid[0]), line % max(1, grid[0]), found % max(1, grid[1]), pattern
 
@@ -487,7 +487,7 @@ class _Bitmasks:
     """Bitmasks of tiles, from the blocks, edges and diagonals in them."""
 
     def __init__(
-        self, block_size: Size, q_len: int, kv_len: int, tile: int, rows_per_token: int, device: torch.device
+        self, block_size: Size, q_len: int, kv_len: int, tile: int, device: torch.device, rows_per_token: int = 1
     ) -> None:
         self.tile, self.rows_per_token = tile, rows_per_token
         # tokens of a tile row, and tile rows that start within `tile` tokens
@@ -521,10 +521,15 @@ class _Bitmasks:
         if self.lasts[0] < tile:
             words[:, 2:, :, self.lasts[0] :].zero_()
         if n_diagonals:
-            token = torch.arange(tile, device=self.device)[:, None] // self.rows_per_token
-            # per diagonal: the first key that query 0 does not see
-            first = self.rest + 1 + self.tokens * torch.arange(self.steps - 1, -2, -1, device=self.device)
-            seen = _first_bits(token + first[:, None, None] - torch.arange(0, tile, 32, device=self.device))
+            token = torch.arange(tile, device=self.device)[:, None]
+            # per diagonal and word: the first key that query 0 does not see, less the first key of the word
+            if self.rows_per_token == 1:
+                first = torch.arange(self.rest + 1, self.rest + 1 - 2 * tile, -32, device=self.device).view(2, 1, -1)
+            else:
+                token = token // self.rows_per_token
+                first = self.rest + 1 + self.tokens * torch.arange(self.steps - 1, -2, -1, device=self.device)
+                first = first[:, None, None] - torch.arange(0, tile, 32, device=self.device)
+            seen = _first_bits(token + first)
             # the lower half of each 64-bit number
             words[1:].bitwise_and_(seen.view(torch.int32)[..., ::2][:, None, None])
         return words.flatten(0, 2)

@@ -186,16 +186,19 @@ def test_plans_are_aligned_and_have_valid_padding(
             *((FINE_TILE, size) for size in [(128, 256), (64, 64), (32, 32), (16, 128), (64, 16), (256, 32)]),
         ]
     ),
+    rows_per_token=st.sampled_from([1, 1, 2, 16, 128]),
 )
 def test_bitmasks_made_in_advance_equal_those_made_one_by_one(
-    q_len: int, kv_len: int, case: tuple[int, tuple[int, int]]
+    q_len: int, kv_len: int, case: tuple[int, tuple[int, int]], rows_per_token: int
 ) -> None:
     tile, block_size = case
-    bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, tile, torch.device("cpu"))
+    q_len *= rows_per_token
+    bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, tile, torch.device("cpu"), rows_per_token)
     assert bitmasks.n_sub <= block_selection.FEW
-    code = torch.arange(3 * 4 * 2**bitmasks.n_sub)
+    n_diagonals = min(tile, rows_per_token) + 1
+    code = torch.arange((1 + n_diagonals) * 4 * 2**bitmasks.n_sub)
     one_by_one = bitmasks.words(code % 2**bitmasks.n_sub, code >> bitmasks.n_sub & 3, code >> (bitmasks.n_sub + 2))
-    assert torch.equal(bitmasks.every(n_diagonals=2), one_by_one)
+    assert torch.equal(bitmasks.every(n_diagonals=n_diagonals), one_by_one)
     assert torch.equal(bitmasks.every(n_diagonals=0), one_by_one[: 4 * 2**bitmasks.n_sub])
 
 
