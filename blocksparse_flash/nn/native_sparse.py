@@ -94,8 +94,6 @@ def most_important_blocks(
     kv_heads, n_keys = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     n_cols = -(-length // block_size)
-    # of a query without keys every weight is 0
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
     own = torch.arange(length, device=q.device)[:, None] // block_size
     col = torch.arange(n_cols, device=q.device)

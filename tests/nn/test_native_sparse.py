@@ -121,9 +121,9 @@ def test_chunks_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "group"), [(16, 1), (24, 3)])
+@pytest.mark.parametrize(("head_dim", "group", "first"), [(16, 1, 50), (24, 3, 3)])
 def test_the_kernel_computes_the_weights_of_a_group(
-    head_dim: int, group: int, dtype: torch.dtype, device: torch.device
+    head_dim: int, group: int, first: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     length, size, stride = 300, 16, 8
@@ -131,21 +131,16 @@ def test_the_kernel_computes_the_weights_of_a_group(
     q, k = drawn(2, 2 * group, length, head_dim).to(dtype), drawn(2, 2, n, head_dim, seed=1).to(dtype)
     layout = native_sparse.compressed_layout(length, size, stride)
     lse = attention_with_lse(q.detach(), k.detach(), k.detach(), layout)[1]
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf).unflatten(1, (2, group))
-    # not contiguous, and a chunk in the middle
-    queries = q.detach().unflatten(1, (2, group))[:, :, :, 50:190]
+    lse = lse.unflatten(1, (2, group))
+    # not contiguous, and a chunk whose first queries see nothing
+    rows = slice(first, 190)
+    queries = q.detach().unflatten(1, (2, group))[:, :, :, rows]
     seen = k.detach()[:, :, : native_sparse.n_compressed(190, size, stride)]
-    options = 50, head_dim**-0.5, size, stride
-    truth = native_sparse._group_weights(queries.double(), seen.double(), lse[..., 50:190].double(), *options, False)
-    found = native_sparse._group_weights(
-        queries.to(device), seen.to(device), lse[..., 50:190].to(device), *options, True
-    )
+    options = first, head_dim**-0.5, size, stride
+    truth = native_sparse._group_weights(queries.double(), seen.double(), lse[..., rows].double(), *options, False)
+    found = native_sparse._group_weights(queries.to(device), seen.to(device), lse[..., rows].to(device), *options, True)
     torch.testing.assert_close(found.cpu().double(), truth, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-    assert not found[:, :, 0, n_seen_by(50, size, stride) :].any()
-
-
-def n_seen_by(position: int, size: int, stride: int) -> int:
-    return native_sparse.n_compressed(position + 1, size, stride)
+    assert not found[:, :, 0, native_sparse.n_compressed(first + 1, size, stride) :].any()
 
 
 @pytest.mark.parametrize(("length", "size", "stride"), [(700, 32, 16), (5000, 32, 16), (300, 8, 8), (129, 64, 4)])

@@ -47,7 +47,6 @@ def group_weights_kernel(
             b_q = tl.load(
                 p_q + i_group * q_strides[2] + o_dim[None, :], mask=m_query[:, None] & m_dim[None, :], other=0.0
             )
-            # infinite for a query without keys, whose weights are 0
             b_lse = tl.load(p_lse + i_group * lse_strides[2], mask=m_query, other=float("inf"))
             b_score = product(b_q, tl.trans(b_k), "ieee") * (scale * LOG2_E) - (b_lse * LOG2_E)[:, None]
             b_weights += tl.exp2(b_score)
@@ -63,11 +62,11 @@ def group_weights(
 
     q      (batch, kv_heads, group, queries, head_dim), whose first query is token `first`
     k      (batch, kv_heads, n_keys, head_dim); key i stands for `size` tokens from i * stride on
-    lse    float32 (batch, kv_heads, group, queries), infinite for a query without keys
+    lse    float32 (batch, kv_heads, group, queries)
     """
     q, k = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k))
     batch, kv_heads, group, n_queries, head_dim = q.shape
-    n_keys = k.shape[2]
+    n_keys, dim = k.shape[2], max(16, triton.next_power_of_2(head_dim))
     weights = torch.empty(batch, kv_heads, n_queries, n_keys, dtype=torch.float32, device=q.device)
     if weights.numel():
         grid = triton.cdiv(n_keys, BLOCK_N), triton.cdiv(n_queries, BLOCK_T), batch * kv_heads
@@ -88,9 +87,10 @@ def group_weights(
             stride=stride,
             GROUP=group,
             HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)),
+            DIM=dim,
             BLOCK_T=BLOCK_T,
             BLOCK_N=BLOCK_N,
-            num_warps=4,
+            # 4 warps spill at head_dim 128 on sm86
+            num_warps=4 if dim <= 64 else 8,
         )
     return weights
