@@ -42,7 +42,7 @@ def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int) -> 
         scores.masked_fill_(col == own[rows], torch.inf).masked_fill_(col > own[rows], -torch.inf)
         best = scores.topk(min(k_blocks, n_cols), dim=3)
         found.append(best.indices.masked_fill_(best.values == -torch.inf, -1))
-    return torch.cat(found, 2)
+    return torch.cat(found, 2) if found else own.new_zeros(*q.shape[:2], 0, 0)
 
 
 @tracing.untraced

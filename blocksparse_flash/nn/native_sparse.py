@@ -115,7 +115,7 @@ def most_important_blocks(
         best = importance.topk(min(n_blocks, n_seen_cols), dim=3)
         cols = best.indices.masked_fill_(best.values == -torch.inf, -1)
         found.append(pad(cols, (0, min(n_blocks, n_cols) - cols.shape[3]), value=-1))
-    return torch.cat(found, 2)
+    return torch.cat(found, 2) if found else own.new_zeros(batch, kv_heads, 0, 0)
 
 
 def _group_weights(

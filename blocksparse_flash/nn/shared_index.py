@@ -45,7 +45,7 @@ def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, bloc
         best = best_token.topk(min(k_blocks, n_seen), dim=3)
         cols = best.indices.masked_fill(best.values == -torch.inf, -1)
         found.append(pad(cols, (0, min(k_blocks, n_cols) - cols.shape[3]), value=-1))
-    return torch.cat(found, 2)
+    return torch.cat(found, 2) if found else own.new_zeros(batch, heads, 0, 0)
 
 
 @tracing.untraced
@@ -116,7 +116,9 @@ def shared_index_attention(
     keys = index_k.expand(-1, kv_heads, -1, -1).contiguous()
     means = selected_attention(q.detach(), k.detach(), keys.to(k.dtype), indices, block_size=block_size, scale=scale)
     means = means.unflatten(1, (index_heads, heads // index_heads)).to(lse.dtype).mean(2)
-    return out, (lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)).mean()
+    # 0 of no queries
+    entropy = lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)
+    return out, entropy.sum() / max(1, entropy.numel())
 
 
 def _check_index(index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor) -> None:

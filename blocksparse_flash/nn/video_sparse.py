@@ -77,8 +77,9 @@ def _check_gate(gate: Tensor | None, shape: tuple[int, ...]) -> None:
 
 def block_means(x: Tensor, block_size: int) -> Tensor:
     """Means over blocks of tokens: (batch, heads, length, d) to (batch, heads, blocks, d). The last may be shorter."""
-    whole = x.shape[2] // block_size * block_size
-    found = [x[:, :, :whole].unflatten(2, (-1, block_size)).mean(3)] if whole else []
+    n_whole = x.shape[2] // block_size
+    whole = n_whole * block_size
+    found = [x[:, :, :whole].unflatten(2, (n_whole, block_size)).mean(3)]
     if whole < x.shape[2]:
         found.append(x[:, :, whole:].mean(2, keepdim=True))
     return torch.cat(found, 2)

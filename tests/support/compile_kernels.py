@@ -236,10 +236,10 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
         group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16
     for group in (1, 4, 16) if side < 128 else ():
-        by_token = block_selection.Rows(2, length, n, length * group, length, (group, side))
-        bits, *_ = block_selection.of_indices(torch.empty(2, length, 16, dtype=torch.int64), by_token)
+        by_token = block_selection.Rows(4, length, n, length * group, length, (group, side))
+        bits, *_ = block_selection.of_indices(torch.empty(4, length, 16, dtype=torch.int64), by_token)
         grid = plan_builder.Grid(by_token, causal=True, tile=FINE_TILE, rows_per_token=group)
-        plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
+        plan_builder.build_from_bits(bits, grid, (2, 2), (33, 35, 37))
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
