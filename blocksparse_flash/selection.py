@@ -54,9 +54,9 @@ def selected_attention(
     Query heads that share a selection are packed: a tile of 64 queries holds the heads of 64 / group tokens, and loads
     each block that any of these tokens selects. A group of heads that is no power of two is padded to one. Time is in
     proportion to the blocks that the tokens of a tile select together, so it pays if groups are large, or if
-    neighboring tokens select alike; `query_block_size` makes them. Extra memory: a copy of q, 8 to 16 bytes per listed
-    tile, and for fewer than 16 queries that select together (tokens times heads of a group) the masks of tiles, up to a
-    bit for each pair of all heads that select.
+    neighboring tokens select alike; `query_block_size` makes them. Extra memory: a copy of q, 16 bytes for each tile
+    that could be listed, and on a GPU, where few queries select together (tokens times heads of a group), masks of
+    tiles: a bit for each pair of all heads if 1 or 2 do, of which 8 GB are refused, and up to 200 MB if 4 do.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and head of keys

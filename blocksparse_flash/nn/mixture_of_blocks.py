@@ -70,6 +70,8 @@ def mixture_of_block_attention(
     raises      TypeError, ValueError
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
+    Tokens that select alone, without by_group or with fewer than 4 heads for each head of keys, take a bit of memory
+    per pair and head on a GPU, and the time of the blocks that 64 neighbors select together: see `selected_attention`.
     torch.compile calls this function outside of its graphs (a graph break).
 
     Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.

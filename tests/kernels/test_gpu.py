@@ -16,7 +16,7 @@ from torch import Tensor
 
 import masks
 from benchmarks.run import measure
-from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain
+from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain, selected_attention
 from blocksparse_flash.plan import block_selection, device_builder
 from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from tests import test_zoo as zoo
@@ -610,3 +610,39 @@ def test_gradients_of_a_single_query_are_accurate() -> None:
         strict=True,
     ):
         assert_as_accurate(actual, plain, truth, name=name)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("heads_of_a_group", [1, 4, 16])
+def test_a_cuda_graph_captures_selections_by_token(heads_of_a_group: int) -> None:
+    """It follows new indices, without synchronization. Tiles of 64 x 64 give equal bits."""
+    length, block_size, kv_heads = 1100, 64, 16 // heads_of_a_group
+    torch.manual_seed(0)
+    q = torch.randn(1, 16, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    k, v = (torch.randn(1, kv_heads, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "kv")
+    dout = torch.randn_like(q)
+    indices = torch.randint(-1, 18, (1, kv_heads, length, 4), device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        out = selected_attention(q, k, v, indices, block_size=block_size)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            indices.random_(-1, 18)
+        graph.replay()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
