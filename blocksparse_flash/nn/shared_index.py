@@ -81,7 +81,8 @@ def shared_index_attention(
     tokens up to the query: P are the attention weights, averaged over the heads that share the selection, and Q is the
     softmax of the index scores. It is KL(P | Q) plus the entropy of P, and has the same gradients: for index_q and
     index_k alone, since P counts as constant and the selection has no gradient. Neither P nor Q is ever stored: both
-    terms are attention to the selected blocks. Memory is O(length * k_blocks).
+    terms are attention to the selected blocks. Memory is O(length * k_blocks), and
+    on a GPU a bit for each pair of each index head.
 
     torch.compile calls this function outside of its graphs (a graph break).
 
