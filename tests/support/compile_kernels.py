@@ -596,11 +596,17 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, **SIGNS[0]} for mode in ("dense", "causal")]
     # steps of 64 x 64
+    options += [{"num_splits": 3}]
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, **option}
-        for head_dim, mode in itertools.product((64, 128), FINE)
-        for option in ({}, {"limited": True}, {"group": 4}, {"num_splits": 3}, *SIGNS)
+        for head_dim, mode in itertools.product((64, 128), FINE[:2])
+        for option in options
     ]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": "fine", **option} for head_dim in (64, 128) for option in SIGNS
+    ]
+    grid += [{"head_dim": 64, "dtype": half, "mode": "gathered", **SIGNS[0]}]
+    grid += [{"head_dim": head_dim, "dtype": half, "mode": "neighbors"} for head_dim in (64, 128)]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     return [{**call, "backend": "hopper"} for call in grid]

@@ -336,7 +336,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/host_builder.py", "rank[partial] -= 1", "rank[partial] -= 0", "tests/plan/test_host_builder.py"),
         (
             "plan/host_builder.py",
-            "begin[n_of_rows:] -= len(by_rows.line)",
+            "begin[n_of_rows:] -= begin[n_of_rows] if n_of_rows < len(work) else 0",
             "begin[n_of_rows:] -= 0",
             "tests/plan/test_host_builder.py",
         ),
