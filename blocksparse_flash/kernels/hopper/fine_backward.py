@@ -134,7 +134,9 @@ def add_dkdv(
     mbarrier.wait(buffers.dout_full.index(stage), phase)
     v_tile = buffers.v.reshape([SIDE, DIM_V])
     dp_token = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    if len(starts) > 1:
+    if len(starts) == 1:
+        o_line = (o_head + starts[0]) + o_q
+    else:
         # tiles that only fill the step lie before the first query: the last tile, which exists, stands in for them
         starts = (
             gl.where(starts[0] < 0, starts[3], starts[0]),
@@ -142,7 +144,7 @@ def add_dkdv(
             gl.where(starts[2] < 0, starts[3], starts[2]),
             starts[3],
         )
-    o_line = o_head + positions(starts, o_q)
+        o_line = o_head + positions(starts, o_q)
     b_lse = gl.load(ptrs.lse_ptr + o_line)
     b_delta = gl.load(ptrs.delta_ptr + o_line)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
