@@ -202,7 +202,8 @@ def test_options_that_depend_on_positions_keep_the_order(option, device, monkeyp
     attention(q, k, k, layout, backend="triton", **options)
     assert len(gathers) == (0 if option else 2)
     said = explain(q, k, k, layout, backend="triton", **options).order
-    assert said.startswith(f"the tokens as they are; without {option} k and v" if option else "k and v are copied")
+    keeps = f"the tokens keep their order; without {option}, k and v would be copied"
+    assert said.startswith(keeps if option else "k and v are copied")
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -225,10 +226,10 @@ def test_explain_counts_what_runs(device):
     said = explain(q, q, q, layout, backend="triton")
     plain = explain(q, q, q, layout, backend="triton", kv_lengths=torch.tensor([500], device=device))
     assert said.order == (
-        "q, k and v are copied in an order in which scattered tokens share tiles: "
+        "q, k and v are copied into an order in which scattered tokens share tiles: "
         f"{said.flops / plain.flops:.2g} times as many pairs are computed as without that. out and lse are put back"
     )
-    assert said.flops < plain.flops and plain.order.startswith("the tokens as they are; without kv_lengths")
+    assert said.flops < plain.flops and plain.order.startswith("the tokens keep their order; without kv_lengths, ")
     assert f"order        {said.order}" in str(said)
     plan = found.layout.plan("cpu", tile=said.tile[0])
     n_tiles = int(plan.row_records[..., 2].sum())

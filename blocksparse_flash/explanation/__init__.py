@@ -126,7 +126,7 @@ def _said_tiles(call: Call) -> str:
     if call.layout is None or not call.is_fine:
         return ""
     if call.tile == PIECE:
-        tiles, share = "64 x 16, four a step", call.shares.gathered
+        tiles, share = "64 x 16, four per step", call.shares.gathered
     else:
         tiles, share = "64 x 64", call.shares.fine
     return f"; in tiles of {tiles}, as they hold {share:.0%} of the pairs of those of 128 x 128"
@@ -138,12 +138,13 @@ def _said_order(call: Call) -> str:
     if best is None:
         return ""
     names = [*([] if best.q is None else ["q"]), *([] if best.kv is None else ["k", "v"])]
-    order = f"{_listed(names)} are copied in an order in which scattered tokens share tiles"
+    copied, order = f"{_listed(names)} are copied", "into an order in which scattered tokens share tiles"
     if call.reordered is None:
-        return f"the tokens as they are; without {call.why_not_reordered} {order}"
+        why = f"the tokens keep their order; without {call.why_not_reordered}"
+        return f"{why}, {_listed(names)} would be copied {order}"
     plain, done = (cost.work(each) for each in (dataclasses.replace(call, keeps_order=True), call))
     tiles = f"{done.computed / plain.computed:.2g} times as many pairs are computed as without that"
-    return f"{order}: {tiles}" + ("" if best.q is None else ". out and lse are put back")
+    return f"{copied} {order}: {tiles}" + ("" if best.q is None else ". out and lse are put back")
 
 
 def _listed(names: list[str]) -> str:

@@ -44,10 +44,10 @@ def _of_layout(call: Call, done: Work, predicted: Prediction | None) -> Iterator
     fill = done.attending / done.computed if done.computed else 1.0
     if fill < WELL_FILLED:
         block_q, block_kv = layout.block_size
-        tile = call.side
+        tile, width = call.side, call.tile
         blocks = f" in blocks of {block_q} x {block_kv}" if min(block_q, block_kv) < tile else ""
         yield (
-            f"{fill:.0%} of the pairs that are computed attend: tiles of {tile} x {tile} are computed whole, and the "
+            f"{fill:.0%} of the pairs that are computed attend: tiles of {tile} x {width} are computed whole, and the "
             f"pairs are scattered over them{blocks}. Blocks of {tile} at multiples of {tile}, or an order of the "
             "tokens that groups what attends to each other (layout.permute), need fewer tiles"
         )

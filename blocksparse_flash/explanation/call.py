@@ -19,7 +19,8 @@ from . import scheduling
 class Call:
     """A checked call. dtype: of the products, autocast's where it is on.
 
-    q_len, kv_len and plan are those of the reordered tokens, if the call reorders them. keeps_order: it would not.
+    q_len, kv_len and plan are those of the reordered tokens, if the call reorders them.
+    keeps_order  describes the call as if it did not reorder tokens
     """
 
     q: Tensor

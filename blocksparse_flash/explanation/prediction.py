@@ -7,7 +7,7 @@ A direction (forward or backward) takes
 `beside` are the bytes moved while kernels iterate over tiles, `passes` those of the launches before and after: see
 memory.py. A program of `tiles` tiles, `partial` of them masked, occupies an SM for (program + tiles + masking *
 partial) times the kernel's seconds per tile. The makespan is that of list scheduling with one server per SM. Programs
-on the same SM share its rate; a last program without neighbours does not reach that rate, hence `alone`.
+on the same SM share its rate; a last program without neighbors does not reach that rate, hence `alone`.
 """
 
 from __future__ import annotations
