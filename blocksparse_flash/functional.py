@@ -318,7 +318,7 @@ def attention(
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
     If the attended keys are scattered, as the columns of a vertical-slash mask are, `hopper` and `triton` may copy q, k
-    and v in an order in which they share tiles; see `explain`. Results differ from those without it by rounding alone.
+    and v into an order in which such keys share tiles; see `explain`. This changes results by rounding alone.
 
     Non-finite numbers are neither detected nor hidden. On every backend:
 

@@ -1,4 +1,4 @@
-"""The torch.library operator gather_tokens and its gradient: tokens in the order in which a plan has them."""
+"""The torch.library operator gather_tokens and its gradient: copies tokens into the order of a reordered layout."""
 
 from __future__ import annotations
 

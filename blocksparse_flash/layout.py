@@ -54,7 +54,7 @@ def number_of(layout: BlockLayout) -> int:
 
 
 def numbered(number: int) -> BlockLayout:
-    """The layout of a number, while the layout lives."""
+    """The layout with a number from `number_of`; KeyError once it is deleted."""
     return _NUMBERED[number]
 
 
@@ -75,8 +75,8 @@ class BlockLayout:
     The constructor checks every tensor (cols must ascend in each row). Layouts are canonical: equal masks over equal
     batch and head axes give equal layouts and equal hashes.
 
-    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy, so
-    keep it in a variable to read it often. To change a mask, make another layout, by the algebra or by
+    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy:
+    keep the copy to read it often. To change a mask, make another layout, by the algebra or by
     BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` return the kernels' tensors uncopied: never write
     into those.
 
@@ -264,7 +264,7 @@ class BlockLayout:
         A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU, four fused kernels
         make the layout and its plan, up to 2^20 queries, 8192 cols and n_cols <= 2048 + 128 * k. For larger grids, for
         more than 4 blocks per tile, and under torch.compile, about 60 PyTorch operations do so, which take longer.
-        Blocks for single query tokens are for `selected_attention`.
+        If single query tokens select blocks, use `selected_attention`.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity
@@ -524,7 +524,7 @@ class BlockLayout:
                  device of block_scores. Unused entries of a selected layout are 0, without a gradient
         raises   TypeError, ValueError
 
-        Selecting blocks has no gradient. A gate learns if its scores also are the bias of the blocks it selected:
+        Selecting blocks has no gradient. A gate learns if its scores are also the bias of the blocks that it selected:
 
         >>> q = k = v = torch.randn(1, 2, 256, 16)
         >>> gate = torch.nn.Linear(16, 16)
@@ -657,7 +657,7 @@ class BlockLayout:
         """The tiles that kernels iterate over, on a device. Cached.
 
         causal  True: only the pairs with kv_pos <= q_pos + (kv_len - q_len)
-        tile    tokens per side of a tile: 128, or 64, for lengths up to 2^30; 16 for a gathered plan, see `Plan`
+        tile    tokens per side of a tile: 128; or, for lengths up to 2^30, 64, or 16 for a gathered plan (see `Plan`)
         non_blocking  True: the host does not wait for the copy to a GPU. Streams other than the current one must wait
                 before they use the plan or the layout: `torch.cuda.Stream.wait_stream`
         raises  ValueError for another tile, and while torch.compile traces, unless cached; TypeError if another option
@@ -1003,10 +1003,10 @@ class BlockLayout:
 
 
 class Reordered(NamedTuple):
-    """A layout in another order of its tokens, which has fewer tiles.
+    """A layout in another order of its tokens, in which it has fewer tiles.
 
-    layout  the pairs of the reordered tokens, causal ones if they were asked for
-    q, kv   orders of the queries and of the keys; None: as they are
+    layout  the pairs of the reordered tokens; if made for causal=True, only the causal ones
+    q, kv   orders of the queries and of the keys; None keeps their order
     """
 
     layout: BlockLayout

@@ -13,7 +13,7 @@ from .blocks.transfer import to_device
 # tokens per side of a tile: of the default plans, and of the finer ones
 TILE = 128
 FINE_TILE = 64
-# other side of the tiles of a gathered plan, whose tile rows and tile columns have FINE_TILE tokens; and tiles per step
+# tokens of the short side of the tiles of a gathered plan, whose long side is FINE_TILE; tiles per step
 PIECE = 16
 PIECES = FINE_TILE // PIECE
 # int32 words of a record, and the order of the first; the last two are 0
@@ -43,8 +43,8 @@ class Plan(NamedTuple):
         N_TILES    its entries
         N_PARTIAL  partial tiles among them
         POSITION   of record i: where the record of tile row i is, to find a given tile row
-        N_LONG     records at the front with over twice the mean number of tiles, never all of them; the same in every
-                   record. A launch starts those of all heads first
+        N_LONG     number of records at the front with over twice the mean number of tiles, never all records; the
+                   same number in every record. A launch starts the long ones of all heads first
 
     List entries of a tile row: partial tiles, then full tiles, each ascending
         partial  tile column - 2^24, hence negative; bits 0-23 are the tile column
@@ -57,14 +57,15 @@ class Plan(NamedTuple):
     (distinct, 64, 2).
 
     A gathered plan is for scattered small blocks. Its tiles have 64 queries x 16 keys in the lists of tile rows, and
-    16 queries x 64 keys in those of tile columns. Four of them, from anywhere in the sequence, make a step:
+    16 queries x 64 keys in those of tile columns. Kernels compute four of them per step, from anywhere in the sequence:
 
-    *_indices    (steps + padding, 4)  index of 16 tokens, or -1, which fills the first step of a tile row. If those are
-                 hardly fewer steps, (steps + padding, 1): four tiles that are neighbors, by their index of 64 tokens
-    *_bitmask_ids  (steps + padding, 4)  of each tile, empty ones too
-    records      BEGIN, N_TILES and N_PARTIAL count steps. Those with a partial tile come first
-    bitmasks     (distinct, 64)  of both kinds of tiles, by the side of 64 tokens: bits 0-15 are the pairs of a token,
-                 and again bits 16-31
+    *_indices    (steps + padding, 4)  index of the 16 tokens of each tile; -1 for an empty tile, which fills up the
+                 first step of a tile row. If steps of four neighbors (aligned to 64 tokens) are not many more, the
+                 list has those instead: (steps + padding, 1), index of their 64 tokens
+    *_bitmask_ids  (steps + padding, 4)  bitmask of each tile; 0, which has no bits, for an empty one
+    records      BEGIN, N_TILES and N_PARTIAL count steps; steps with a partial or an empty tile come first
+    bitmasks     (distinct, 64)  one word for each token of the long side, in tiles of both kinds: bits 0-15 are its
+                 pairs with the 16 tokens of the short side, and bits 16-31 repeat them
 
     n_split_rows and n_split_cols are read from tensor shapes, so that no call waits for the device.
     """
@@ -79,7 +80,7 @@ class Plan(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Tokens per side of a tile: 128 or 64; PIECE for a gathered plan."""
+        """Tokens per side of a tile: 128 or 64; for a gathered plan 16, the short side."""
         return tile_of(self)
 
     @property
@@ -105,12 +106,12 @@ def tile_of(plan: Sequence[Tensor]) -> int:
 
 
 def pieces_of(plan: Sequence[Tensor]) -> tuple[int, int]:
-    """Loads of a step, for the lists of tile rows and of tile columns: 4, 1 for neighbors; 0 if it is not gathered."""
+    """Loads per step of tile rows and of tile columns: 4, or 1 for four neighbors; 0 if the plan is not gathered."""
     return (plan[1].shape[1], plan[4].shape[1]) if tile_of(plan) == PIECE else (0, 0)
 
 
 def side_of(tile: int) -> int:
-    """Tokens of a tile row or tile column of such plans."""
+    """Tokens per tile row and per tile column of plans with this `Plan.tile`."""
     return max(tile, FINE_TILE)
 
 

@@ -38,12 +38,12 @@ def selected_attention(
     q            (batch, heads, q_len, head_dim)
     k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
     indices      integers (batch | 1, heads | kv_heads | 1, ceil(q_len / query_block_size), k): the blocks of each
-                 query, in any order. Query heads that share a head of keys also share its selection, if there is one
-                 for each of kv_heads; a size of 1 is shared by all. -1 marks an unused entry; repeated blocks are
-                 ignored. Other numbers are refused on the CPU and ignored on a GPU
+                 query, in any order. With kv_heads selections, query heads that share a key head share one; a size of
+                 1 is shared by all. -1 marks an unused entry; repeated blocks are ignored. Other numbers are refused
+                 on the CPU and ignored on a GPU
     block_size   keys per block: 16, 32, 64 or a multiple of 128; block i begins at key i * block_size
     query_block_size  consecutive tokens that select together: 1, 2, 4, ..., 128
-    causal       True also drops the keys with kv_pos > q_pos + (kv_len - q_len), also within a selected block
+    causal       True drops the keys with kv_pos > q_pos + (kv_len - q_len), also within a selected block
     scale, deterministic, backend  as `attention`
     returns      (batch, heads, q_len, v_head_dim); 0 for a query that selects no key
     raises       TypeError, ValueError
@@ -51,15 +51,18 @@ def selected_attention(
     The layout and its plan are made on the device of q, without synchronization, also within a CUDA graph. The
     selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
 
-    Query heads that share a selection are packed: a tile of 64 queries holds the heads of 64 / group tokens, and loads
-    each block that any of these tokens selects. A group of heads that is no power of two is padded to one. Time is in
-    proportion to the blocks that the tokens of a tile select together, so it pays if groups are large, or if
-    neighboring tokens select alike; `query_block_size` makes them. Extra memory: a copy of q, 16 bytes for each tile
-    that could be listed, and on a GPU, where few queries select together (tokens times heads of a group), masks of
-    tiles: a bit for each pair of all heads if 1 or 2 do, of which 8 GB are refused, and up to 200 MB if 4 do.
+    Query heads that share a selection are packed: the 64 rows of a tile hold all heads of 64 / group tokens, and the
+    kernel loads each block that any of these tokens selects. Groups are padded to a power of two. Time grows with the
+    number of blocks that the tokens of a tile select, counted once each. A call is therefore fast if groups are large,
+    or if neighboring tokens select the same blocks, as query_block_size makes them.
+
+    Extra memory: a copy of q, 16 bytes for each tile that could be listed, and on a GPU the bitmasks of tiles. If only
+    1 or 2 rows (query_block_size x padded group) share a selection, bitmasks take one bit per pair and query head. For
+    4 rows they take up to 200 MB, and less for more rows, if block_size is at least 64 and head_dim at most 128;
+    otherwise up to one bit per pair and query head. More than 8 GB of bitmasks raise a ValueError.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and head of keys
+    >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and key head
     >>> selected_attention(q, k, k, indices, block_size=16).shape
     torch.Size([1, 4, 64, 16])
     """

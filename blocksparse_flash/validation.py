@@ -270,7 +270,7 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
         raise ValueError(
             f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
         )
-    # reading them from a GPU would synchronise, and a compiler cannot read them
+    # reading them from a GPU would synchronize, and a compiler cannot read them
     if device.type == "cpu" and batch and tracing.has_numbers(kv_lengths):
         lengths = kv_lengths.tolist()
         if min(lengths) < 0 or max(lengths) > kv_len:

@@ -1,4 +1,4 @@
-"""Names that other libraries and papers use for the masks of this package, and similar names for misspelt ones."""
+"""Names that other libraries and papers use for the masks of this package, and similar names for misspelled ones."""
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ def attention(
     """blocksparse_flash.attention over a sequence shared by several ranks, for the tokens of this rank. Differentiable.
 
     q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or
-             DTensors, Shard(2) over the plan's group, for a contiguous plan with equal numbers of tokens; out is one
-             then, too
+             DTensors, Shard(2) over the plan's group, for a contiguous plan with equal numbers of tokens; out is then
+             a DTensor too
     plan     ContextPlan
     layer    index of the plan's layout
     scale    factor on the scores; None is head_dim ** -0.5

@@ -193,7 +193,7 @@ def dropout_arguments(dropout_p: float) -> dict[str, Any]:
 def columns_of_values(dim: int, dim_v: int, element_size: int, major: int) -> int:
     """DIM_V of a kernel that computes p @ v; widened to 64 on sm90 in 16 bits to avoid a ptxas bug.
 
-    For narrower values that neither TMA nor cp.async can load, the ptxas of Triton 3.6 and 3.7 reads an uninitialised
+    For narrower values that neither TMA nor cp.async can load, the ptxas of Triton 3.6 and 3.7 reads an uninitialized
     register as shared memory address (seen on an H200 with head_dim 100 and v_head_dim 3: random wrong results).
     """
     return max(dim_v, min(dim, 64)) if major == 9 and element_size == 2 else dim_v
@@ -244,7 +244,7 @@ def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
 
 
 def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """The seed as a tensor on the device; a host seed is written by a fill kernel, without synchronisation."""
+    """The seed as a tensor on the device; a host seed is written by a fill kernel, without synchronization."""
     if seed is None or seed.device == device:
         return seed
     return torch.full((1,), int(seed.item()), dtype=torch.int64, device=device)

@@ -25,7 +25,7 @@ class DecoderBlock(nn.Module):
     hidden_dim  features between the dense layers; None is 4 embed_dim
     dropout_p   probability, 0 to 1, to drop a hidden feature or a feature of either residual branch in training;
                 default 0.0
-    raises      TypeError, ValueError. A function as layout is checked with the first cache
+    raises      TypeError, ValueError. If the layout is a function, it is checked at the first call with a cache
 
     >>> block = DecoderBlock(SelfAttention(64, 4, kv_heads=2, rope=10000.0, causal=True))
     >>> block(torch.zeros(2, 256, 64)).shape

@@ -20,8 +20,7 @@ class LayoutByLength:
     spec        text for `masks.build`, such as "sink_window(sinks=4, window=256) | butterfly"
     block_size  tokens per side of a block, or (queries, keys), for masks that do not set their own; default 128
     maxsize     lengths whose layouts are kept; beyond them the layout used longest ago is dropped; default 16
-    raises      TypeError if spec is not a string; errors of `masks.build`, which name the wrong word, come with the
-                first length
+    raises      TypeError if spec is not a string. A wrong word in it raises an error of `masks.build` at the first call
 
     torch.compile cannot build layouts: compile a module that has the BlockLayout of one length.
 

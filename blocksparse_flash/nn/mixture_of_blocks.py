@@ -1,4 +1,4 @@
-"""Mixture of block attention: each query attends to the blocks whose mean keys fit it best."""
+"""Mixture of block attention: each query attends to its own block and to those whose mean keys score highest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCORES_OF_CHUNK = 1 << 26
 
 @torch.no_grad()
 def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int) -> Tensor:
-    """The block of each query, and those before it whose means fit the query best.
+    """The block of each query, and the earlier blocks whose means have the highest dot products with the query.
 
     q        (batch, heads, length, head_dim), or (batch, heads, group, length, head_dim), whose scores are summed over
              the group
     means    (batch, heads, n_blocks, head_dim)
-    returns  int64 (batch, heads, length, k_blocks or all), -1 for none
+    returns  int64 (batch, heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     length, n_cols = q.shape[-2], means.shape[2]
     if q.dim() == 5:
@@ -56,9 +56,9 @@ def mixture_of_block_attention(
     by_group: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of each query to its own block of tokens and to the blocks before it that fit it best.
+    """Causal attention of each query to its own block of tokens and to the earlier blocks with the highest scores.
 
-    The score of a block is the product of the query and the mean of the keys of the block.
+    The score of a block is the dot product of the query and the mean of the block's keys.
 
     q           (batch, heads, length, head_dim)
     k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
@@ -70,8 +70,8 @@ def mixture_of_block_attention(
     raises      TypeError, ValueError
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
-    Tokens that select alone, without by_group or with fewer than 4 heads for each head of keys, take a bit of memory
-    per pair and head on a GPU, and the time of the blocks that 64 neighbors select together: see `selected_attention`.
+    Without by_group, or with at most 2 query heads per key head, a call on a GPU takes one bit of memory per pair and
+    head. Without by_group, it takes the time of all blocks that 64 neighboring tokens select; see `selected_attention`.
     torch.compile calls this function outside of its graphs (a graph break).
 
     Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.

@@ -39,13 +39,13 @@ def n_compressed(length: int, size: int, stride: int) -> int:
 @functools.lru_cache(maxsize=16)
 @tracing.untraced
 def compressed_layout(length: int, size: int, stride: int) -> BlockLayout:
-    """Each query attends to the compressed blocks of `size` tokens, one every `stride`, that end at it or before."""
+    """Each query attends to the compressed blocks (`size` tokens, one every `stride`) that end at or before it."""
 
     def has_ended(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
         return kv_pos * stride + size - 1 <= q_pos
 
     def distance(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        # of the first query of a block from its first key, as far as it matters
+        # in tokens, from the first key of a block to its first query; clipped where all pairs attend, or none
         return (128 * (row - stride * col)).clip(-129, 128 * stride + size)
 
     n_cols = n_compressed(length, size, stride)
@@ -78,17 +78,16 @@ def most_important_blocks(
     """The blocks of tokens that matter most to each query, by its attention to compressed keys.
 
     q          (batch, heads, length, head_dim)
-    k          (batch, kv_heads, n_compressed, head_dim): key i stands for tokens from i * stride on, compressed_size
-               of them
-    lse        (batch, heads, length), of attention to the compressed keys that end at the query or before
+    k          (batch, kv_heads, n_compressed, head_dim): key i stands for the compressed_size tokens from i * stride on
+    lse        (batch, heads, length), of attention to the compressed keys that end at or before the query
     n_blocks   blocks per query; fewer if there are fewer up to its own
     block_size  tokens of a block, a multiple of stride
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
-    returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for none
+    returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for unused entries
 
-    The importance of a block is the sum, over the heads of a group, the pieces of `stride` tokens in the block, and the
-    compressed keys that contain a piece, of the attention weight of that key. Without a gradient; queries are processed
-    in chunks, so that memory is O(chunk * n_compressed).
+    The importance of a block is a sum of attention weights of compressed keys: each key counts once for every piece of
+    `stride` tokens that it shares with the block, in each head of the group. There is no gradient. Queries are
+    processed in chunks, so that memory is O(chunk * n_compressed).
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
@@ -168,27 +167,28 @@ def native_sparse_attention(
 ) -> Tensor:
     """Causal attention of three branches, each with its own keys and values, mixed by gates.
 
-    The compressed branch attends to compressed keys, each of which stands for a block of tokens and is seen once all of
-    these have been. The selected branch attends to the tokens of the blocks that matter most to a query, by the weights
-    of the compressed branch, summed over the heads that share keys. The window branch attends to the latest tokens.
+    The compressed branch attends to compressed keys. Each stands for a block of tokens, and only queries at or after
+    the block's last token attend to it. The selected branch attends to the tokens of the blocks with the largest
+    weights in the compressed branch, summed over the heads that share keys. The window branch attends to the most
+    recent tokens.
 
     q           (batch, heads, length, head_dim)
     compressed  k (batch, kv_heads, n, head_dim) and v (batch, kv_heads, n, v_head_dim), kv_heads a divisor of heads;
-                n = (length - compressed_size) // stride + 1, or 0: key i stands for compressed_size tokens from
-                i * stride on
+                n = (length - compressed_size) // stride + 1, at least 0. Key i stands for the compressed_size tokens
+                from i * stride on
     selected, window  k (batch, kv_heads, length, head_dim) and v (batch, kv_heads, length, v_head_dim)
     gates       (batch, heads, length, 3): weights of the compressed, selected and window branches
-    n_blocks    blocks selected for each query and head of keys, including `always`; all if there are fewer
+    n_blocks    blocks selected for each query and key head, including `always`; all if there are fewer
     block_size  tokens of a selected block: 16, 32, 64 or a multiple of 128, and a multiple of stride
-    compressed_size, stride  tokens of a compressed block, a multiple of stride, and tokens from one to the next
+    compressed_size, stride  tokens of a compressed block, a multiple of stride; tokens from one start to the next
     window_size  tokens of the window, the query's own included
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
     scale       of the scores; None is head_dim ** -0.5
     returns     (batch, heads, length, v_head_dim)
     raises      TypeError, ValueError
 
-    Selection, layouts and plans are made on the device of q, without synchronization except for the first call of a
-    length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
+    Selection, layouts and plans are made on the device of q, without synchronization, except in the first call with
+    each length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
 
     Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3: the defaults, and equations 5, 8 to 12.
 
@@ -285,7 +285,7 @@ def _check_gates(gates: Tensor, q: Tensor) -> None:
 
 
 class BlockCompression(nn.Module):
-    """Compresses each block of tokens to one: a two-layer perceptron of the block plus learned positions within it.
+    """Compresses each block of tokens to one: a two-layer MLP of the block plus learned positions within it.
 
     head_dim    features of a token and of the result
     size        tokens of a block
@@ -319,8 +319,8 @@ class NativeSparseAttention(nn.Module):
 
     embed_dim   features per token, a multiple of num_heads unless head_dim is given
     num_heads   query heads
-    kv_heads    key and value heads of each branch, a divisor of num_heads; the heads of a group select together. None
-                means num_heads, but the selected branch is fast for groups of 4 to 64 heads
+    kv_heads    key and value heads of each branch, a divisor of num_heads; query heads that share keys also share the
+                selection. None means num_heads, but the selected branch is fast only if 4 to 64 query heads share one
     n_blocks, block_size, compressed_size, stride, window_size, always  as `native_sparse_attention`
     rope        base of rotary positions, such as 10000.0; None adds no positions. Compressed keys are rotated after the
                 compression, to the position of the first token of their block
@@ -329,7 +329,7 @@ class NativeSparseAttention(nn.Module):
 
     Each branch has its own keys and values. `compress_k` and `compress_v`, shared by all heads, map a block of tokens
     to one compressed key and value: see BlockCompression, with 2 * head_dim hidden features. The gates are the sigmoid
-    of a linear function of the input, one for each head and branch. Linear layers start as nn.Linear does, the
+    of a linear function of the input, one for each head and branch. Linear layers are initialized as nn.Linear is, the
     positions within a block from N(0, 0.02^2).
 
     A sequence may have any length. Tokens after a token never change its output, so padding at the end needs no mask.

@@ -1,4 +1,4 @@
-"""Attention to blocks that a small indexer selects for each query and head of keys, and the loss that trains it."""
+"""Attention to blocks that a small indexer selects for each query and key head, and the indexer's loss."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .layers import SelfAttention
 from .mixture_of_blocks import check_block_size
 from .positions import RotaryTable, rotary_table, rotate
 
-# scores of tokens in memory at a time, for all heads of the index: 128 MB in half precision
+# scores of tokens in memory at a time, for all heads of the indexer: 128 MB in half precision
 SCORES_OF_CHUNK = 1 << 26
 
 
 @torch.no_grad()
 def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, block_size: int) -> Tensor:
-    """The block of each query, and those before it with the highest index score of a token.
+    """The block of each query, and the earlier blocks whose best tokens have the highest index scores.
 
     index_q  (batch, index_heads, length, index_dim)
     index_k  (batch, 1, length, index_dim)
-    returns  int64 (batch, index_heads, length, k_blocks or all), -1 for none
+    returns  int64 (batch, index_heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     batch, heads, length, _ = index_q.shape
     n_cols = -(-length // block_size)
@@ -36,7 +36,7 @@ def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, bloc
     found = []
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
-        # whole blocks; a last block in part is that of its queries
+        # scores of whole blocks only: a partial last block is its queries' own, which is always selected
         n_whole, n_seen = rows.stop // block_size, -(-rows.stop // block_size)
         scores = index_q[:, :, rows] @ index_k[:, :, : n_whole * block_size].mT
         best_token = pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_seen - n_whole))
@@ -63,26 +63,26 @@ def shared_index_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention to blocks that an indexer selects, and the indexer's loss.
 
-    The index score of a query and a token is index_q . index_k / sqrt(index_dim). A query selects its own block and
-    those before it that hold the highest index scores; the query heads that share keys share the selection.
+    The index score of a query and a token is index_q . index_k / sqrt(index_dim). A query selects its own block and the
+    earlier blocks that hold the highest index scores; query heads that share keys share the selection.
 
     q           (batch, heads, length, head_dim)
     k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
-    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each head of keys, or one for all
+    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each key head, or one for all
     index_k     (batch, 1, length, index_dim), shared by the index heads
     k_blocks    blocks for each query, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
     scale       of the attention scores; None is head_dim ** -0.5
-    with_loss   False: no loss, which takes as long as the attention
-    returns     out (batch, heads, length, v_head_dim), and the loss, a number in the type of the index's lse, or None
+    with_loss   False skips the loss, which takes about as long as the attention
+    returns     out (batch, heads, length, v_head_dim); and the loss, a scalar in float32 (float64 for float64), or None
     raises      TypeError, ValueError
 
-    The loss is the mean over queries and index heads of the cross-entropy of P and Q, distributions over the selected
-    tokens up to the query: P are the attention weights, averaged over the heads that share the selection, and Q is the
-    softmax of the index scores. It is KL(P | Q) plus the entropy of P, and has the same gradients: for index_q and
-    index_k alone, since P counts as constant and the selection has no gradient. Neither P nor Q is ever stored: both
-    terms are attention to the selected blocks. Memory is O(length * k_blocks), and
-    on a GPU a bit for each pair of each index head.
+    P and Q are distributions over the selected tokens up to a query: P is the mean of the attention weights of the
+    heads that share the selection, and Q is the softmax of the index scores. The loss is their cross-entropy, averaged
+    over queries and index heads. It equals KL(P | Q) plus the entropy of P, and has the gradients of KL(P | Q): only
+    for index_q and index_k, since P is detached and the selection has no gradient. Neither P nor Q is stored, since the
+    loss is computed by attention to the selected blocks. Memory is O(length * k_blocks), and on a GPU a bit for each
+    pair and index head.
 
     torch.compile calls this function outside of its graphs (a graph break).
 
@@ -142,14 +142,14 @@ class SharedIndexAttention(nn.Module):
     embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
     k_blocks, block_size  as `shared_index_attention`
-    index_dim  features of the index; None means head_dim
-    kv_heads, rope, head_dim  as SelfAttention; the index has as many query heads as there are kv_heads, and one key
-               head, with the same rotary positions
+    index_dim  features per head of the indexer; None means head_dim
+    kv_heads, rope, head_dim  as SelfAttention; the indexer has kv_heads query heads and one key head, with the same
+               rotary positions
     raises     TypeError, ValueError
 
     `projections` is a SelfAttention, so the weights of a dense layer can be loaded there; `index`, a linear map without
-    bias, makes the queries and keys of the index. Its input is detached: the loss trains the index alone, and the index
-    is trained by the loss alone. Add the losses of all layers to the loss of the model.
+    bias, makes the queries and keys of the indexer. Its input is detached: the loss trains only the indexer, and only
+    the loss trains it. Add the losses of all layers to the loss of the model.
 
     Lai et al., "MiniMax Sparse Attention" (MSA), arXiv:2606.13392.
 
@@ -183,9 +183,9 @@ class SharedIndexAttention(nn.Module):
         self.index = nn.Linear(embed_dim, (self.projections.kv_heads + 1) * self.index_dim, bias=False)
 
     def forward(self, x: Tensor, with_loss: bool | None = None) -> tuple[Tensor, Tensor | None]:
-        """x (batch, length, embed_dim) to the same shape, and the loss of the index.
+        """x (batch, length, embed_dim) to the same shape, and the loss of the indexer.
 
-        with_loss  None: in training alone; the loss is None otherwise
+        with_loss  None: with the loss in training mode; without it, the loss is None
         """
         table: RotaryTable | None = None
         q, k, v = self.projections.project(x)

@@ -110,7 +110,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
 
         query, key, value  (length, batch, features), batch first with batch_first=True, or (length, features)
         key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for its device and
-                           cannot be compiled; kv_lengths does neither
+                           cannot be compiled; kv_lengths avoids both
         need_weights       must be False
         attn_mask          must be None, since the layout replaces it. Ignored with is_causal=True, where torch requires
                            the causal mask

@@ -1,1 +1,1 @@
-"""Plans of layouts: the 128 x 128 tiles that kernels iterate over, built on the host or on the device."""
+"""Plans of layouts: the tiles that kernels iterate over, built on the host or on the device."""

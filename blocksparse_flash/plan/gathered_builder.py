@@ -1,4 +1,4 @@
-"""Builds gathered plans on the host (NumPy): each step has four tiles of 16 tokens, from anywhere in the sequence."""
+"""Builds gathered plans on the host (NumPy): each step has four tiles of 64 x 16, from anywhere in the sequence."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GATHERED_STEP = 1.25
 class Direction(NamedTuple):
     """The lists of one direction, over the tile rows of all leads.
 
-    steps      of each tile row
-    n_partial  those with a partial tile
-    indices    (all steps, 4 or 1), as of a Plan
+    steps      number of steps of each tile row
+    n_partial  number of those with a partial or an empty tile
+    indices    (all steps, 4 or 1), as in Plan
     ids        (all steps, 4): 0 for an empty tile, else 1 + index of its bitmask
-    bitmasks   uint32 (distinct, 64): bits 0-15 of each token of a tile row
+    bitmasks   uint32 (distinct, 64): bits 0-15 for each token of a tile row
     """
 
     steps: Array
@@ -65,7 +65,7 @@ def build_gathered_plan(found: BlockList, frame: Frame, device: torch.device, *,
 
 
 def _direction(found: BlockList, frame: Frame) -> Direction:
-    """The lists of tile rows; those of tile columns are of the transposed list."""
+    """The lists of tile rows; for those of tile columns, pass the transposed block list."""
     tiles = frame._replace(block_size=(FINE_TILE, PIECE))
     keys, ids, bitmasks = regroup(found, frame, tiles.block_size)
     line, minor = np.divmod(keys, max(tiles.n_cols, 1))
@@ -76,7 +76,7 @@ def _direction(found: BlockList, frame: Frame) -> Direction:
     words = np.concatenate([bitmasks, existing(tiles)])[:, :, 0]
     n_lines = tiles.leads * tiles.n_rows
     steps = -(-np.bincount(line, minlength=n_lines) // PIECES)
-    # tiles that are neighbors: aligned like tiles of 64 x 64
+    # first tiles of the steps of neighbors, which are aligned like tiles of 64 x 64
     begins = np.ones(len(keys), np.bool_)
     begins[1:] = (line[1:] != line[:-1]) | (minor[1:] // PIECES != minor[:-1] // PIECES)
     if begins.sum() <= GATHERED_STEP * steps.sum():
@@ -85,7 +85,7 @@ def _direction(found: BlockList, frame: Frame) -> Direction:
 
 
 def _gathered(line: Array, minor: Array, is_partial: Array, ids: Array, steps: Array, words: Array) -> Direction:
-    """Steps of any four tiles of a tile row, partial ones first; empty tiles fill its first step.
+    """Steps of any four tiles of a tile row, partial tiles first; empty tiles fill up its first step.
 
     line, minor, is_partial, ids  of each tile: tile row, index of 16 tokens, 1 + index of its bitmask
     """
@@ -103,7 +103,7 @@ def _gathered(line: Array, minor: Array, is_partial: Array, ids: Array, steps: A
 def _of_neighbors(
     line: Array, minor: Array, is_partial: Array, ids: Array, begins: Array, n_lines: int, words: Array
 ) -> Direction:
-    """Steps of four neighbors, steps with a partial or empty tile first.
+    """Steps of four neighboring tiles; steps with a partial or an empty tile come first.
 
     line, minor, is_partial, ids  as in _gathered
     begins  the first tile of each step

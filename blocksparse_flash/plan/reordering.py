@@ -1,16 +1,16 @@
 """Orders of queries and keys in which a layout has fewer tiles, chosen on the host.
 
 A tile is computed as a whole, so a key that many queries attend to costs a column of tiles if its neighbors are not
-attended to as widely. Three orders are tried, and the pairs of each are counted in tiles:
+attended to as widely. Up to three orders are tried, and the tiles of each are counted:
 
-    keys      wide keys, which more tile rows attend to than to their neighbors, come last, next to each other
-    queries   the same for queries that attend to many more keys than their neighbors; then wide keys
-    periodic  tokens at distance `period` become neighbors, in groups of powers of two: for dilated windows, strides,
-              and neighborhoods of grids
+    keys      wide keys, to which more tile rows attend than to their neighbors, move to the end, next to each other
+    queries   wide queries, which attend to many more keys than their neighbors, move to the end; then wide keys do
+    periodic  tokens at distance `period` become neighbors: a tile takes 1, 8, 16 or 32 consecutive tokens of each of
+              several periods. For dilated windows, strides, and neighborhoods of grids
 
-An order is int64 (new length,), NONE for a place without a token. Tokens that stay keep their place in their tile, so
-tiles of windows stay what they were; a place that a wide token leaves is NONE. Keys that no query attends to are left
-out.
+An order is int64 (new length,): the token of each place, NONE for a place without a token. Tokens that are not wide
+keep their place within their tile, so the tiles of windows do not change; a place that a wide token leaves is NONE.
+Keys that no query attends to are left out.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from ..blocks.transfer import to_device
 from ..plan_format import TILE
 from .tile_choice import shares_of
 
-# an order is used if the time that the model below predicts falls at least to this share
+# an order is used if it lowers the cost (see `_cost` and `_made`) to at most this share
 WORTH = 0.75
-# forward time of 128 x 128 tiles in which 128 tokens of a head are gathered, k and v, or q and out: 128 KB at 4.3 TB/s
-# and 8.4 MFLOP at 600 TFLOP/s, for a head dimension of 128 (H200). The backward has about the same share
+# time to gather 128 tokens of a head, k and v or q and out, in units of the forward time of a 128 x 128 tile: 128 KB at
+# 4.3 TB/s take 30 ns, 8.4 MFLOP at 600 TFLOP/s 14 ns (H200, head_dim 128). The ratio is about the same in the backward
 GATHER_TILES = 2.0
-# an order of the keys is tried alone if it costs less than this many times what its pairs and its gathering do
+# no other order is tried if that of the keys costs less than this many times its minimum: its pairs in full tiles, and
+# gathering its keys
 ENOUGH = 1.5
 # tile rows below which gathering takes longer than it can save
 FEWEST_ROWS = 3
 # stored blocks beyond which the search would take seconds
 MOST_BLOCKS = 1 << 20
-# in layouts of so many blocks wide keys are looked for only if some key is attended to in this many
+# in layouts of more than MANY_BLOCKS blocks, wide keys are looked for only if some key is attended to in over WIDE
 # times as many tile rows as the median key
 MANY_BLOCKS, WIDE = 1 << 12, 8
 # quantiles of the counts that are tried as the limit above which a key is wide
@@ -70,8 +71,8 @@ class Orders(NamedTuple):
 class TokenOrder(NamedTuple):
     """An order of tokens on a device; each token has at most one place.
 
-    order    int32 (batch | 1, groups, new length): the token of each place, -1 for none
-    inverse  int32 (batch | 1, groups, length): the place of each token, -1 for none
+    order    int32 (batch | 1, groups, new length): the token of each place, -1 if it is empty
+    inverse  int32 (batch | 1, groups, length): the place of each token, -1 if it is left out
     """
 
     order: Tensor
@@ -182,7 +183,7 @@ def _joined(
 
 
 def _cost(blocks: BlockList, frame: Frame) -> float:
-    """Forward time of the tiles, in 128 x 128 tiles; in smaller tiles if those are faster."""
+    """Forward time in the fastest tiles, in units of the time of a 128 x 128 tile."""
     if not len(blocks.keys):
         return 0.0
     return len(blocks.keys) * shares_of(block_list.by_rows(blocks, frame), frame).time(128, "hopper")
@@ -203,7 +204,7 @@ def _made(q: Array | None, kv: Array | None, own: _Order) -> _Order:
 
 
 def _candidates(own: _Order) -> Iterator[_Order]:
-    """Orders that may be faster, each made and counted."""
+    """Orders that may be faster, each with its blocks and cost."""
     # pairs fill at least this many tiles, in any order
     n_pairs = int(set_operations.counts_of_pairs(own.blocks, own.frame).sum())
     if n_pairs > WORTH * own.cost * TILE**2:
@@ -241,8 +242,8 @@ def _moved_last(is_wide: Array, is_read: Array) -> Array:
 def wide_keys(blocks: BlockList, frame: Frame) -> Array | None:
     """The order of the keys that moves wide ones to the end; None if it is not worth gathering them.
 
-    A few limits are tried: on the tile rows in which a key is attended to, and on how many more these are than the
-    median of the 128 keys around it.
+    Tries a few limits on the number of tile rows in which a key is attended to, and on how far this number is above the
+    median of its block of 128 keys.
     """
     if not len(blocks.keys):
         return None
@@ -300,7 +301,7 @@ def wide_keys(blocks: BlockList, frame: Frame) -> Array | None:
 
 
 def wide_queries(blocks: BlockList, frame: Frame) -> Array | None:
-    """The order of the queries that moves wide ones to the end; None if the others read about as many keys."""
+    """The order of the queries that moves wide ones to the end; None if the others then read about as many keys."""
     n_rows, n_ids = frame.n_rows, len(blocks.bitmasks) + 1
     row = blocks.keys // frame.n_cols % n_rows
     codes, n_alike = np.unique(row * n_ids + blocks.ids + 1, return_counts=True)
@@ -367,7 +368,8 @@ def _n_read_by(bitmasks: Array, ids: Array, stays: Array) -> Array:
 def periodic(blocks: BlockList, frame: Frame) -> Iterator[tuple[Array, Array]]:
     """Orders of (queries, keys) that make tokens at distance `period` neighbors, if they look faster; one at most.
 
-    A tile has `near` consecutive tokens of each of 128 / near periods. Aligned at the ends, as a causal mask is.
+    A tile has `near` consecutive tokens of each of 128 / near periods. Queries and keys are aligned at their ends, as
+    in a causal mask.
     """
     period = period_of(blocks, frame)
     if not period:

@@ -1,6 +1,6 @@
 """Which tiles are fastest for a layout: of 128 x 128, of 64 x 64, or the gathered ones of 64 x 16 and 16 x 64.
 
-Tiles of all sizes are counted without making a plan, in a fraction of its time.
+Tiles of all sizes are counted without making a plan, in a fraction of the time that a plan takes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from .gathered_builder import GATHERED_STEP
 # time per pair in tiles of 64 x 64 over that in tiles of 128 x 128, forward and backward together, by padded head
 # dimension: 16,384 tokens, see the TUNING.md of each
 SLOWDOWN = {"hopper": {64: 1.08, 128: 1.2}, "triton": {64: 1.02, 128: 1.04}}
-# the same of gathered tiles, which `hopper` has
+# the same for gathered tiles, which only `hopper` has
 GATHERED_SLOWDOWN = {64: 1.45, 128: 1.6}
 # bitmasks are read in pieces of 16 keys
 _PIECE = 16
 
 
 class Shares(NamedTuple):
-    """Pairs in a layout's tiles / pairs in its tiles of 128 x 128 tokens, from 1/64 to 1; 1.0 if it has no pairs.
+    """Pairs in a layout's smaller tiles / pairs in its tiles of 128 x 128; 1.0 if it has no pairs.
 
     Only tiles with an attending pair count; those on a ragged edge count whole.
 
-    fine      in tiles of 64 x 64
-    gathered  in tiles of 64 x 16 and of 16 x 64, on average; at most those that take as long as 64 x 64
+    fine      in tiles of 64 x 64: 1/4 to 1
+    gathered  in gathered tiles: the mean of 64 x 16 and 16 x 64, each at most fine / GATHERED_STEP, which stands for
+              steps of four neighbors; from 1/16
     """
 
     fine: float
     gathered: float
 
     def fastest(self, dim: int, kernels: str) -> int:
-        """The tile of the plan with which the kernels take least time; arguments as of `times`."""
+        """`Plan.tile` of the fastest plan for these kernels; arguments as of `times`."""
         fine, gathered = self.times(dim, kernels)
         if gathered < min(fine, 1.0):
             return PIECE
@@ -47,7 +48,7 @@ class Shares(NamedTuple):
         return min(1.0, *self.times(dim, kernels))
 
     def times(self, dim: int, kernels: str) -> tuple[float, float]:
-        """(time in tiles of 64 x 64, in gathered tiles), each over that in tiles of 128 x 128.
+        """(time in tiles of 64 x 64, time in gathered tiles), each over the time in tiles of 128 x 128.
 
         dim      the larger head dimension, padded to 64 or 128
         kernels  "hopper" or "triton"
@@ -57,12 +58,12 @@ class Shares(NamedTuple):
 
     @property
     def tiles(self) -> list[int]:
-        """Tiles of the plans that kernels of some backend and head dimension may choose."""
+        """`Plan.tile` of every plan that a call may choose, over all backends and head dimensions."""
         return sorted({self.fastest(dim, kernels) for kernels in SLOWDOWN for dim in SLOWDOWN[kernels]})
 
 
 WHOLE = Shares(1.0, 1.0)
-# taken for small blocks that are selected on the device, which is not waited for
+# assumed for small blocks selected on a device, since counting them would wait for the device
 SELECTED = Shares(0.5, 1.0)
 
 
@@ -123,7 +124,7 @@ def _existing_cells(frame: Frame, units: Size) -> Array:
 
 
 def _n_tiles(cells: Array, units: Size, ids: Array, keys: Array, frame: Frame, side: Size) -> int:
-    """Tiles of `side` tokens that a block's cells lie in, each counted once.
+    """Number of tiles of `side` tokens in which attending cells of the blocks lie.
 
     units  (queries, keys) of a cell
     ids   index into cells, of each block

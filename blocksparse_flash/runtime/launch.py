@@ -78,7 +78,7 @@ def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memor
 
 
 def allocator(tensor: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """A function (shape, strides, dtype) -> uninitialised tensor on a tensor's device, which must be the current one.
+    """A function (shape, strides, dtype) -> uninitialized tensor on a tensor's device, which must be the current one.
 
     On a GPU this is TorchInductor's allocator: it skips the dispatcher and takes less than half the time. It does not
     fill new memory under deterministic algorithms, where torch.empty_strided is used instead.

@@ -161,7 +161,7 @@ def bind(
 ) -> Callable[[Arguments], None]:
     """A function of `arguments` that launches like compiled[grid](*arguments, *values), hooks included.
 
-    arguments  tensors, None, and integers for which the kernel is not specialised
+    arguments  tensors, None, and integers for which the kernel is not specialized
     descriptor_factories  one per argument; None passes the argument as it is
     values     the arguments that stay the same
     """

@@ -16,7 +16,7 @@ import torch
 
 from . import tracing
 
-# bytes: the alignment that TMA requires of addresses and strides, and on which Triton specialises pointers
+# bytes: the alignment that TMA requires of addresses and strides, and on which Triton specializes pointers
 ALIGNMENT = 16
 
 

@@ -200,7 +200,7 @@ def is_without_autocast(tensor: torch.Tensor) -> bool:
 
 def is_current(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on the current GPU or on no GPU; a third of the time of `on_device`."""
-    # CUDA is initialised, since the tensor exists; torch.cuda.current_device would check that first
+    # CUDA is initialized, since the tensor exists; torch.cuda.current_device would check that first
     return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 

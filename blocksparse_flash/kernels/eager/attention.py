@@ -234,7 +234,7 @@ class _Chunks:
     def _plan_groups(self) -> Iterator[_Rows]:
         records = self.plan[0]
         n_heads, n_rows = records.shape[1:3]
-        # on a GPU this is the only synchronisation of a call
+        # on a GPU this is the only synchronization of a call
         items = records.cpu().numpy().reshape(-1, records.shape[3]).astype(np.int64)
         owner = np.repeat(np.arange(len(items) // max(1, n_rows)), n_rows)
         items = np.column_stack([owner // n_heads, owner % n_heads, items[:, :4]])

@@ -1,1 +1,1 @@
-"""The Gluon kernels for Hopper (sm90): TMA, wgmma and warp specialisation."""
+"""The Gluon kernels for Hopper (sm90): TMA, wgmma and warp specialization."""

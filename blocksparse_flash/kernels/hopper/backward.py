@@ -1,4 +1,4 @@
-"""Hopper backward (sm90) in Gluon, warp-specialised: dQ, dK and dV from out, LSE and their gradients.
+"""Hopper backward (sm90) in Gluon, warp-specialized: dQ, dK and dV from out, LSE and their gradients.
 
     p = exp(scale q k^T - lse)      delta = rowsum(dO * O) - dLSE
     dp = dO v^T                     ds = p * (dp - delta)
@@ -400,7 +400,7 @@ def hopper_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
     # backward_producer.Pointers; (batch, head) strides of the records, in elements
     ptrs, record_strides,
-    # backward_producer.Sizes, one by one, since Triton would specialise the integers of a tuple
+    # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, scale_log2, scale,
     # GROUP: query heads per key head
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,

@@ -15,7 +15,7 @@ PIECE_COLS = gl.constexpr(32)
 
 @gluon.constexpr_function
 def dq_layout():
-    """Layout of [64, 32] values in which each thread stores 8 neighbours of a row, from two of its warp's 16 rows."""
+    """Layout of [64, 32] values in which each thread stores 8 neighbors of a row, from two of its warp's 16 rows."""
     in_thread = [[0, 1], [0, 2], [0, 4], [8, 0]]
     of_lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(in_thread, of_lanes, [[16, 0], [32, 0]], [], [64, 32])

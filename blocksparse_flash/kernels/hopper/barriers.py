@@ -29,7 +29,7 @@ class Pipeline(NamedTuple):
 
     In the functions below, phase is how often the buffer was used before; only its parity counts.
 
-    full and empty are separate allocations: in a common one, Triton would synchronise the warpgroup before each wait.
+    full and empty are separate allocations: in a common one, Triton would synchronize the warpgroup before each wait.
     """
 
     buffers: Any

@@ -2,12 +2,12 @@
 
 For layouts whose blocks are too small for the tiles of 128 x 128 of forward.py. Shapes as there; head_dim up to 128.
 
-A program computes 64 queries of a head with one warpgroup, without warp specialisation. Several programs share an SM:
+A program computes 64 queries of a head with one warpgroup, without warp specialization. Several programs share an SM:
 while one waits for memory or computes exponentials, the others multiply. Each step has 64 keys:
 
     wait for k | s = q k^T | load the next k | mask, online softmax | wait for v | out += p v | load the next v
 
-In a gathered plan a step has four tiles of 16 keys each, which TMA copies to their places in the buffers.
+In a gathered plan a step has four tiles of 16 keys each, which TMA loads into their places in the buffers.
 
 Partial tiles come first and have a loop of their own, so that full tiles pay for no mask. Long tile rows are split, as
 in forward.py. Rows without keys get out 0 and lse -inf. Scores and the running maximum are in base 2, `lse` in memory

@@ -27,14 +27,14 @@ from .tma import tma_load
 SIDE = gl.constexpr(plan_format.FINE_TILE)
 # tokens of a tile in a gathered plan
 PIECE = gl.constexpr(plan_format.PIECE)
-# columns of a swizzled buffer that lie together, 128 bytes: a copy fills rows of these
+# columns (128 bytes) that a swizzled buffer stores together for all rows: TMA loads a gathered tile in such parts
 PART = gl.constexpr(64)
 # tiles of a step of a gathered plan
 PIECES_OF_STEP = gl.constexpr(plan_format.PIECES)
 
 
 def block_of_step(columns: int, pieces: int) -> tuple[int, ...]:
-    """Block of the TMA loads of a step. pieces: from plan_format.pieces_of."""
+    """Block shape of the TMA loads of a step. pieces: loads per step, from plan_format.pieces_of."""
     return (1, 1, PIECE.value, PART.value) if pieces > 1 else (1, 1, SIDE.value, columns)
 
 
@@ -56,9 +56,9 @@ class WorkTile(NamedTuple):
 class Lines(NamedTuple):
     """The tile rows or tile columns of a launch.
 
-    n_lines, n_heads, n_batch_heads  per head; heads; batch * heads
+    n_lines, n_heads, n_batch_heads  tile rows (or tile columns) per head; heads; batch * heads
     n_split_lines, num_splits        the first n_split_lines of each head are computed by num_splits programs each
-    splits_ptr      float32 workspace of the splits; None: none is split
+    splits_ptr      float32 workspace of the splits; None if none is split
     """
 
     records_ptr: Any
@@ -73,7 +73,7 @@ class Lines(NamedTuple):
 
 @gluon.jit
 def find_work_tile(lines, GROUP: gl.constexpr):
-    """The WorkTile of this program; long lines come first. GROUP: query heads per head of the launch."""
+    """The WorkTile of this program; long rows or columns come first. GROUP: query heads per head of the launch."""
     i_split, i_block = -1, -1
     if lines.splits_ptr is not None:
         batch_head, i_launch, i_split = find_split(
@@ -105,7 +105,7 @@ def tiles_of(lines, p_record, i_split):
 
 @gluon.jit
 def starts_of(indices_ptr, i_step, PIECES: gl.constexpr):
-    """First tokens of the tiles of a step: a tuple of one tile of 64 tokens, or of PIECES tiles of 16."""
+    """First token of each tile of a step, as a tuple: of one tile of 64 tokens, or of PIECES tiles of 16."""
     if PIECES == 1:
         return ((gl.load(indices_ptr + i_step) & INDEX_BITS) * SIDE,)
     else:
@@ -120,7 +120,7 @@ def starts_of(indices_ptr, i_step, PIECES: gl.constexpr):
 
 @gluon.jit
 def positions(starts, o_token):
-    """Positions of the tokens o_token (0 .. 63) of a step."""
+    """Positions in the sequence of the tokens o_token (0 .. 63) of a step."""
     if len(starts) == 1:
         return starts[0] + o_token
     else:
@@ -131,14 +131,14 @@ def positions(starts, o_token):
 
 @gluon.jit
 def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted):
-    """Starts the TMA loads of 64 tokens into a buffer that every warp may still read.
+    """Waits until no warp reads the buffer, then starts the TMA loads of 64 tokens into it.
 
-    full       completes when all of them are there
+    full       barrier that completes when all tokens are loaded
     buffer     [1, 1, 64, columns]
-    starts     from starts_of; tokens before the first are loaded as zeros
+    starts     from starts_of; a negative start, of an empty tile, loads zeros
     is_wanted  False: nothing is loaded
     """
-    # wgmma is waited for warp by warp: another warp may still read the buffer
+    # each warp waits for its own wgmma: another warp may still read the buffer
     thread_barrier()
     if len(starts) == 1:
         mbarrier.expect(full, desc.block_type.nbytes, pred=is_wanted)
@@ -154,7 +154,7 @@ def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted):
 
 @gluon.jit
 def load_step_words(bitmask_ids_ptr, bitmasks_ptr, i_step, o_row, GATHERED: gl.constexpr):
-    """The two words of rows o_row of a step's bitmask; with GATHERED also for a step of a tile column."""
+    """The two words of rows o_row of a step's bitmask. With GATHERED, rows are queries, or keys in a tile column."""
     if GATHERED:
         p_ids = bitmask_ids_ptr + i_step * PIECES_OF_STEP
         return load_half_words(p_ids, bitmasks_ptr, o_row), load_half_words(p_ids + 2, bitmasks_ptr, o_row)
@@ -164,7 +164,7 @@ def load_step_words(bitmask_ids_ptr, bitmasks_ptr, i_step, o_row, GATHERED: gl.c
 
 @gluon.jit
 def load_half_words(p_ids, bitmasks_ptr, o_row):
-    """A word of a gathered step's bitmask: the bits of two tiles, which their bitmasks have in both halves."""
+    """A word of a gathered step's bitmask: 16 bits of each of two tiles, whose bitmasks hold them in both halves."""
     b_low = gl.load(bitmasks_ptr + gl.load(p_ids).to(gl.int64) * SIDE + o_row)
     b_high = gl.load(bitmasks_ptr + gl.load(p_ids + 1).to(gl.int64) * SIDE + o_row)
     return b_low & 0xFFFF | b_high & -0x10000
@@ -172,7 +172,7 @@ def load_half_words(p_ids, bitmasks_ptr, o_row):
 
 @gluon.jit
 def zero_rows_from(tile, starts, limit):
-    """Zeroes the keys or values of a step in shared memory from token `limit` on, which may hold NaN."""
+    """Zeroes the rows of tokens from `limit` on, which may hold NaN, in a step's keys or values in shared memory."""
     last = starts[0]
     for i_piece in gl.static_range(1, len(starts)):
         last = gl.maximum(last, starts[i_piece])

@@ -140,7 +140,7 @@ def wide_pays(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
 class RowState(NamedTuple):
     """State of the online softmax of a warpgroup's 64 queries.
 
-    out  [64, DIM_V] unnormalised, without the p v of the last step
+    out  [64, DIM_V] unnormalized, without the p v of the last step
     max  [64] running maximum in base 2
     sum  [64, 4] sum of p, one partial sum per thread of a row
     p    [64, BLOCK_KV] of the last step, as left operand of p v

@@ -1,6 +1,6 @@
 """Online softmax of the Hopper forward: masks, exponentials, row sums and rescaling of a step.
 
-For scores s of a step, in base 2, with m and l the running maximum and sum of a row, and O its unnormalised output:
+For scores s of a step, in base 2, with m and l the running maximum and sum of a row, and O its unnormalized output:
 
     m' = max(m, max s)    p = 2^(s - m')    decay = 2^(m - m')    l' = l decay + sum p    O' = O decay + p v
 """

@@ -64,7 +64,7 @@ def config_keys(
     """Launch configuration of dk and dv: a program owns block_kv keys and iterates over steps of block_q queries.
 
     Timed on an H200 only, see TUNING.md: 7.5 ms dense at head_dim 128, 9.4 ms at 64 (16,384 tokens). Elsewhere (sm80,
-    sm100, score mods) the nearest configuration that neither spills nor serialises wgmma.
+    sm100, score mods) the nearest configuration that neither spills nor serializes wgmma.
     """
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
@@ -127,7 +127,7 @@ def config_joint(
 ) -> tuple[Config, Config] | None:
     """Configurations of keys and of queries in the joint launch; None where it is not used.
 
-    At head_dim 128, grouped heads spill 40 bytes (664 with lengths), and lengths make ptxas serialise wgmma.
+    At head_dim 128, grouped heads spill 40 bytes (664 with lengths), and lengths make ptxas serialize wgmma.
     """
     if major != 9 or element_size != 2 or dim > 128 or group > 1 or dropout or changed:
         return None

@@ -260,7 +260,7 @@ def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # no
 
 
 def _marked(rows: Rows, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised bits, int32 (axes, n_rows, n_words), and counts, int32 (axes * n_rows,)."""
+    """Uninitialized bits, int32 (axes, n_rows, n_words), and counts, int32 (axes * n_rows,)."""
     empty = allocator(like)
     bits = empty(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
     return bits, empty(*contiguous(torch.int32, rows.n_lines))

@@ -9,7 +9,7 @@ for all of them. With s the base-2 scores of split c,
 
 A second kernel computes the last line, in the order of the splits. Score mods are compiled in where a call has them; a
 sink is where the sum over c starts. The number of splits depends only on shapes and the GPU, and their bounds on the
-plan's records: results are bitwise reproducible, and no call synchronises with the host.
+plan's records: results are bitwise reproducible, and no call synchronizes with the host.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def split_kv_kernel(
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
     CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
-    # blocks of one split are neighbours, so that they share keys in L2
+    # blocks of one split are neighbors, so that they share keys in L2
     i_block = tl.program_id(0) % n_blocks
     i_split = tl.program_id(0) // n_blocks % n_splits
     batch_head = tl.program_id(0) // n_blocks // n_splits * PACKED
@@ -247,7 +247,7 @@ def split_kv_kernel(
         )
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
-    # heads of a program are neighbours, hence its rows too
+    # heads of a program are neighbors, hence its rows too
     row = i_split.to(tl.int64) * n_rows + batch_head.to(tl.int64) * q_len
     m_row = o_row < PACKED * q_len
     if IS_SPLIT:

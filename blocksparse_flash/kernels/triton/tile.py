@@ -144,7 +144,7 @@ def find_split(records_ptr, pid, n_lines, n_batch_heads, n_split_lines, num_spli
     """Tile scheduler with split-KV: (batch * n_heads + head, position in the launch order, split) of program `pid`.
 
     The split is -1 for a tile row (or column) that is not split. num_splits programs share each of the first
-    n_split_lines tile rows of every head. The order is that of find_work_record; splits of a tile row are neighbours.
+    n_split_lines tile rows of every head. The order is that of find_work_record; splits of a tile row are neighbors.
     """
     n_more = n_split_lines * (num_splits - 1)
     if records_ptr is not None:
@@ -210,7 +210,7 @@ def load_words(words_ptr, o_word):
     """int32 at each offset, loaded in the layout of its use.
 
     A coalesced tl.load would be converted through shared memory; the barrier of that conversion, in a branch between
-    two products, makes ptxas serialise every wgmma (C7515).
+    two products, makes ptxas serialize every wgmma (C7515).
     """
     p_words = words_ptr + o_word
     if INTERPRETED:
