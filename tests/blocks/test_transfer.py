@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import masks
 from blocksparse_flash.blocks import transfer
-from blocksparse_flash.plan.host_builder import _order
+from blocksparse_flash.plan.host_builder import order_of
 from blocksparse_flash.plan_format import Plan
 
 
@@ -59,4 +59,4 @@ def test_plans_packed_are_plans() -> None:
 def test_tiles_are_ordered_as_by_a_stable_sort(values: list[int], limit: int) -> None:
     array = np.array(values, dtype=np.int64) % limit
     position = np.arange(len(array))
-    assert np.array_equal(position[_order(array, limit)], np.argsort(array, kind="stable"))
+    assert np.array_equal(position[order_of(array, limit)], np.argsort(array, kind="stable"))

@@ -29,7 +29,7 @@ BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
 TABLES = ("forward_kernel", "keys_kernel", "queries_kernel", "split_kv_kernel", "preprocess_kernel", "combine_kernel")
 SELECTION = ("mark_scores_kernel", "mark_indices_kernel", "mark_rows_kernel", "list_rows_kernel")
 ROWS = ("move_kernel", "add_kernel", "merge_kernel", "gather_kernel")
-OPTIONS = (*TABLES, *ROWS, *SELECTION, "count_kernel", "list_kernel")
+OPTIONS = (*TABLES, *ROWS, *SELECTION, "count_kernel", "list_kernel", "group_weights_kernel")
 FINE = ("fine_dkdv_kernel", "fine_dq_kernel", "fine_forward_kernel")
 HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *FINE, "postprocess_kernel")
 # and the portable kernels that backend `hopper` uses, in one launch each
