@@ -13,6 +13,7 @@ from .mask import Mask
 from .mask_builder import mask_of_layer
 from .model_hooks import record_attention
 from .names import KEY, NAME, WAY_OUT, running_layer
+from .selection import attention_to_selection, check_call
 
 # arguments that transformers passes to attention functions and that do not change the result
 _HARMLESS = {
@@ -101,7 +102,7 @@ def attention_function(
     attention_mask  result of `attention_mask`; None if transformers requested none
     dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
-    s_aux, softcap  sinks and softcap of `attention`
+    s_aux, softcap  sinks and softcap of `attention`; with dropout, refused where the mask has a selection
     returns     (out, None), out of shape (batch, q_len, heads, v_head_dim); attention weights are never stored
     raises      ValueError for an argument in `unread` that would change the result
     """
@@ -117,25 +118,30 @@ def attention_function(
             f"{running_layer()} attends with keys of {key.shape[1]} heads and {key.shape[2]} positions, but values of "
             f"{value.shape[1]} and {value.shape[2]}: {WAY_OUT}"
         )
+    if mask.selection is not None:
+        check_call(mask, dropout, s_aux, softcap)
     record_attention(mask.owner)
     if mask.order is not None:
         order = mask.order[:, None, :, None]
         key, value = torch.take_along_dim(key, order, dim=2), torch.take_along_dim(value, order, dim=2)
         if mask.back is not None:
             query = torch.take_along_dim(query, order, dim=2)
-    out = attention(
-        query,
-        key,
-        value,
-        mask.layout,
-        causal=mask.is_causal,
-        scale=scaling,
-        kv_lengths=mask.kv_lengths,
-        dropout_p=dropout,
-        deterministic=deterministic,
-        sinks=s_aux,
-        softcap=softcap,
-    )
+    if mask.selection is not None:
+        out = attention_to_selection(query, key, value, mask, scale=scaling, deterministic=deterministic)
+    else:
+        out = attention(
+            query,
+            key,
+            value,
+            mask.layout,
+            causal=mask.is_causal,
+            scale=scaling,
+            kv_lengths=mask.kv_lengths,
+            dropout_p=dropout,
+            deterministic=deterministic,
+            sinks=s_aux,
+            softcap=softcap,
+        )
     if mask.back is not None:
         out = torch.take_along_dim(out, mask.back[:, None, :, None], dim=2)
     return out.transpose(1, 2).contiguous(), None

@@ -1,4 +1,4 @@
-"""The layouts that a config holds: one for all layers, one for each layer, or one for each type of layer."""
+"""What a config holds: one layout or selection for all layers, one for each layer, or one for each type of layer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import torch
 
 from ..layout import BlockLayout
 from .names import KEY, running_layer
+from .selection import EXAMPLE, Selection, selection_of
 
 Layout = BlockLayout | str | None
+Entry = Layout | Selection
 
 
-def layouts_of(config: Any) -> Layout | tuple[Layout, ...]:
-    """The layout of a config, or a tuple with one for each layer, checked."""
+def layouts_of(config: Any) -> Entry | tuple[Entry, ...]:
+    """The layout or selection of a config, or a tuple with one for each layer, checked."""
     given = getattr(config, KEY, None)
     if given is None:
         return None
-    found: Layout | tuple[Layout, ...] = given
+    found: Entry | tuple[Entry, ...]
     if isinstance(given, list | tuple):
         found = _of_list(given, config)
-    elif isinstance(given, dict):
+    elif isinstance(given, dict) and "kind" not in given:
         found = _of_types(given, config)
     else:
-        _check(given, f"config.{KEY}")
+        found = _checked(given, f"config.{KEY}")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
             f"config.{KEY} cannot say for which attentions of a model with cross-attention it is: set it to None, and "
@@ -32,48 +34,50 @@ def layouts_of(config: Any) -> Layout | tuple[Layout, ...]:
     return found
 
 
-def _check(layout: Any, name: str) -> None:
-    """Raises if `layout` is not one for `name`."""
+def _checked(layout: Any, name: str) -> Entry:
+    """The layout or selection for `name`."""
+    if isinstance(layout, dict):
+        return selection_of(layout, name)
     if layout is not None and not isinstance(layout, BlockLayout | str):
         several = ", or a list or dict of these" if name == f"config.{KEY}" else ""
         raise TypeError(
-            f"{name} must be a BlockLayout, a specification such as 'butterfly | local(window=512)', or None for "
-            f"attention to all{several}, got {type(layout).__name__}"
+            f"{name} must be a BlockLayout, a specification such as 'butterfly | local(window=512)', a dict with the "
+            f"kind of a selection, or None for attention to all{several}, got {type(layout).__name__}"
         )
     if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[0] != 1):
         raise ValueError(
             f"{name} must have shape (1, heads | 1, length, length), for each forward to use a part of, got "
             f"{layout.shape}"
         )
+    return layout
 
 
-def _of_list(given: list[Any] | tuple[Any, ...], config: Any) -> tuple[Layout, ...]:
+def _of_list(given: list[Any] | tuple[Any, ...], config: Any) -> tuple[Entry, ...]:
     n_layers = getattr(config, "num_hidden_layers", None)
     if len(given) != n_layers:
         raise ValueError(
             f"config.{KEY} must be a list with one layout for each of the {n_layers} layers (config.num_hidden_layers),"
             f" got {len(given)}; None is attention to all"
         )
-    for index, layout in enumerate(given):
-        _check(layout, f"config.{KEY}[{index}]")
-    return tuple(given)
+    return tuple(_checked(layout, f"config.{KEY}[{index}]") for index, layout in enumerate(given))
 
 
-def _of_types(given: dict[Any, Any], config: Any) -> tuple[Layout, ...]:
+def _of_types(given: dict[Any, Any], config: Any) -> tuple[Entry, ...]:
     types = getattr(config, "layer_types", None)
     if types is None:
         raise ValueError(
             f"config.{KEY} must be one layout, or a list of config.num_hidden_layers layouts, since "
-            f"{type(config).__name__} has no layer_types, got a dict by layer type"
+            f"{type(config).__name__} has no layer_types, got a dict by layer type, {sorted(map(str, given))}; a "
+            f"selection is a dict with a kind, such as {EXAMPLE}"
         )
     if set(given) != set(types):
         raise ValueError(
             f"config.{KEY} must have a layout for each type in config.layer_types, {sorted(set(types))}, got "
-            f"{sorted(map(str, given))}; None is attention to all"
+            f"{sorted(map(str, given))}; None is attention to all, and a selection is a dict with a kind, such as "
+            f"{EXAMPLE}"
         )
-    for kind, layout in given.items():
-        _check(layout, f"config.{KEY}[{kind!r}]")
-    return tuple(given[kind] for kind in types)
+    checked = {kind: _checked(layout, f"config.{KEY}[{kind!r}]") for kind, layout in given.items()}
+    return tuple(checked[kind] for kind in types)
 
 
 def index_of(module: torch.nn.Module) -> int:

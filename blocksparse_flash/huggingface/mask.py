@@ -24,6 +24,7 @@ class _Fields(NamedTuple):
     owner: str | None = None
     shape: tuple[int, ...] | None = None
     of_layers: tuple[Any, ...] | None = None
+    selection: Any = None
 
 
 class Mask(_Fields):
@@ -39,6 +40,7 @@ class Mask(_Fields):
     owner       class name of the config that holds the layout
     shape       (batch, 1, q_len, kv_len), the shape of the dense mask it replaces
     of_layers   the Mask of each layer, if their layouts differ; None means that all layers share this one
+    selection   the Selection with which queries choose among the blocks of these keys; None means that they do not
 
     A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes
     with it gets an error that names the layer, from tensor attributes, torch functions and operators alike.

@@ -18,6 +18,7 @@ from ..layout import BlockLayout, number_of
 from .config_layouts import Layout, index_of, layouts_of
 from .mask import Mask
 from .names import KEY, owner_of
+from .selection import Selection
 
 MaskFunction = Callable[..., Tensor]
 
@@ -248,8 +249,8 @@ def attention_mask(
     mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: the mask of the model, applied together with
                     the layout
     attention_mask  bool (batch, slots), True for a token, False for padding anywhere; None means no padding
-    config          of the model; its `attention_layout` is a BlockLayout, a specification, or None, or a list or dict
-                    of these for different layers
+    config          of the model; its `attention_layout` is a BlockLayout, a specification, a selection, or None, or a
+                    list or dict of these for different layers
     device          of the queries
     local_size      window size in tokens if mask_function has one
     use_vmap        True: mask_function takes one pair at a time
@@ -295,11 +296,12 @@ def attention_mask(
     made: dict[Any, Mask] = {}
     for key, layout in zip(keys, listed, strict=True):
         if key not in made:
-            one = request._replace(layout=layout)
+            selection = layout if isinstance(layout, Selection) else None
+            one = request._replace(layout=None if isinstance(layout, Selection) else layout)
             mask = _by_rule(one, is_token)
             if mask is None:
                 mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap)
-            made[key] = mask._replace(owner=owner_of(config), shape=shape)
+            made[key] = mask._replace(owner=owner_of(config), shape=shape, selection=selection)
     first = made[keys[0]]
     return first._replace(of_layers=tuple(made[key] for key in keys)) if isinstance(layouts, tuple) else first
 
@@ -316,12 +318,15 @@ def mask_of_layer(
     config = getattr(module, "config", None)
     layouts, owner = layouts_of(config), owner_of(config)
     layout = layouts[index_of(module)] if isinstance(layouts, tuple) else layouts
-    request = _Request(kind, None, config, 1, crop, layout)
+    selection = layout if isinstance(layout, Selection) else None
+    request = _Request(kind, None, config, 1, crop, None if isinstance(layout, Selection) else layout)
     full = request.full_layout()
-    if full is None:
+    if full is None and selection is None:
         return Mask(None, is_causal, kind, owner=owner)
     if not request.is_square:
         raise ValueError(
             f"config.{KEY} needs the positions of {q_len} queries and {kv_len} keys, but the model made no mask"
         )
+    if full is None:
+        return Mask(None, is_causal, kind, owner=owner, selection=selection)
     return Mask(layout_crops.cropped(full, crop), False, kind, owner=owner)

@@ -44,6 +44,9 @@ def register() -> None:
     positions 0 .. length - 1, and each forward uses the part it needs; a specification is built for
     config.max_position_embeddings if the config has it. The causality, windows and padding of the model apply as well.
 
+    It may be a selection instead, {"kind": "moba", "k_blocks": 4, "block_size": 64}: causal attention of each query to
+    the blocks that `blocksparse_flash.nn.mixture_of_block_attention` selects with these arguments, or `by_group` too.
+
     Layers may differ: a list has a layout for each layer (config.num_hidden_layers), a dict one for each type in
     config.layer_types, such as {"full_attention": "butterfly", "sliding_attention": None}. Either is checked when the
     model is created, and saved with the config if its layouts are specifications.

@@ -20,19 +20,20 @@ SCORES_OF_CHUNK = 1 << 26
 
 
 @torch.no_grad()
-def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int) -> Tensor:
+def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int, q_start: int = 0) -> Tensor:
     """The block of each query, and the earlier blocks whose means have the highest dot products with the query.
 
     q        (batch, heads, length, head_dim), or (batch, heads, group, length, head_dim), whose scores are summed over
              the group
     means    (batch, heads, n_blocks, head_dim)
+    q_start  position of the first query
     returns  int64 (batch, heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     length, n_cols = q.shape[-2], means.shape[2]
     if q.dim() == 5:
         # the sum of scores is the score of the sum
         q = q.sum(2)
-    own = torch.arange(length, device=q.device)[:, None] // block_size
+    own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
     col = torch.arange(n_cols, device=q.device)
     chunk = max(1, SCORES_OF_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
     found = []
@@ -55,18 +56,20 @@ def mixture_of_block_attention(
     block_size: int = 512,
     by_group: bool = False,
     scale: float | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Causal attention of each query to its own block of tokens and to the earlier blocks with the highest scores.
 
     The score of a block is the dot product of the query and the mean of the block's keys.
 
-    q           (batch, heads, length, head_dim)
-    k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
+    q           (batch, heads, q_len, head_dim), the last tokens of k: with a KV cache fewer than kv_len
+    k, v        (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
     k_blocks    blocks for each query and head, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
     by_group    True: the query heads that share keys select together, by the sum of their scores, which is faster
     scale       of the attention scores; None is head_dim ** -0.5
-    returns     (batch, heads, length, v_head_dim)
+    deterministic  as `attention`
+    returns     (batch, heads, q_len, v_head_dim)
     raises      TypeError, ValueError
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
@@ -82,20 +85,21 @@ def mixture_of_block_attention(
     """
     check_tensor("q", q)
     # all that `selected_attention` would refuse below, before anything is computed
-    validation.check(q, k, v, None, False, scale, None, 0.0, None, None, validation.autocast_dtype(q))
+    validation.check(q, k, v, None, False, scale, None, 0.0, None, deterministic, validation.autocast_dtype(q))
     positive_int("k_blocks", k_blocks)
     check_block_size(block_size)
     switch(by_group, "by_group")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
+    q_start = k.shape[2] - q.shape[2]
+    if q_start < 0:
+        raise ValueError(f"q must be the last tokens of k, got {q.shape[2]} tokens, and {k.shape[2]} of k")
     group = q.shape[1] // max(1, k.shape[1])
     queries, means = q.detach(), block_means(k.detach(), block_size)
     if by_group:
         queries = queries.unflatten(1, (-1, group))
     else:
         means = repeat(means, "b h n d -> b (h group) n d", group=group)
-    indices = best_blocks(queries, means.to(q.dtype), k_blocks=k_blocks, block_size=block_size)
-    return selected_attention(q, k, v, indices, block_size=block_size, scale=scale)
+    indices = best_blocks(queries, means.to(q.dtype), k_blocks=k_blocks, block_size=block_size, q_start=q_start)
+    return selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
 
 
 def check_block_size(block_size: int) -> None:

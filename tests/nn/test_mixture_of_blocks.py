@@ -85,12 +85,23 @@ def test_with_all_blocks_it_is_the_dense_layer() -> None:
     torch.testing.assert_close(layer(x, positions), dense(x, positions=positions))
 
 
+@pytest.mark.parametrize("by_group", [False, True])
+def test_queries_are_the_last_tokens_of_keys(by_group: bool) -> None:
+    q, k = drawn(2, 6, 100, 16), drawn(2, 2, 100, 16, seed=1)
+    options: dict[str, Any] = {"k_blocks": 3, "block_size": 16, "by_group": by_group}
+    whole = mixture_of_block_attention(q, k, k, **options)
+    for n_queries in (1, 7, 40):
+        found = mixture_of_block_attention(q[:, :, -n_queries:], k, k, **options)
+        torch.testing.assert_close(found, whole[:, :, -n_queries:])
+
+
 X = torch.zeros(1, 2, 64, 8)
+Y = X[:, :, :60]
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "few": (ValueError, "k_blocks must be 1 or more, got 0", {"k_blocks": 0}),
     "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens, got 8", {"block_size": 8}),
     "group": (TypeError, "by_group must be True or False, got 1", {"by_group": 1}),
-    "length": (ValueError, "q must have as many tokens as k, since it is causal, got 60 and 64", {"q": X[:, :, :60]}),
+    "length": (ValueError, "q must be the last tokens of k, got 64 tokens, and 60 of k", {"k": Y, "v": Y}),
     "heads": (ValueError, "heads", {"q": X.repeat(1, 2, 1, 1)[:, :3]}),
     "type": (TypeError, "q must be a torch.Tensor", {"q": [1]}),
 }
