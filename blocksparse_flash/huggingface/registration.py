@@ -46,6 +46,7 @@ def register() -> None:
 
     It may be a selection instead, {"kind": "moba", "k_blocks": 4, "block_size": 64}: causal attention of each query to
     the blocks that `blocksparse_flash.nn.mixture_of_block_attention` selects with these arguments, or `by_group` too.
+    The kind "topk" selects as native sparse attention does, by the means of keys instead of learned compressions.
 
     Layers may differ: a list has a layout for each layer (config.num_hidden_layers), a dict one for each type in
     config.layer_types, such as {"full_attention": "butterfly", "sliding_attention": None}. Either is checked when the

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..functional import attention_with_lse
 from ..nn.mixture_of_blocks import mixture_of_block_attention
+from ..nn.native_sparse import compressed_layout, most_important_blocks
+from ..plan_format import TILE
+from ..runtime import tracing
+from ..selection import selected_attention
 from .mask import Mask
 from .names import KEY, running_layer
 
 EXAMPLE = "{'kind': 'moba', 'k_blocks': 4, 'block_size': 64}"
+# keys of each kind, of which by_group is optional
+_KEYS = {"moba": ("kind", "k_blocks", "block_size", "by_group"), "topk": ("kind", "k_blocks", "block_size")}
+# first blocks, and last blocks up to the query's own, that "topk" always selects
+_ALWAYS = 1, 2
+# tokens of a mean of keys, and from one to the next, with which "topk" selects: those of native sparse attention
+_POOLED, _STRIDE = 32, 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The arguments of `mixture_of_block_attention` that a config holds."""
+    """The dict of a config, checked."""
 
+    kind: str
     k_blocks: int
     block_size: int
     by_group: bool = False
@@ -26,26 +39,27 @@ class Selection:
 
 def selection_of(given: dict[Any, Any], name: str) -> Selection:
     """The selection that a dict describes, checked; `name` is where in the config the dict is."""
-    if given.get("kind") != "moba":
-        kind = repr(given["kind"]) if "kind" in given else f"no 'kind' in {given}"
-        raise ValueError(f"{name} must have the kind 'moba', got {kind}; an example is {EXAMPLE}")
-    known = ["kind", *(field.name for field in dataclasses.fields(Selection))]
+    kind = given.get("kind")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        got = repr(kind) if "kind" in given else f"no 'kind' in {given}"
+        raise ValueError(f"{name} must have the kind 'moba' or 'topk', got {got}; an example is {EXAMPLE}")
     for key in given:
-        if key not in known:
-            raise ValueError(f"{name} must have no keys but {', '.join(known)}, got {key!r}: remove it")
-    _check(given, name, "k_blocks", "an int of 1 or more, the blocks of a query with its own", lambda n: n >= 1)
+        if key not in _KEYS[kind]:
+            raise ValueError(f"{name} must have no keys but {', '.join(_KEYS[kind])}, got {key!r}: remove it")
+    fewest = 1 if kind == "moba" else sum(_ALWAYS)
+    counts = f"an int of {fewest} or more, counting blocks always selected"
+    _check(given, name, "k_blocks", counts, lambda n: n >= fewest)
     sizes = "16, 32, 64 or a multiple of 128, the tokens of a block"
-    _check(given, name, "block_size", sizes, lambda n: n in (16, 32, 64) or (n > 0 and n % 128 == 0))
-    by_group = given.get("by_group", False)
-    if not isinstance(by_group, bool):
+    _check(given, name, "block_size", sizes, lambda n: n in (16, 32, 64) or (n > 0 and n % TILE == 0))
+    if not isinstance(given.get("by_group", False), bool):
         raise ValueError(
-            f"{name}['by_group'] must be True or False, got {by_group!r}; True lets the query heads that share keys "
-            "select together"
+            f"{name}['by_group'] must be True or False, got {given['by_group']!r}; True lets the query heads that "
+            "share keys select together"
         )
-    return Selection(given["k_blocks"], given["block_size"], by_group)
+    return Selection(**given)
 
 
-def _check(given: dict[Any, Any], name: str, key: str, expected: str, is_valid: Any) -> None:
+def _check(given: dict[Any, Any], name: str, key: str, expected: str, is_valid: Callable[[int], bool]) -> None:
     """ValueError if a number of a selection is missing or wrong."""
     number = given.get(key)
     if isinstance(number, bool) or not isinstance(number, int) or not is_valid(number):
@@ -84,6 +98,52 @@ def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float 
             raise ValueError(f"{selection} has no {name}, but {layer} has: {way_out}")
 
 
+@tracing.untraced
+def top_block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    k_blocks: int,
+    block_size: int,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+) -> Tensor:
+    """Causal attention to the blocks that matter most: the selected branch of native sparse attention, with mean keys.
+
+    q, k, v, block_size, scale, deterministic  as `mixture_of_block_attention`
+    k_blocks  blocks for each query and head of keys, the first and the last two up to the query's own included
+
+    A block matters by the attention weights of the means of 32 keys, one every 16, that overlap it; weights are summed
+    over the query heads that share keys. There are no parameters, and the selection has no gradient.
+    """
+    queries, keys = q.detach(), k.detach()
+    (kv_len, head_dim), q_start = k.shape[2:], k.shape[2] - q.shape[2]
+    layout = None
+    if kv_len < _POOLED:
+        means = keys.new_empty(*k.shape[:2], 0, head_dim)
+    else:
+        means = keys.unfold(2, _POOLED, _STRIDE).mean(4).to(q.dtype)
+        # the last token sees all means
+        if q.shape[2] > 1:
+            layout = compressed_layout(kv_len, _POOLED, _STRIDE).crop(q_start)
+    with torch.no_grad():
+        _, lse = attention_with_lse(queries, means, means, layout, scale=scale)
+    indices = most_important_blocks(
+        queries,
+        means,
+        lse,
+        n_blocks=k_blocks,
+        block_size=block_size,
+        compressed_size=_POOLED,
+        stride=_STRIDE,
+        always=_ALWAYS,
+        scale=scale,
+        q_start=q_start,
+    )
+    return selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
+
+
 def attention_to_selection(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None, deterministic: bool | None
 ) -> Tensor:
@@ -91,12 +151,14 @@ def attention_to_selection(
 
     q, k, v  tokens before padding
     """
-    selection: Selection = mask.selection
+    chosen: Selection = mask.selection
+    options: dict[str, Any] = {"k_blocks": chosen.k_blocks, "block_size": chosen.block_size}
+    options |= {"scale": scale, "deterministic": deterministic}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return mixture_of_block_attention(
-            q, k, v, scale=scale, deterministic=deterministic, **dataclasses.asdict(selection)
-        )
+        if chosen.kind == "moba":
+            return mixture_of_block_attention(q, k, v, by_group=chosen.by_group, **options)
+        return top_block_attention(q, k, v, **options)
 
     # padding behind all tokens is behind every query that is a token, and neither selected nor attended to
     if mask.kv_lengths is None or q.shape[2] == k.shape[2]:

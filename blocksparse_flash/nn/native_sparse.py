@@ -74,6 +74,7 @@ def most_important_blocks(
     stride: int = 16,
     always: tuple[int, int] = (1, 2),
     scale: float | None = None,
+    q_start: int = 0,
 ) -> Tensor:
     """The blocks of tokens that matter most to each query, by its attention to compressed keys.
 
@@ -83,6 +84,7 @@ def most_important_blocks(
     n_blocks   blocks per query; fewer if there are fewer up to its own
     block_size  tokens of a block, a multiple of stride
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
+    q_start    position of the first query
     returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for unused entries
 
     The importance of a block is a sum of attention weights of compressed keys: each key counts once for every piece of
@@ -92,9 +94,9 @@ def most_important_blocks(
     batch, heads, length, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
-    n_cols = -(-length // block_size)
+    n_cols = -(-(q_start + length) // block_size)
     queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
-    own = torch.arange(length, device=q.device)[:, None] // block_size
+    own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
     col = torch.arange(n_cols, device=q.device)
     is_always = ((col < always[0]) | (col > own - always[1])) & (col <= own)
     # products of float32 would spill
@@ -104,9 +106,10 @@ def most_important_blocks(
     found = []
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
-        n_seen, n_seen_cols = n_compressed(rows.stop, compressed_size, stride), -(-rows.stop // block_size)
+        stop, begin = q_start + rows.stop, q_start + first
+        n_seen, n_seen_cols = n_compressed(stop, compressed_size, stride), -(-stop // block_size)
         weights = _group_weights(
-            queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], first, scale, compressed_size, stride, uses_kernel
+            queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], begin, scale, compressed_size, stride, uses_kernel
         )
         importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
         importance.masked_fill_(is_always[rows, :n_seen_cols], torch.inf)

@@ -18,23 +18,39 @@ from blocksparse_flash import huggingface
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-LENGTH = 70
+LENGTH = 90
 MOBA = {"kind": "moba", "k_blocks": 2, "block_size": 16}
 GROUPED = {**MOBA, "k_blocks": 3, "by_group": True}
-SIZES = {
+TOPK = {"kind": "topk", "k_blocks": 4, "block_size": 16}
+SELECTIONS = {"moba": MOBA, "by_group": GROUPED, "topk": TOPK, "one layer": [None, MOBA]}
+SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 80, "bos_token_id": None, "eos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 100, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-GPT2 = {
-    "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 80, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+GPT2: dict[str, Any] = {
+    "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 100, "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 FAMILIES = {
     "Llama": ("LlamaForCausalLM", SIZES),
     "Qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 4}),
     "GPT2": ("GPT2LMHeadModel", GPT2),
 }
-WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 20}
+WINDOW: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 20,
+}  # fmt: skip
+
+
+def importance(together: Tensor, keys: Tensor, t: int, size: int) -> list[float]:
+    """Of each block up to that of query t: weights of means of 32 keys, one every 16, by overlap in pieces of 16."""
+    found = [0.0] * (t // size + 1)
+    starts = range(0, t - 30, 16)
+    for q in together:
+        scores = [float(keys[start : start + 32].mean(0) @ q) / math.sqrt(len(q)) for start in starts]
+        for start, weight in zip(starts, torch.tensor(scores, dtype=torch.float64).softmax(0).tolist(), strict=True):
+            for piece in (start, start + 16):
+                found[piece // size] += weight
+    return found
 
 
 def chosen(q: Tensor, k: Tensor, selection: dict[str, Any] | None) -> Tensor:
@@ -48,19 +64,22 @@ def chosen(q: Tensor, k: Tensor, selection: dict[str, Any] | None) -> Tensor:
                 if selection is None:
                     mask[b, h, t, : t + 1] = True
                     continue
-                size = selection["block_size"]
+                size, keys, together = selection["block_size"], k[b, h // group], q[b, first : first + group, t]
                 own = t // size
-                judges = q[b, first : first + group, t].sum(0) if selection.get("by_group") else q[b, h, t]
-                means = k[b, h // group, : own * size].unflatten(0, (own, size)).mean(1)
-                scores = (means @ judges).tolist()
-                best = sorted(range(own), key=scores.__getitem__)[::-1][: selection["k_blocks"] - 1]
-                for block in [*best, own]:
+                if selection["kind"] == "topk":
+                    scores, always = importance(together, keys, t, size), {0, max(own - 1, 0), own}
+                else:
+                    judge = together.sum(0) if selection.get("by_group") else q[b, h, t]
+                    scores = [float(keys[i * size : (i + 1) * size].mean(0) @ judge) for i in range(own)]
+                    always = {own}
+                others = sorted({*range(own)} - always, key=scores.__getitem__)[::-1]
+                for block in [*always, *others[: selection["k_blocks"] - len(always)]]:
                     mask[b, h, t, block * size : min((block + 1) * size, t + 1)] = True
     return mask
 
 
 def definition(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float | None, **_: Any
 ) -> tuple[Tensor, None]:
     """The attention function of the definition, for sequences without padding."""
     selected = module.config.selection
@@ -118,7 +137,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(one / other.abs().max(), other / other.abs().max())
 
 
-@pytest.mark.parametrize("selection", [MOBA, GROUPED, [None, MOBA]], ids=["moba", "by_group", "one layer"])
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_every_gradient_are_those_of_the_definition(family: str, selection: Any) -> None:
     theirs = logits_and_gradients(model(family, selection, "definition"), input_ids=ids())
@@ -147,7 +166,7 @@ def positions(is_token: Tensor) -> Tensor:
     return (is_token.long().cumsum(1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize("selection", [MOBA, GROUPED], ids=["moba", "by_group"])
+@pytest.mark.parametrize("selection", [GROUPED, TOPK], ids=["by_group", "topk"])
 def test_a_padded_batch_gives_what_each_sequence_alone_gives(selection: Any) -> None:
     made, is_token = model("Llama", selection), padded()
     inputs = {"input_ids": ids(4), "attention_mask": is_token, "position_ids": positions(is_token)}
@@ -160,22 +179,22 @@ def test_a_padded_batch_gives_what_each_sequence_alone_gives(selection: Any) -> 
     assert_equal(list(ours), list(torch.autograd.grad((torch.cat(alone) * weights).sum(), parameters)))
 
 
-@pytest.mark.parametrize("selection", [MOBA, GROUPED, [MOBA, None]], ids=["moba", "by_group", "one layer"])
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
 def test_token_by_token_is_one_forward(selection: Any) -> None:
     made = model("Llama", selection)
     cache, parts = transformers.DynamicCache(config=made.config), []
     # several at once, then one by one
-    for part in ids(2).split([20, 7, *[1] * (LENGTH - 27)], dim=1):
+    for part in ids(2).split([20, 50, *[1] * (LENGTH - 70)], dim=1):
         parts.append(made(part, past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), made(ids(2)).logits)
 
 
 def test_token_by_token_with_padding_is_one_forward() -> None:
     """Also for a sequence of padding alone, whose numbers mean nothing but are finite."""
-    made, is_token = model("Llama", MOBA), torch.cat([padded(), torch.zeros(1, LENGTH, dtype=torch.bool)])
+    made, is_token = model("Llama", [MOBA, TOPK]), torch.cat([padded(), torch.zeros(1, LENGTH, dtype=torch.bool)])
     together = made(ids(5), attention_mask=is_token, position_ids=positions(is_token)).logits
     cache, done = transformers.DynamicCache(config=made.config), 0
-    for part in ids(5).split([26, *[1] * (LENGTH - 26)], dim=1):
+    for part in ids(5).split([60, *[1] * (LENGTH - 60)], dim=1):
         here = slice(done, done + part.shape[1])
         done = here.stop
         inputs = {"attention_mask": is_token[:, :done], "position_ids": positions(is_token)[:, here]}
@@ -197,7 +216,7 @@ def test_generate_from_a_padded_batch_is_generate_from_each(options: dict[str, A
 
 
 def test_a_selection_is_saved_with_the_model(tmp_path: Any) -> None:
-    for selection in (GROUPED, [None, MOBA]):
+    for selection in (GROUPED, [TOPK, MOBA]):
         made = model("Llama", selection)
         made.save_pretrained(tmp_path)
         assert json.loads((tmp_path / "config.json").read_text())["attention_layout"] == selection
@@ -208,21 +227,27 @@ def test_a_selection_is_saved_with_the_model(tmp_path: Any) -> None:
         assert torch.equal(again(ids()).logits, made(ids()).logits)
 
 
-def test_compiled_models_and_checkpointed_gradients_are_the_same() -> None:
+def test_checkpointed_gradients_are_the_same() -> None:
     made = model("Llama", MOBA)
     expected = logits_and_gradients(made, input_ids=ids())
     # the older name, in transformers 5.16
     (getattr(made.train(), "activation_checkpointing_enable", None) or made.gradient_checkpointing_enable)()
     assert_equal(logits_and_gradients(made, input_ids=ids(), use_cache=False), expected)
-    compiled = torch.compile(model("Llama", MOBA).eval(), backend="eager")
+
+
+@pytest.mark.thorough
+def test_compiled_models_are_the_same() -> None:
+    made = model("Llama", [MOBA, TOPK])
+    compiled = torch.compile(made, backend="eager")
     with torch.no_grad():
-        torch.testing.assert_close(compiled(ids(), attention_mask=torch.ones(1, LENGTH)).logits, expected[0])
+        expected = made(ids()).logits
+        torch.testing.assert_close(compiled(ids(), attention_mask=torch.ones(1, LENGTH)).logits, expected)
 
 
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ({**MOBA, "kind": "nsa"}, r"attention_layout must have the kind 'moba', got 'nsa'; an example is \{"),
+        ({**MOBA, "kind": "nsa"}, r"attention_layout must have the kind 'moba' or 'topk', got 'nsa'; an example is \{"),
         ({**MOBA, "kblocks": 2}, "no keys but kind, k_blocks, block_size, by_group, got 'kblocks': remove it"),
         ({"kind": "moba", "k_blocks": 2}, r"\['block_size'\] must be 16, 32, 64 or a multiple of 128.*got none; an ex"),
         ({**MOBA, "block_size": 48}, r"attention_layout\['block_size'\] must be 16, 32, 64 or .*got 48; an example"),
@@ -231,8 +256,10 @@ def test_compiled_models_and_checkpointed_gradients_are_the_same() -> None:
         ({**MOBA, "k_blocks": "4"}, r"\['k_blocks'\] must be an int of 1 or more, .*got '4'"),
         ({**MOBA, "k_blocks": True}, r"\['k_blocks'\] must be an int of 1 or more, .*got True"),
         ({**MOBA, "by_group": 1}, r"attention_layout\['by_group'\] must be True or False, got 1; True lets"),
+        ({**TOPK, "by_group": True}, "no keys but kind, k_blocks, block_size, got 'by_group': remove it"),
+        ({**TOPK, "k_blocks": 2}, "must be an int of 3 or more, counting blocks always selected, got 2"),
         ([None, {**MOBA, "k_blocks": 0}], r"attention_layout\[1\]\['k_blocks'\] must be an int of 1 or more"),
-        ([None, {"k_blocks": 2}], r"attention_layout\[1\] must have the kind 'moba', got no 'kind' in \{'k_blocks': 2"),
+        ([None, {"k_blocks": 2}], r"\[1\] must have the kind 'moba' or 'topk', got no 'kind' in \{'k_blocks': 2"),
         ({"k_blocks": 2, "block_size": 16}, "got a dict by layer type, .*'k_blocks'.*; a selection is a dict with a k"),
     ],
 )

@@ -54,6 +54,7 @@ DECODER = "tests/nn/test_decoder.py"
 BY_LENGTH = "tests/nn/test_layout_by_length.py"
 GATES = 'tests/plan/test_block_bias.py -k "gather or gate or scores"'
 LAYERS = 'tests/huggingface/test_huggingface.py -k "layer and (own_layout or checked or saved or token_by_token)"'
+SELECTION = 'tests/huggingface/test_selection.py -k "definition or token_by_token"'
 LENGTHS, DECODED = _zoo("causal-tall"), _zoo("dense-7x300-float32-gqa")
 
 MUTANTS: dict[str, list[Mutant]] = {
@@ -1140,12 +1141,17 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "huggingface/config_layouts.py",
-            "tuple(given[kind] for kind in types)",
-            "tuple(given[kind] for kind in reversed(types))",
+            "tuple(checked[kind] for kind in types)",
+            "tuple(checked[kind] for kind in reversed(types))",
             LAYERS,
         ),
         ("huggingface/config_layouts.py", "if len(given) != n_layers:", "if len(given) < n_layers:", LAYERS),
         ("huggingface/attention.py", "mask = mask.of_layers[index_of(module)]", "mask = mask.of_layers[0]", LAYERS),
+        ("huggingface/selection.py", "_ALWAYS = 1, 2", "_ALWAYS = 1, 1", SELECTION),
+        ("huggingface/selection.py", "mask.kv_lengths.clamp(min=1)", "mask.kv_lengths", SELECTION),
+        ("huggingface/selection.py", "crop(q_start)", "crop(0, q.shape[2])", SELECTION),
+        ("nn/mixture_of_blocks.py", "block_size=block_size, q_start=q_start)", "block_size=block_size)", SELECTION),
+        ("nn/native_sparse.py", "q_start + rows.stop, q_start + first", "q_start + rows.stop, first", SELECTION),
         (
             "blocks/drawing.py",
             "(end - begin).tolist()",
