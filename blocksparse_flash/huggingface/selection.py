@@ -67,15 +67,17 @@ def _check(given: dict[Any, Any], name: str, key: str, expected: str, is_valid: 
         raise ValueError(f"{name}[{key!r}] must be {expected}, got {got}; an example is {EXAMPLE}")
 
 
-def _more_than_causal(mask: Mask) -> str | None:
-    """What the mask of a layer has besides causality and the padding of whole sequences, or None."""
+def _more_than_causal(mask: Mask) -> tuple[str, str] | None:
+    """What the mask of a layer has besides causality and the padding of whole sequences, and its way out, or None."""
     if mask.window is not None:
-        return f"a sliding window of {mask.window} tokens"
+        return f"a sliding window of {mask.window} tokens", ""
     if mask.kind == "bidirectional":
-        return "queries that attend to later tokens"
+        return "queries that attend to later tokens", ""
     if mask.kind != "causal":
-        return "packed sequences, or a mask of the model's own"
-    return None if mask.layout is None else "padding, and a cache that several tokens continue"
+        return "packed sequences, or a mask of the model's own", "pad sequences instead of packing them, or "
+    if mask.layout is not None:
+        return "padding, and a cache that several tokens continue", "continue padded sequences token by token, or "
+    return None
 
 
 def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float | None) -> None:
@@ -84,10 +86,7 @@ def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float 
     way_out = f"give this layer None or a layout, config.{KEY} = [...] with an entry for each layer"
     more = _more_than_causal(mask)
     if more is not None:
-        raise ValueError(
-            f"{selection} needs a causal attention_mask, with or without padding, but {layer} has {more}: pad "
-            f"sequences instead of packing them, continue padded ones token by token, or {way_out}"
-        )
+        raise ValueError(f"{selection} needs a causal attention_mask, but {layer} has {more[0]}: {more[1]}{way_out}")
     if dropout:
         raise ValueError(
             f"{selection} has no dropout, got dropout={dropout} in {layer}: set the attention dropout of the config, "
