@@ -613,6 +613,7 @@ def test_gradients_of_a_single_query_are_accurate() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("heads_of_a_group", [1, 4, 16])
 def test_a_cuda_graph_captures_selections_by_token(heads_of_a_group: int) -> None:
     """It follows new indices, without synchronization. Tiles of 64 x 64 give equal bits."""
