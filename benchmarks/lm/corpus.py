@@ -1,0 +1,106 @@
+"""A corpus of bytes from a folder of packages: split by package, without repeated files, with checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# shorter lines, such as `else:`, do not show that a file is a copy
+MIN_LINE = 20
+# of the bytes of a split, from one package at most
+PACKAGE_SHARE = 0.1
+
+
+def is_copy(text: bytes, seen: set[int]) -> bool:
+    """Whether half of the long lines or more are in `seen`, as in vendored copies; if not, adds them to it."""
+    lines = {hash(line) for line in map(bytes.strip, text.splitlines()) if len(line) >= MIN_LINE}
+    if 2 * len(lines & seen) >= len(lines):
+        return True
+    seen |= lines
+    return False
+
+
+def make(
+    folder: Path, out: Path, *, suffix: str = ".py", max_bytes: int = 20_000_000, validation_share: float = 0.05
+) -> dict[str, Any]:
+    """Writes the training bytes and then the validation bytes to `out`, and the manifest, which is returned, beside it.
+
+    folder            each entry is a package, a folder or a file, and goes to one split
+    validation_share  of the bytes. These packages are read first, so that training drops what is in both
+    raises            ValueError if a split is empty
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
+        found.setdefault(path.relative_to(folder).parts[0], []).append(path)
+    max_bytes = min(max_bytes, sum(path.stat().st_size for files in found.values() for path in files))
+    # in the order of a hash, which depends on the name alone
+    names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    splits, packages, seen = {}, {}, set[int]()
+    for split, share in (("validation", validation_share), ("train", 1 - validation_share)):
+        room = share * max_bytes
+        limit, splits[split] = PACKAGE_SHARE * room, b""
+        # a package that finds too little room would be lost
+        while names and room >= limit:
+            name, text = names.pop(0), b""
+            for path in found[name]:
+                content = path.read_bytes()
+                document = b"# %s\n%s\0" % (path.relative_to(folder).as_posix().encode(), content)
+                if len(text) + len(document) <= limit and not is_copy(content, seen):
+                    text += document
+            if text:
+                splits[split] += text
+                room -= len(text)
+                packages[name] = {"split": split, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        if not splits[split]:
+            raise ValueError(f"no text for {split} in {folder}: it needs more packages with {suffix} files")
+    content = splits["train"] + splits["validation"]
+    manifest: dict[str, Any] = {f"{split}_bytes": len(text) for split, text in splits.items()}
+    manifest |= {"sha256": hashlib.sha256(content).hexdigest(), "packages": packages}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(content)
+    out.with_suffix(".json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+class Corpus:
+    """Windows of `length` tokens and the one after them, uint8 (windows, length + 1), which do not overlap.
+
+    raises  FileNotFoundError without the file that `make` writes, ValueError if it is another one or too short
+    """
+
+    def __init__(self, path: Path, length: int) -> None:
+        if not path.exists():
+            raise FileNotFoundError(f"no corpus at {path}: python -m benchmarks.lm corpus --out {path}")
+        content = path.read_bytes()
+        manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        if self.sha256 != manifest["sha256"]:
+            raise ValueError(f"{path} has SHA-256 {self.sha256}, but its manifest says {manifest['sha256']}")
+        symbols, n_train = np.frombuffer(content, dtype=np.uint8), manifest["train_bytes"]
+        self.train, self.validation = (
+            torch.from_numpy(part[: len(part) // (length + 1) * (length + 1)].reshape(-1, length + 1).copy())
+            for part in (symbols[:n_train], symbols[n_train:])
+        )
+        if not len(self.validation):
+            raise ValueError(f"length must be below the {manifest['validation_bytes']} bytes of validation")
+
+    def training_batches(self, batch_size: int, *, seed: int, first_step: int, n_steps: int) -> Iterator[Tensor]:
+        """A batch for each step, a function of seed and step alone; an epoch has each window at most once."""
+        if batch_size > len(self.train):
+            raise ValueError(f"batch_size must be at most the {len(self.train)} training windows, got {batch_size}")
+        for step in range(first_step, first_step + n_steps):
+            epoch, place = divmod(step, len(self.train) // batch_size)
+            order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+            yield self.train[order[place * batch_size : (place + 1) * batch_size]]
+
+    def validation_batches(self, batch_size: int, n_windows: int) -> Iterator[Tensor]:
+        """Windows at equal distances in the validation split."""
+        places = torch.linspace(0, len(self.validation) - 1, min(n_windows, len(self.validation))).long()
+        return iter(self.validation[places].split(batch_size))
