@@ -91,22 +91,20 @@ def test_hybrid_alternates_local_and_dense_layers() -> None:
 def test_all_arms_see_the_same_tokens_in_the_same_order(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: dict[str, list[torch.Tensor]] = {arm: [] for arm in ARMS}
+    seen: list[torch.Tensor] = []
 
-    def noted(module: Training, window: torch.Tensor) -> torch.Tensor:
-        seen[module.settings.arm].append(window)
-        return module.model.embedding.weight.sum()
+    def noted(model: LanguageModel, window: torch.Tensor) -> torch.Tensor:
+        if model.training:
+            seen.append(window)
+        return model.embedding(window[:, :-1].long()).mean(dim=-1)
 
-    monkeypatch.setattr(Training, "training_step", noted)
-    monkeypatch.setattr(Training, "validation_step", lambda *_: None)
-    monkeypatch.setattr(Training, "on_validation_epoch_end", lambda _: None)
+    monkeypatch.setattr(LanguageModel, "forward", noted)
     monkeypatch.setattr(training, "print_duration", lambda *_: None)
     for arm in ARMS:
         assert run(path, tmp_path / arm, "--arm", arm) == 0
     expected = list(corpus.Corpus(path, 300).training_batches(2, seed=0, first_step=0, n_steps=6))
-    for windows in seen.values():
-        assert len(windows) == 6
-        assert all(torch.equal(*pair) for pair in zip(windows, expected, strict=True))
+    assert len(seen) == 6 * len(ARMS)
+    assert all(torch.equal(window, expected[step % 6]) for step, window in enumerate(seen))
 
 
 def test_an_interrupted_run_resumes_to_the_same_losses(
@@ -131,6 +129,9 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
     assert [line["step"] for line in losses(tmp_path / "whole")] == ["2", "4", "6"]
     ends = [torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"] for name in ("whole", "parts")]
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+    assert run(path, tmp_path / "parts", "--arm", "nsa") == 0
+    assert "nsa: going on from step 6 of 6" in capsys.readouterr().out
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     with pytest.raises(SystemExit, match="has a run with other settings or another corpus"):
         run(path, tmp_path / "parts", "--arm", "nsa", "--seed", "1")
 
