@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 
 import masks
 from blocksparse_flash.nn import MixtureOfBlockAttention, NativeSparseAttention, SelfAttention
@@ -23,7 +25,7 @@ class Settings:
     """All settings of a run. Runs that differ in `arm` alone see the same tokens in the same order.
 
     arm             dense: every token before; local: the last `keys` tokens; hybrid: layers alternate local and dense;
-                    nsa: NativeSparseAttention, 8 blocks of keys / 16 tokens, a window of keys / 2, and compressed keys;
+                    nsa: NativeSparseAttention, 8 blocks of keys / 16 tokens, a window of keys / 2, compressed keys;
                     moba: MixtureOfBlockAttention, 8 blocks of keys / 8 tokens
     keys            256, 512, or a multiple of 1,024 for nsa and moba
     validate_every  steps between validations; a checkpoint follows each
@@ -99,16 +101,12 @@ class LanguageModel(nn.Module):
         for attention, dense in zip(self.attention, self.dense, strict=True):
             x = x + attention(x)
             x = x + dense(x)
-        return F.cross_entropy(self.logits(x).float().mT, window[:, 1:], reduction="none")
+        logits = self.logits(x).flatten(0, 1).float()
+        return F.cross_entropy(logits, window[:, 1:].flatten(), reduction="none").unflatten(0, (len(x), -1))
 
 
-def optimizer_of(
-    model: nn.Module, settings: Settings
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW, and a rate that rises for a tenth of the steps and then falls to 0 as a cosine; gradients are clipped."""
-    rate = settings.learning_rate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=rate, total_steps=settings.steps, pct_start=0.1, cycle_momentum=False
-    )
-    return optimizer, schedule
+def optimizer_of(model: nn.Module, settings: Settings) -> tuple[AdamW, OneCycleLR]:
+    """AdamW, and a rate that rises for a tenth of the steps and then falls to 0 as a cosine."""
+    optimizer = AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    options: dict[str, Any] = {"max_lr": settings.learning_rate, "pct_start": 0.1, "cycle_momentum": False}
+    return optimizer, OneCycleLR(optimizer, total_steps=settings.steps, **options)

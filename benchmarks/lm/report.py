@@ -18,7 +18,7 @@ SAME = ("length", "keys", "batch_size", "steps", "seed", "corpus_sha256", "devic
 LOSSES = [f"loss_part_{number}" for number in range(1, len(PARTS) + 1)]
 SETTING = (
     "{n_layers} layers of width {embed_dim}, {num_heads} query heads and {kv_heads} key heads; {steps} steps of "
-    "{batch_size} windows of {length:,} bytes; {keys:,} keys a query in arms that are not dense; seed {seed}; corpus "
+    "{batch_size} windows of {length:,} bytes; keys={keys:,} in arms but dense; seed {seed}; corpus "
     "{corpus_sha256:.12}; {device}, torch {torch}, triton {triton}, commit {commit}."
 )
 
@@ -53,7 +53,7 @@ def report(runs_folder: Path, out: Path) -> Path:
     if not folders:
         raise FileNotFoundError(f"no metrics.csv under {runs_folder}: `train` writes it")
     runs = {folder.relative_to(runs_folder).as_posix(): _read(folder) for folder in folders}
-    first: dict[str, Any] = runs[folders[0].relative_to(runs_folder).as_posix()][0]
+    first = next(iter(runs.values()))[0]
     differing = [key for key in SAME if len({facts[key] for facts, _ in runs.values()}) > 1]
     lines = pd.DataFrame([{"run": name, **facts, **points.iloc[-1]} for name, (facts, points) in runs.items()])
     lines["rate"], lines["bits"] = lines["tokens"] / lines["seconds"], lines["validation_loss"] / math.log(2)
@@ -61,10 +61,9 @@ def report(runs_folder: Path, out: Path) -> Path:
     columns = {"run": "{run}", "weights": "{weights:,}", "tokens": "{tokens:,.0f}", "seconds": "{seconds:.1f}"}
     columns |= {"tokens/s": "{rate:,.0f}", "loss": "{validation_loss:.4f}", "bits a byte": "{bits:.4f}"}
     columns |= {part: f"{{{loss}:.4f}}" for part, loss in zip(parts, LOSSES, strict=True)}
-    page, notes = out / "report.md", "Validation losses in nats a byte, at the end of the run and by position in the "
     text = joined(
         "# Language models: dense and selected attention on the same tokens",
-        "Written by `python -m benchmarks.lm report`. " + notes + "window. Seconds of training, without validations.",
+        "Written by `python -m benchmarks.lm report`. Losses of the last validation in nats a byte, also by position.",
         SETTING.format_map(first),
         f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
         listing(lines, columns),
@@ -72,5 +71,5 @@ def report(runs_folder: Path, out: Path) -> Path:
     )
     out.mkdir(parents=True, exist_ok=True)
     curves({name: points for name, (_, points) in runs.items()}, parts).savefig(out / "curves.png", dpi=120)
-    page.write_text(text + "\n", encoding="utf-8")
-    return page
+    (out / "report.md").write_text(text + "\n", encoding="utf-8")
+    return out / "report.md"
