@@ -43,7 +43,7 @@ class Settings:
     batch_size: int = 8
     steps: int = 260
     validate_every: int = 20
-    n_validation: int = 32
+    n_validation: int = 64
     learning_rate: float = 1e-3
     seed: int = 0
 
