@@ -18,7 +18,7 @@ SAME = ("length", "keys", "batch_size", "steps", "seed", "corpus_sha256", "devic
 LOSSES = [f"loss_part_{number}" for number in range(1, len(PARTS) + 1)]
 SETTING = (
     "{n_layers} layers of width {embed_dim}, {num_heads} query heads and {kv_heads} key heads; {steps} steps of "
-    "{batch_size} windows of {length:,} bytes; keys={keys:,} in arms but dense; seed {seed}; corpus "
+    "{batch_size} windows of {length:,} bytes; keys={keys:,} in every arm but dense; seed {seed}; corpus "
     "{corpus_sha256:.12}; {device}, torch {torch}, triton {triton}, commit {commit}."
 )
 
