@@ -68,7 +68,7 @@ def shards_of(target: str, kernel: str) -> int:
 
 
 # kernels with matrix products
-PRODUCTS = {*TABLES[:4], "joint_kernel", *HOPPER[:2], *FINE}
+PRODUCTS = {*TABLES[:4], "joint_kernel", "group_weights_kernel", *HOPPER[:2], *FINE}
 
 # bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
 # to 3.9, so that one more spill fails

@@ -306,6 +306,7 @@ BY_TOKEN = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("shares_bitmasks", [False, True])
 @pytest.mark.parametrize("case", BY_TOKEN, ids=str)
