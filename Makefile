@@ -34,7 +34,7 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: lint
-	@echo "tests: about 10,600 on $(JOBS) processes, about 7 minutes on two idle cores"
+	@echo "tests: about 10,600 on $(JOBS) processes, about 11 minutes on two idle cores"
 	$(PYTEST) -m "not compilers and not thorough"
 
 test-thorough: $(VENV)/.test
@@ -47,7 +47,7 @@ test-compilers: $(VENV)/.test
 	$(PYTEST) -m compilers tests/kernels/test_compile.py tests/runtime/test_launcher.py
 
 test-rest: $(VENV)/.test
-	@echo "rest: installs Triton $(TRITONS), then runs about 1,200 tests and compiles about 1,200 kernels: 16 minutes"
+	@echo "rest: installs Triton $(TRITONS), then runs about 1,200 tests and compiles about 1,200 kernels: 20 minutes"
 	$(MAKE) --no-print-directory --jobs=$(JOBS) $(OTHER_TRITONS)
 	$(PYTEST) -m "thorough or compilers"
 
