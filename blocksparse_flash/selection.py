@@ -19,6 +19,11 @@ from .runtime import tracing
 QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
+def has_blocks_of(size: int) -> bool:
+    """Whether blocks of so many keys can be selected."""
+    return size in (16, 32, 64) or (size > 0 and size % TILE == 0)
+
+
 @tracing.untraced
 def selected_attention(
     q: Tensor,
@@ -159,7 +164,7 @@ def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_bloc
 
 def _check_sides(block_size: object, query_block_size: object) -> None:
     keys = checks.integer(block_size, "block_size")
-    if keys not in (16, 32, 64) and (keys < 1 or keys % TILE):
+    if not has_blocks_of(keys):
         raise ValueError(
             f"block_size must be 16, 32, 64 or a multiple of {TILE} keys, got {keys}; single keys cannot be selected"
         )

@@ -12,9 +12,8 @@ from torch import Tensor
 from ..functional import attention_with_lse
 from ..nn.mixture_of_blocks import mixture_of_block_attention
 from ..nn.native_sparse import compressed_layout, most_important_blocks
-from ..plan_format import TILE
 from ..runtime import tracing
-from ..selection import selected_attention
+from ..selection import has_blocks_of, selected_attention
 from .mask import Mask
 from .names import KEY, running_layer
 
@@ -50,7 +49,7 @@ def selection_of(given: dict[Any, Any], name: str) -> Selection:
     counts = f"an int of {fewest} or more, counting blocks always selected"
     _check(given, name, "k_blocks", counts, lambda n: n >= fewest)
     sizes = "16, 32, 64 or a multiple of 128, the tokens of a block"
-    _check(given, name, "block_size", sizes, lambda n: n in (16, 32, 64) or (n > 0 and n % TILE == 0))
+    _check(given, name, "block_size", sizes, has_blocks_of)
     if not isinstance(given.get("by_group", False), bool):
         raise ValueError(
             f"{name}['by_group'] must be True or False, got {given['by_group']!r}; True lets the query heads that "

@@ -11,6 +11,7 @@ from ..blocks.checks import switch
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
+from .block_choice import best_scores, check_block_size
 from .layers import SelfAttention
 from .positions import RotaryTable
 from .video_sparse import block_means
@@ -40,9 +41,7 @@ def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int, q_s
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         scores = q[:, :, rows] @ means.mT
-        scores.masked_fill_(col == own[rows], torch.inf).masked_fill_(col > own[rows], -torch.inf)
-        best = scores.topk(min(k_blocks, n_cols), dim=3)
-        found.append(best.indices.masked_fill_(best.values == -torch.inf, -1))
+        found.append(best_scores(scores, col == own[rows], col > own[rows], k_blocks, n_cols))
     return torch.cat(found, 2) if found else own.new_zeros(*q.shape[:2], 0, 0)
 
 
@@ -100,13 +99,6 @@ def mixture_of_block_attention(
         means = repeat(means, "b h n d -> b (h group) n d", group=group)
     indices = best_blocks(queries, means.to(q.dtype), k_blocks=k_blocks, block_size=block_size, q_start=q_start)
     return selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
-
-
-def check_block_size(block_size: int) -> None:
-    """Refuse a size of blocks that `selected_attention` does not have."""
-    positive_int("block_size", block_size)
-    if block_size not in (16, 32, 64) and block_size % 128:
-        raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 tokens, got {block_size}")
 
 
 class MixtureOfBlockAttention(nn.Module):

@@ -18,6 +18,7 @@ from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import Heads, check_tensor, positive_int
+from .block_choice import best_scores, check_block_size
 from .positions import rotary_table, rotate
 
 # scores of compressed keys in memory at a time, for all heads: 256 MB as float32
@@ -112,11 +113,8 @@ def most_important_blocks(
             queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], begin, scale, compressed_size, stride, uses_kernel
         )
         importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
-        importance.masked_fill_(is_always[rows, :n_seen_cols], torch.inf)
-        importance.masked_fill_(col[:n_seen_cols] > own[rows], -torch.inf)
-        best = importance.topk(min(n_blocks, n_seen_cols), dim=3)
-        cols = best.indices.masked_fill_(best.values == -torch.inf, -1)
-        found.append(pad(cols, (0, min(n_blocks, n_cols) - cols.shape[3]), value=-1))
+        is_later = col[:n_seen_cols] > own[rows]
+        found.append(best_scores(importance, is_always[rows, :n_seen_cols], is_later, n_blocks, n_cols))
     return torch.cat(found, 2) if found else own.new_zeros(batch, kv_heads, 0, 0)
 
 
@@ -244,8 +242,7 @@ def check_sizes(
         raise ValueError(
             f"always must be two numbers of blocks, 0 or more first and 1 or more last ones, got {always!r}"
         )
-    if block_size not in (16, 32, 64) and block_size % 128:
-        raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 tokens, got {block_size}")
+    check_block_size(block_size)
     for name, size in (("block_size", block_size), ("compressed_size", compressed_size)):
         if size % stride:
             raise ValueError(f"{name} must be a multiple of stride={stride}, got {size}")

@@ -12,8 +12,8 @@ from ..blocks.checks import switch
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int
+from .block_choice import best_scores, check_block_size
 from .layers import SelfAttention
-from .mixture_of_blocks import check_block_size
 from .positions import RotaryTable, rotary_table, rotate
 
 # scores of tokens in memory at a time, for all heads of the indexer: 128 MB in half precision
@@ -40,11 +40,8 @@ def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, bloc
         n_whole, n_seen = rows.stop // block_size, -(-rows.stop // block_size)
         scores = index_q[:, :, rows] @ index_k[:, :, : n_whole * block_size].mT
         best_token = pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_seen - n_whole))
-        best_token.masked_fill_(col[:n_seen] == own[rows], torch.inf)
-        best_token.masked_fill_(col[:n_seen] > own[rows], -torch.inf)
-        best = best_token.topk(min(k_blocks, n_seen), dim=3)
-        cols = best.indices.masked_fill(best.values == -torch.inf, -1)
-        found.append(pad(cols, (0, min(k_blocks, n_cols) - cols.shape[3]), value=-1))
+        seen = col[:n_seen]
+        found.append(best_scores(best_token, seen == own[rows], seen > own[rows], k_blocks, n_cols))
     return torch.cat(found, 2) if found else own.new_zeros(batch, heads, 0, 0)
 
 

@@ -1074,8 +1074,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("nn/native_sparse.py", "window=(window - 1, 0)", "window=(window, 0)", "tests/nn/test_native_sparse.py"),
         (
             "nn/mixture_of_blocks.py",
-            "(col > own[rows], -torch.inf)",
-            "(col > own[rows] + 1, -torch.inf)",
+            "col > own[rows], k_blocks",
+            "col > own[rows] + 1, k_blocks",
+            "tests/nn/test_mixture_of_blocks.py",
+        ),
+        (
+            "nn/block_choice.py",
+            "masked_fill_(best.values == -torch.inf, -1)",
+            "masked_fill_(best.values == torch.inf, -1)",
             "tests/nn/test_mixture_of_blocks.py",
         ),
         ("nn/mixture_of_blocks.py", "b (h group) n d", "b (group h) n d", "tests/nn/test_mixture_of_blocks.py"),
