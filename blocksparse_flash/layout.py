@@ -75,8 +75,8 @@ class BlockLayout:
     The constructor checks every tensor (cols must ascend in each row). Layouts are canonical: equal masks over equal
     batch and head axes give equal layouts and equal hashes.
 
-    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy:
-    keep the copy to read it often. To change a mask, make another layout, by the algebra or by
+    A layout shares no tensor with its caller: each access to indptr, indices, bitmask_ids or bitmasks makes a copy.
+    Keep the copy to read it often. To change a mask, make another layout, by the algebra or by
     BlockLayout(layout.indptr, changed, ...). `plan` and `bias_index` return the kernels' tensors uncopied: never write
     into those.
 
@@ -739,6 +739,9 @@ class BlockLayout:
 
         While torch.compile traces it is None unless it was made before, with its plan.
         """
+        # made anew in each step
+        if "selection" in self._cache:
+            return None
         found: dict[tuple[torch.device, bool, int], Reordered | None] = self._cache["orders"]
         key = device, causal, 1 if self.shape[1] == 1 else kv_heads
         if torch.compiler.is_compiling():
@@ -981,8 +984,6 @@ class BlockLayout:
     @tracing.untraced
     def _new_order(self, causal: bool, n_groups: int) -> Reordered | None:
         """`_reordered` on the host."""
-        if "selection" in self._cache:
-            return None
         if not reordering.can_pay(self._frame, self.capacity, self._tensors.bitmasks.shape[0]):
             return None
         if reordering.is_mostly_full(self._rows()):
