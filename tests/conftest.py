@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -88,6 +89,20 @@ def poisoned_memory() -> None:
     """Fills torch.empty with NaN (integers: the largest value), so that reads of unwritten memory fail tests."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the kernels of selection and plan even on the CPU, in Triton's interpreter; PyTorch operations raise."""
+    from blocksparse_flash.plan import block_selection
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("PyTorch operations were used")
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_selection, "sorted_rows", refused)
+    monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention, selected_attention, selected_attention_with_lse
-from blocksparse_flash.plan import block_selection
 from tests.support.closeness import assert_as_accurate
 
 # kv_heads, group, query_block_size, block_size, q_len, kv_len, k
@@ -107,19 +106,6 @@ def test_it_is_the_definition_in_float64(case: tuple[int, ...], causal: bool, ba
     truth_grads = [grad.nan_to_num() for grad in gradients(*truth_of(tensors, indices, sizes, causal), tensors)]
     for name, one, other in zip("qkv", gradients(*found, tensors), truth_grads, strict=True):
         torch.testing.assert_close(one, other, msg=lambda text, name=name: f"d{name}: {text}")
-
-
-@pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses the kernels of selection and plan even on the CPU, in Triton's interpreter; PyTorch operations raise."""
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("PyTorch operations were used")
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(block_selection, "sorted_rows", refused)
-    monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
 
 
 @pytest.mark.usefixtures("by_kernels")

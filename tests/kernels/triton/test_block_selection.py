@@ -52,19 +52,6 @@ FINE_FRAMES = [
 
 
 @pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses kernels even on the CPU, in Triton's interpreter; PyTorch operations raise."""
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("PyTorch operations were used")
-
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(block_selection, "sorted_rows", refused)
-    monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
-
-
-@pytest.fixture
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Shrinks the blocks of the kernels, so that programs need many iterations instead of one."""
     from blocksparse_flash.kernels.triton import block_selection, plan_builder
