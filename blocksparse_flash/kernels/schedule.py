@@ -26,6 +26,8 @@ MAX_WAVES = 4
 # cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
 # estimates, checked on an H200: see triton/TUNING.md
 PART, MERGE = 2, 4
+# most heads whose lines causal calls take in turn: their keys and values must fit into L2
+MAX_HEADS_IN_TURN = 16
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
 
@@ -123,6 +125,18 @@ def _of_shapes(
         n_sms=n_sms,
     )
     return split if split == WHOLE else split._replace(side=side)
+
+
+def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, *, causal: bool) -> int:
+    """Number of heads whose lines are taken in turn, the longest of all of them first; 1: head after head.
+
+    Lines of causal calls shrink to one tile. Head after head, the first line of the last head would begin late, and
+    all other SMs would wait for it: the last heads together need as much work for each SM as one such line is.
+    """
+    if not causal:
+        return 1
+    needed = math.ceil(2 * n_sms / n_lines)
+    return min(1 << (needed - 1).bit_length(), MAX_HEADS_IN_TURN, n_batch_heads)
 
 
 def split_of(

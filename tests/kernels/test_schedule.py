@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, split_of
+from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, heads_in_turn, split_of
 from blocksparse_flash.plan_format import N_LONG, Plan, n_split_of
 
 # H200
@@ -218,3 +219,35 @@ def test_a_split_counts_programs_and_memory() -> None:
     assert split.n_programs(10, 4) == 4 * (8 + 2 * 3)
     assert split.floats(64, 4) == 4 * 2 * 3 * 128 * 64
     assert WHOLE.n_programs(10, 4) == 40 and WHOLE.floats(64, 4) == 0
+
+
+def time_of_causal(n_lines: int, n_heads: int, n_in_turn: int) -> float:
+    """Time until the last SM ends, as a multiple of an SM's fair share; line i of a head takes n_lines - i."""
+    lines = []
+    for first in range(0, n_heads, n_in_turn):
+        lines += [n_lines - i for i in range(n_lines) for _ in range(min(n_in_turn, n_heads - first))]
+    ends = [0] * N_SMS
+    for line in lines:
+        heapq.heappush(ends, heapq.heappop(ends) + line)
+    return max(ends) / (sum(lines) / N_SMS)
+
+
+@pytest.mark.parametrize(
+    ("n_lines", "n_heads", "expected"),
+    [(64, 8, 8), (64, 32, 8), (32, 32, 16), (128, 16, 4), (16, 128, 16), (512, 8, 1)],
+)
+def test_causal_heads_in_turn_keep_all_sms_busy_to_the_end(n_lines, n_heads, expected):
+    n_in_turn = heads_in_turn(n_lines, n_heads, N_SMS, causal=True)
+    assert n_in_turn == expected
+    assert time_of_causal(n_lines, n_heads, n_in_turn) < 1.02
+
+
+def test_causal_heads_after_each_other_leave_sms_idle():
+    assert time_of_causal(64, 8, 1) > 1.2
+
+
+def test_heads_follow_each_other_if_their_lines_are_equal_or_few():
+    assert heads_in_turn(64, 8, N_SMS, causal=False) == 1
+    assert heads_in_turn(64, 1, N_SMS, causal=True) == 1
+    assert heads_in_turn(1, 999, N_SMS, causal=True) == 16
+    assert heads_in_turn(10**6, 8, N_SMS, causal=True) == 1

@@ -49,7 +49,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..arguments import TILE as TILE_SIDE
 from ..inputs import BackwardInputs
-from ..schedule import Split, padded_dim, split_of
+from ..schedule import Split, heads_in_turn, padded_dim, split_of
 from ..separate_dq import is_dq_separate
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
@@ -66,9 +66,11 @@ from .backward_producer import (
     Pointers,
     QBuffers,
     Sizes,
+    heads_of_step,
     load,
     q_start_of,
     read_work_tile,
+    step_of,
     steps_of_head,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline, consumer_release, consumer_wait, named_barrier
@@ -279,6 +281,7 @@ def mma(
     DIM: gl.constexpr = k_buffers.shape[4]
     DIM_V: gl.constexpr = v_buffers.shape[4]
     KV_STAGES: gl.constexpr = k_buffers.shape[0]
+    HEADS: gl.constexpr = heads_of_step(ptrs.records_ptr is not None, CAUSAL, GROUP)
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
@@ -295,22 +298,24 @@ def mma(
         if ptrs.kv_lengths_ptr is not None:
             zero_tail(k_buffers.index(kv_stage).reshape([TILE, DIM]), kv_start, kv_limit, WARPGROUP)
             zero_tail(v_buffers.index(kv_stage).reshape([TILE, DIM_V]), kv_start, kv_limit, WARPGROUP)
-        for i_group_head in range(GROUP):
+        for i_group_head in range(GROUP // HEADS):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
-            for i_step in range(steps.n_masked):
+            for i in range(steps.n_masked * HEADS):
+                step, i_step_head = step_of(steps, i, HEADS)
                 b_dk, b_dv = backward_step(
-                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head,
-                    steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
+                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit,
+                    i_head + i_step_head, step, n_done + i, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
-            for i_step in range(steps.n_masked, steps.n_steps):
+            for i in range(steps.n_masked * HEADS, steps.n_steps * HEADS):
+                step, i_step_head = step_of(steps, i, HEADS)
                 b_dk, b_dv = backward_step(
-                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head,
-                    steps.first + i_step, n_done + i_step, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
+                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit,
+                    i_head + i_step_head, step, n_done + i, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
-            n_done += steps.n_steps
+            n_done += steps.n_steps * HEADS
         consumer_release(pipelines.kv, kv_stage)
         if descs.dq_sum is not None:
             # TMA has read the last dq, whose buffer may be that of dv
@@ -393,6 +398,7 @@ def staging_buffer(buffers, desc, N_TAKEN: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "n_heads", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_cols", "num_splits",
+        "n_in_turn",
     ]
 )  # fmt: skip
 def hopper_backward_kernel(
@@ -401,7 +407,8 @@ def hopper_backward_kernel(
     # backward_producer.Pointers; (batch, head) strides of the records, in elements
     ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
-    n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, scale_log2, scale,
+    n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, n_in_turn, scale_log2,
+    scale,
     # GROUP: query heads per key head
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -462,6 +469,7 @@ def hopper_backward_kernel(
     sizes = Sizes(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len, kv_len=kv_len,
         n_padded=n_padded, scale_log2=scale_log2, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
+        n_in_turn=n_in_turn,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -556,6 +564,7 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_cols": split.n_lines,
         "num_splits": split.parts,
+        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, causal=options.causal),
         # no maximum is taken, so the scale may be negative or 0
         "scale_log2": scale * LOG2_E,
         "scale": scale,

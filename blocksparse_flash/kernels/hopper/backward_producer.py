@@ -38,7 +38,7 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import clamped_kv_len, load_int
 from .tma import tma_load
-from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
+from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # buffers of queries and dO
 STAGES = gl.constexpr(2)
@@ -91,6 +91,7 @@ class Sizes(NamedTuple):
     n_heads        key heads
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
+    n_in_turn      key heads whose tile columns are taken in turn without a layout
     """
 
     n_heads: Any
@@ -103,6 +104,7 @@ class Sizes(NamedTuple):
     scale: Any
     n_split_cols: Any
     num_splits: Any
+    n_in_turn: Any
 
 
 class WorkTile(NamedTuple):
@@ -205,6 +207,27 @@ def steps_of_head(
     return Steps(first=first, n_steps=n_steps, n_masked=n_masked)
 
 
+@gluon.constexpr_function
+def heads_of_step(has_layout, causal, group):
+    """Query heads that have the same steps, whose loops run together: see `step_of`."""
+    return group if causal and not has_layout else 1
+
+
+@gluon.jit
+def step_of(steps, i, HEADS: gl.constexpr):
+    """(step, head) number i of steps.n_steps * HEADS: a step for all heads, masked steps first, the others backwards.
+
+    All tile columns of a causal head end with the last query: those which start there share q and dO in L2, though
+    their lengths differ.
+    """
+    if HEADS == 1:
+        return steps.first + i, 0
+    else:
+        i_step = i // HEADS
+        i_step = gl.where(i_step < steps.n_masked, i_step, steps.n_masked + steps.n_steps - 1 - i_step)
+        return steps.first + i_step, i % HEADS
+
+
 @gluon.jit
 def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
     """First query of a step."""
@@ -221,7 +244,7 @@ def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr):
-    """WorkTile of work item i_work. Splits and long tile columns come first, then head after head."""
+    """WorkTile of work item i_work. Splits and long tile columns come first."""
     begin, n_tiles, n_partial = 0, 0, 0
     i_split, i_block = -1, -1
     p_record = ptrs.records_ptr
@@ -233,7 +256,7 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr):
         if ptrs.records_ptr is not None:
             p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
     else:
-        batch_head, i_launch = i_work // sizes.n_tile_cols, i_work % sizes.n_tile_cols
+        batch_head, i_launch = find_line(i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_in_turn)
         if ptrs.records_ptr is not None:
             batch_head, p_record, _whole = find_work_record(
                 ptrs.records_ptr, record_strides, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads, 1,
@@ -317,6 +340,7 @@ def load(
 ):  # fmt: skip
     """Entry point of the producer warp. GROUP: query heads per key head."""
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
+    HEADS: gl.constexpr = heads_of_step(ptrs.records_ptr is not None, CAUSAL, GROUP)
     n_heads = sizes.n_heads
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
@@ -340,16 +364,19 @@ def load(
             load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
         n_before = n_loaded
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
-        for i_group_head in range(GROUP):
+        for i_group_head in range(GROUP // HEADS):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
-            i_head = i_kv_head * GROUP + i_group_head
-            head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
-            q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
-            for i_step in range(steps.n_steps):
+            i_first_head = i_kv_head * GROUP + i_group_head
+            step, i_step_head = step_of(steps, 0, HEADS)
+            q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
+            for i in range(steps.n_steps * HEADS):
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
-                next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i_step + 1, BLOCK_Q)
+                i_head = i_first_head + i_step_head
+                step, i_step_head = step_of(steps, i + 1, HEADS)
+                next_q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
+                head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
                 load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
                 if KV_STAGES == 1:  # noqa: SIM102
                     if n_loaded == n_before:

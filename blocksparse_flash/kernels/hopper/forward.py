@@ -42,7 +42,7 @@ from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguou
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
-from ..schedule import Split, padded_dim, split_of
+from ..schedule import Split, heads_in_turn, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
 from .barriers import (
@@ -397,6 +397,7 @@ def mma(
 @gluon.jit(
     do_not_specialize=[
         "n_heads", "n_batch_heads", "n_tile_rows", "q_len", "kv_len", "group", "n_split_rows", "num_splits",
+        "n_in_turn",
     ]
 )  # fmt: skip
 def hopper_forward_kernel(
@@ -407,7 +408,7 @@ def hopper_forward_kernel(
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Sizes
-    n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, n_split_rows, num_splits, scale_log2,
+    n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, n_split_rows, num_splits, n_in_turn, scale_log2,
     # compile time; SIGN of the scale
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -454,6 +455,7 @@ def hopper_forward_kernel(
         scale_log2=scale_log2,
         n_split_rows=n_split_rows,
         num_splits=num_splits,
+        n_in_turn=n_in_turn,
         group=group,
     )
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
@@ -543,6 +545,7 @@ def forward_launches(
         "group": heads // kv_heads,
         "n_split_rows": split.n_lines,
         "num_splits": split.parts,
+        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, causal=causal),
         "scale_log2": scale_log2(scale),
         "SIGN": sign(scale),
         "CAUSAL": causal,

@@ -43,7 +43,7 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
 from .tma import tma_load
-from .work_tiles import WORK_TILE_STAGES, write_end, write_work_tile
+from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(5)
@@ -76,6 +76,7 @@ class Sizes(NamedTuple):
     """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per key head.
 
     The first n_split_rows tile rows of each head, in launch order, are computed by num_splits programs each.
+    n_in_turn: heads whose tile rows are taken in turn without a layout.
     """
 
     n_heads: Any
@@ -86,6 +87,7 @@ class Sizes(NamedTuple):
     scale_log2: Any
     n_split_rows: Any
     num_splits: Any
+    n_in_turn: Any
     group: Any
 
 
@@ -149,7 +151,7 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
             GROUP=1,
         )
     else:
-        batch_head, i_launch = i_work // sizes.n_tile_rows, i_work % sizes.n_tile_rows
+        batch_head, i_launch = find_line(i_work, sizes.n_tile_rows, sizes.n_batch_heads, sizes.n_in_turn)
     if ptrs.records_ptr is not None:
         q_start, begin = gl.load(p_record + NUMBER) * TILE, gl.load(p_record + BEGIN)
         n_tiles, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)

@@ -34,3 +34,12 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
     producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
     store_int(work_tiles.buffers.index(stage * STRIDE), END)
     producer_commit(work_tiles, stage)
+
+
+@gluon.jit
+def find_line(i_work, n_lines, n_batch_heads, n_in_turn):
+    """(batch_head, line in launch order) of work item i_work of a call without a layout: see schedule.heads_in_turn."""
+    first = i_work // (n_in_turn * n_lines) * n_in_turn
+    n_heads = gl.minimum(n_in_turn, n_batch_heads - first)
+    i_work = i_work - first * n_lines
+    return first + i_work % n_heads, i_work // n_heads

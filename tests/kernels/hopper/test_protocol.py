@@ -252,6 +252,18 @@ def test_splits_give_the_same_bits_under_every_order_of_events(monkeypatch):
 
 CAUSAL = zoo.Call(head_dim=64, causal=True, dtype=BFLOAT16)
 CAUSAL_LENGTHS_GQA = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1)
+
+
+@pytest.mark.parametrize("n_in_turn", [1, 3, 9])
+def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
+    """The last heads are fewer than those before; each key head has a group of query heads or one query head."""
+    for kv_heads in (2, 4):
+        simulation = Simulation(seed=n_in_turn)
+        for module in (simulation.hopper_forward, simulation.hopper_backward):
+            module.heads_in_turn = lambda *_, causal: n_in_turn
+        check(simulation, (300, 270), dataclasses.replace(CAUSAL_LENGTHS_GQA, kv_heads=kv_heads))
+
+
 FORWARD_CONFIGS = [
     ForwardConfig(stages=3),
     ForwardConfig(stages=2, pin=True),
