@@ -33,7 +33,7 @@ MAX_FINE_HEAD_DIM = 128
 FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
-NO_SCORE_MODS = "it has no sinks, softcap, alibi_slopes or block_bias"
+NO_BLOCK_BIAS = "it has no block_bias"
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
@@ -138,11 +138,11 @@ def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> li
 
 
 def unfit_for_hopper(
-    tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, has_dropout: bool = False, has_score_mods: bool = False
+    tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, has_dropout: bool = False, has_block_bias: bool = False
 ) -> str | None:
     """Why `hopper` cannot run q, k, v on a GPU as they are, or None."""
-    if has_dropout or has_score_mods:
-        return NO_DROPOUT if has_dropout else NO_SCORE_MODS
+    if has_dropout or has_block_bias:
+        return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS
     names = misaligned(tensors, dtype)
     if not names:
         return None
@@ -197,12 +197,12 @@ choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=4096)
 def _choose_by_specs(
-    backend: str, specs: TensorSpecs, device: torch.device, dtype: torch.dtype, has_dropout: bool, has_score_mods: bool
+    backend: str, specs: TensorSpecs, device: torch.device, dtype: torch.dtype, has_dropout: bool, has_block_bias: bool
 ) -> str:
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
     unfit = None
     if backend in ("auto", "hopper"):
-        unfit = unfit_for_hopper(specs.tensors, dtype, has_dropout, has_score_mods)
+        unfit = unfit_for_hopper(specs.tensors, dtype, has_dropout, has_block_bias)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*specs.tensors[:2])
     return choose(backend, device, dtype, unfit)
@@ -217,7 +217,7 @@ def decide(
     specs: TensorSpecs | None,
     *,
     has_dropout: bool,
-    has_score_mods: bool,
+    has_block_bias: bool,
 ) -> str:
     """The backend of a call, as CallSpec has it.
 
@@ -225,12 +225,12 @@ def decide(
     specs  of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
     """
     if specs is not None and q.is_cuda and isinstance(backend, str):
-        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_score_mods)
+        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias)
     unfit = None
     if q.is_cuda:
         # of "auto" only what no address or size changes: the operator calls `resolve`
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_score_mods)
+        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias)
     chosen = choose(backend, q.device, dtype, unfit)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
@@ -247,8 +247,16 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
     return chosen
 
 
-def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False) -> bool:
-    """Whether calls with a layout may have other tiles than 128 x 128, for which tables of block_bias are made."""
+def has_fine_tiles(
+    backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False, has_slopes_gradient: bool = False
+) -> bool:
+    """Whether calls with a layout may have other tiles than 128 x 128.
+
+    has_block_bias       its tables are made for these tiles
+    has_slopes_gradient  whether alibi_slopes need a gradient, which `hopper` leaves to the kernels of `triton`
+    """
+    if has_slopes_gradient and backend != "triton":
+        return False
     # "auto" is a traced call on a Hopper GPU, see `decide`
     return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
 
@@ -277,11 +285,11 @@ def is_deterministic(deterministic: bool | None) -> bool:
 
 
 def explained_choice(
-    backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, *, has_dropout: bool, has_score_mods: bool
+    backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, *, has_dropout: bool, has_block_bias: bool
 ) -> Choice:
     """The choice for q, k, v with its reasons."""
     device = tensors[0].device
-    unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_score_mods) if device.type == "cuda" else None
+    unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias) if device.type == "cuda" else None
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
     chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"

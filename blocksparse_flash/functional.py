@@ -46,13 +46,12 @@ def _attend(
     dtype, scale = validation.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, specs
     )
-    softcap = 0.0
+    softcap, has_bias = 0.0, False
     if scores is not None:
         scores = validation.check_scores(scores, q, layout)
         softcap = scores.softcap or 0.0
-    chosen = dispatch.decide(
-        backend, q, k, v, dtype, specs, has_dropout=dropout_p > 0, has_score_mods=scores is not None
-    )
+        has_bias = scores.block_bias is not None
+    chosen = dispatch.decide(backend, q, k, v, dtype, specs, has_dropout=dropout_p > 0, has_block_bias=has_bias)
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
     if autocast is None:
         return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
@@ -167,8 +166,14 @@ def _run_planned(
     if layout is not None:
         device = _plan_device(q)
         tile = TILE
-        has_bias = scores is not None and scores.block_bias is not None
-        if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=has_bias):
+        slopes, bias = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
+        if dispatch.has_fine_tiles(
+            spec.backend,
+            q.shape[3],
+            v.shape[3],
+            has_block_bias=bias is not None,
+            has_slopes_gradient=slopes is not None and slopes.requires_grad,
+        ):
             shares = layout._tile_shares(device, spec.causal)
             tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3])
         plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
@@ -302,8 +307,9 @@ def attention(
     returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; 0 for a query without keys
 
     Score mods change the scores s = scale q k^T, in the order below. Their tensors are on q's device and of any
-    floating dtype. They are computed in float32 and are differentiable. Backend "hopper" has none of them; apart from
-    that, they can be combined with each other and with everything above.
+    floating dtype. They are computed in float32 and are differentiable. Backend "hopper" has no block_bias, and
+    its gradient of alibi_slopes comes from the kernels of "triton"; apart from that, they can be combined with each
+    other and with everything above.
 
     softcap    c from 1e-30 to 1e30: s = c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None for no cap
     alibi_slopes  (heads,): s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as with `causal` (Press
@@ -430,8 +436,8 @@ def explain(
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
     if scores is not None:
         validation.check_scores(scores, q, layout)
-    has_scores = scores is not None
-    choice = dispatch.explained_choice(backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_score_mods=has_scores)
+    has_scores, has_bias = scores is not None, block_bias is not None
+    choice = dispatch.explained_choice(backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_block_bias=has_bias)
     is_deterministic = dispatch.is_deterministic(deterministic)
     call = Call(
         q,
@@ -447,6 +453,7 @@ def explain(
         has_score_options=has_scores,
         has_block_bias=block_bias is not None,
         has_slopes=alibi_slopes is not None,
+        has_slopes_gradient=alibi_slopes is not None and alibi_slopes.requires_grad,
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():

@@ -1097,7 +1097,7 @@ def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype
         ({"version": "3.10.0"}, "it was tested with Triton 3.6, 3.7, 3.8, 3.9, this is 3.10.0"),
         ({"interpret": True}, "interpreter"),
         ({"has_dropout": True}, "it has no dropout"),
-        ({"has_score_mods": True}, "it has no sinks, softcap, alibi_slopes or block_bias"),
+        ({"has_block_bias": True}, "it has no block_bias"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
@@ -1111,7 +1111,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        options = {name: change.get(name, False) for name in ("has_dropout", "has_score_mods")}
+        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias")}
         unfit = dispatch.unfit_for_hopper((q, k, q), dtype, **options)
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)
@@ -1154,7 +1154,7 @@ class OnGpu(torch.Tensor):
 
 def decide(backend, q, k, *, dtype=torch.bfloat16, is_traced=False, **options):
     specs = None if is_traced else specs_of(q, k, k)
-    options = {"has_dropout": False, "has_score_mods": False} | options
+    options = {"has_dropout": False, "has_block_bias": False} | options
     dispatch._choose_by_specs.cache_clear()
     q, k = q.as_subclass(OnGpu), k.as_subclass(OnGpu)
     return dispatch.decide(backend, q, k, k, dtype, specs, **options)
@@ -1172,7 +1172,7 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
         assert decide("auto", large, large, is_traced=True, has_dropout=True) == "triton"
         assert decide("auto", large, large, is_traced=True, dtype=torch.float32) == "triton"
         assert decide("auto", large, large) == decide("hopper", large, large) == "hopper"
-        assert decide("auto", large, large, has_score_mods=True) == "triton"
+        assert decide("auto", large, large, has_block_bias=True) == "triton"
     with on_gpu((8, 0)):
         assert decide("auto", large, large, is_traced=True) == decide("auto", large, large) == "triton"
 

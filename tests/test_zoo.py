@@ -11,6 +11,7 @@ Every input is a view into a larger buffer full of NaN, and new memory is full o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,6 +49,8 @@ class Call:
     has_sinks: bool = False
     softcap: float | None = None
     has_slopes: bool = False
+    # without a gradient of the slopes, `hopper` runs its own backward
+    are_slopes_fixed: bool = False
     # block_bias, with a layout: "" none, "blocks" shared, "heads" per head, "batch" per batch and head
     bias: str = ""
 
@@ -57,14 +60,14 @@ class Call:
         words += [name for name in ("causal", "has_kv_lengths") if getattr(self, name)]
         words += [f"dropout{self.dropout_p}"] if self.dropout_p else []
         words += [f"scale{self.scale}"] if self.scale is not None else []
-        words += [name for name in ("has_sinks", "has_slopes") if getattr(self, name)]
+        words += [name for name in ("has_sinks", "has_slopes", "are_slopes_fixed") if getattr(self, name)]
         words += [f"softcap{self.softcap}"] if self.softcap is not None else []
         words += [f"bias_of_{self.bias}"] if self.bias else []
         return "-".join(words)
 
     @property
     def has_scores(self) -> bool:
-        """Whether the call uses a score mod, which `hopper` lacks."""
+        """Whether the call uses a score mod."""
         return self.has_sinks or self.softcap is not None or self.has_slopes or bool(self.bias)
 
 
@@ -133,9 +136,9 @@ SCORES = [
     Call(head_dim=32, has_sinks=True, has_kv_lengths=True, causal=True, kv_heads=1),
 ]
 CALLS = [*PRODUCT, *EXTRAS, *OPTIONS, *SCORES]
-# `hopper` supports 16-bit dtypes, no dropout and no score mods
+# `hopper` supports 16-bit dtypes, no dropout and no block_bias
 HOPPER_CALLS = [
-    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.has_scores),
+    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.bias),
     Call(head_dim=128, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, scale=-0.3, dtype=BFLOAT16),
     Call(head_dim=128, scale=0.0, dtype=torch.float16),
@@ -146,6 +149,20 @@ HOPPER_CALLS = [
     Call(head_dim=100, v_dim=3, dtype=BFLOAT16),
     Call(head_dim=256, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, v_dim=256, scale=-0.3, dtype=torch.float16),
+    Call(head_dim=128, softcap=1.5, causal=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=64, softcap=2.0, has_sinks=True, has_kv_lengths=True, scale=-0.3, dtype=torch.float16),
+    Call(head_dim=128, has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16, kv_heads=1),
+    Call(
+        head_dim=64,
+        softcap=3.0,
+        has_slopes=True,
+        are_slopes_fixed=True,
+        has_sinks=True,
+        has_kv_lengths=True,
+        dtype=BFLOAT16,
+        kv_heads=2,
+    ),
+    Call(head_dim=256, softcap=2.0, has_slopes=True, has_sinks=True, dtype=torch.float16),
 ]
 # lengths without a layout: no tail; both tails ragged, q or kv longer; less than a tile
 DENSE = [(256, 256), (113, 203), (203, 113), (7, 300), (300, 5)]
@@ -270,7 +287,8 @@ def run(
     deterministic: bool = False,
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv, and the gradients of the score mods."""
-    options = {name: tensor.requires_grad_() for name, tensor in score_mods(layout, call, call.dtype, device).items()}
+    options = score_mods(layout, call, call.dtype, device)
+    trained = [options[name].requires_grad_() for name in trained_mods(options, call)]
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
     out, lse = attention_with_lse(
         *leaves,
@@ -286,9 +304,7 @@ def run(
         softcap=call.softcap,
         **options,
     )
-    grads = torch.autograd.grad(
-        (out, lse), [*leaves, *options.values()], (tensors["dout"], tensors["dlse"].to(lse.dtype))
-    )
+    grads = torch.autograd.grad((out, lse), [*leaves, *trained], (tensors["dout"], tensors["dlse"].to(lse.dtype)))
     return [out.detach(), lse.detach(), *grads]
 
 
@@ -322,9 +338,21 @@ def assert_backend_is_accurate(
     """Raises unless out, lse, dq, dk and dv are within the tolerance of closeness.py."""
     tensors = {name: tensor.to(device) for name, tensor in inputs(layout, call).items()}
     tensors = {name: buried(tensor).detach() if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
-    actual = run(backend, layout, call, tensors, device, deterministic=deterministic)
-    names = [*NAMES, *(f"d{name}" for name in score_mods(layout, call, call.dtype, device))]
-    for name, result, (plains, truth) in zip(names, actual, expected(layout, call, device), strict=True):
+    assert_accurate(run(backend, layout, call, tensors, device, deterministic=deterministic), layout, call, device)
+
+
+def trained_mods(mods: Iterable[str], call: Call) -> list[str]:
+    """The names of the score mods that have gradients."""
+    return [name for name in mods if name != "alibi_slopes" or not call.are_slopes_fixed]
+
+
+def assert_accurate(actual: list[Tensor], layout: Layout, call: Call, device: torch.device) -> None:
+    """Raises unless the results of `run` are within the tolerance of closeness.py."""
+    mods = score_mods(layout, call, call.dtype, device)
+    truths = dict(zip([*NAMES, *(f"d{name}" for name in mods)], expected(layout, call, device), strict=True))
+    names = [*NAMES, *(f"d{name}" for name in trained_mods(mods, call))]
+    for name, result in zip(names, actual, strict=True):
+        plains, truth = truths[name]
         if result.dim() >= 3 and name != "dblock_bias":
             assert_as_accurate(result, plains, truth, name=name)
         else:

@@ -36,6 +36,7 @@ class Call:
     has_score_options: bool = False
     has_block_bias: bool = False
     has_slopes: bool = False
+    has_slopes_gradient: bool = False
     keeps_order: bool = False
 
     @property
@@ -169,7 +170,13 @@ class Call:
         """The `Plan.tile`."""
         if self.layout is None or self.is_empty:
             return TILE
-        if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.has_block_bias):
+        if not has_fine_tiles(
+            self.backend,
+            self.head_dim,
+            self.v_dim,
+            has_block_bias=self.has_block_bias,
+            has_slopes_gradient=self.has_slopes_gradient,
+        ):
             return TILE
         return tile_of(self.backend, self.shares, self.head_dim, self.v_dim)
 

@@ -216,5 +216,6 @@ def has_separate_dq(call: Call) -> bool:
 
 
 def uses_hopper_backward(call: Call) -> bool:
-    """Whether the backward is hopper's own; wider heads use that of `triton`."""
-    return call.backend == "hopper" and max(call.head_dim, call.v_dim) in OWN
+    """Whether the backward is hopper's own; wider heads and the gradient of slopes use that of `triton`."""
+    is_own = call.backend == "hopper" and not call.has_slopes_gradient
+    return is_own and max(call.head_dim, call.v_dim) in OWN

@@ -32,7 +32,16 @@ def family(seed: int) -> Call:
     has_layout = mode not in ("dense", "causal")
     group, has_lengths = numbers.choice([1, 1, 2, 4]), numbers.random() < 0.3
     if backend == "hopper":
-        variant = Variant("", mode, group, has_lengths, deterministic=numbers.random() < 0.3)
+        variant = Variant(
+            "",
+            mode,
+            group,
+            has_lengths,
+            deterministic=numbers.random() < 0.3,
+            has_sinks=numbers.random() < 0.2,
+            softcap=numbers.choice([None, None, 3.0]),
+            has_slopes=numbers.random() < 0.2,
+        )
         dtype = numbers.choice([torch.bfloat16, torch.float16])
     else:
         variant = Variant(

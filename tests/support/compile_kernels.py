@@ -163,21 +163,22 @@ def run_both(
         mode == "causal",
         dropout_p,
     )
-    if backend == "hopper":
-        options = (*options[:2], None, *options[3:])
-        if mode in FINE:
-            out, lse = fine_forward.forward(q, k, v, *options)
-            fine_backward.backward(BackwardInputs(dout, None, q, k, v, out, lse), *options)
-            return
-        out, lse = hopper_forward.forward(q, k, v, *options)
-        dlse = torch.empty_like(lse) if dlse else None
-        hopper_backward.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), *options, deterministic=deterministic)
-        return
     needs_grad: tuple[Any, ...] = ()
     if scores:
         options = (*options, scores_of(scores, heads, len(indices)))
         # slopes have a gradient only if they are learned
         needs_grad = (["sinks" in scores, "learned" in scores, "bias" in scores],)
+    if backend == "hopper":
+        options = (*options[:2], None, *options[3:])
+        if mode in FINE:
+            out, lse = fine_forward.forward(q, k, v, *options)
+            fine_backward.backward(BackwardInputs(dout, None, q, k, v, out, lse), *options, *needs_grad)
+            return
+        out, lse = hopper_forward.forward(q, k, v, *options)
+        dlse = torch.empty_like(lse) if dlse else None
+        inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+        hopper_backward.backward(inputs, *options, *needs_grad, deterministic=deterministic)
+        return
     out, lse = forward.forward(q, k, v, *options)
     if q_len is not None:
         return
@@ -607,6 +608,13 @@ def hopper_calls() -> list[dict[str, Any]]:
     ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "gathered", **SIGNS[0]}]
     grid += [{"head_dim": head_dim, "dtype": half, "mode": "neighbors"} for head_dim in (64, 128)]
+    # score mods
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode, "scores": scores}
+        for head_dim, mode, scores in itertools.product(
+            (64, 128), ("layout", "causal", *FINE[:2]), ("sinks", "softcap", "slopes")
+        )
+    ]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     return [{**call, "backend": "hopper"} for call in grid]
@@ -619,6 +627,10 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}]
     options += [{"mode": mode, "limited": True} for mode in FINE[:2]]
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode, "scores": "sinks softcap slopes"}
+        for head_dim, mode in itertools.product((64, 128), ("layout", "causal", *FINE[:2]))
+    ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in SIGNS]

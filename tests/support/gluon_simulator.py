@@ -33,7 +33,9 @@ from tests.support.gluon_machine import CURRENT, Barrier, Barriers, Machine, Par
 
 KERNELS = Path(kernels.__file__).parent
 # modules that the kernels import, in import order
-HELPERS = ("hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers", "hopper.work_tiles")
+HELPERS = (
+    "hopper.barriers", "hopper.tma", "hopper.bitmask", "hopper.registers", "hopper.work_tiles", "hopper.score_mods",
+)  # fmt: skip
 
 
 # ---- global memory ----
@@ -193,6 +195,7 @@ class Language:
     def convert_layout(self, values: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return values
 
+    abs = staticmethod(torch.abs)
     exp2 = staticmethod(torch.exp2)
     log2 = staticmethod(torch.log2)
 
@@ -406,6 +409,7 @@ class Simulation:
             "dq_layout": lambda: None,
             "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
             "opaque": lambda i: i,
+            "approximate_reciprocal": torch.reciprocal,
             "thread_barrier": self.language.thread_barrier,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
             "round_p_ds": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),

@@ -115,7 +115,14 @@ ALL = [*PLAIN, *SCORE_MODS, *DROPOUT, *PORTABLE_FINE]
 # for head dimensions that are padded to others: every part of a kernel once
 FEW = [*(ALL[i] for i in (1, 2, 5, 12, 14)), *PORTABLE_FINE]
 HOPPER = [
-    *(each for each in PLAIN if not each.has_sinks),
+    *PLAIN,
+    Variant("softcap-causal", "causal", softcap=3.0),
+    Variant("softcap-sinks-lengths", softcap=3.0, has_lengths=True, has_sinks=True),
+    Variant("softcap-dense-lengths", "dense", softcap=3.0, has_lengths=True),
+    Variant("softcap-slopes", softcap=3.0, has_slopes=True),
+    Variant("slopes-causal-group", "causal", group=2, has_slopes=True),
+    Variant("long-sinks", "long", has_sinks=True),
+    Variant("deterministic-softcap-slopes", softcap=3.0, has_slopes=True, deterministic=True),
     Variant("long", "long"),
     Variant("long-lengths-group", "long", group=2, has_lengths=True),
     Variant("deterministic", deterministic=True),
@@ -126,6 +133,10 @@ HOPPER = [
     Variant("fine-causal-lengths", "blocks-causal", has_lengths=True, tile=FINE_TILE),
     Variant("fine-long", "long", tile=FINE_TILE),
     Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
+    Variant("fine-softcap-sinks", "fine", softcap=3.0, has_sinks=True, tile=FINE_TILE),
+    Variant("fine-slopes-lengths", "fine", has_slopes=True, has_lengths=True, tile=FINE_TILE),
+    Variant("gathered-softcap-slopes", "fine", softcap=3.0, has_slopes=True, tile=PIECE),
+    Variant("gathered-slopes-lengths", "blocks-causal", has_slopes=True, has_lengths=True, tile=PIECE),
     Variant("gathered", "fine", tile=PIECE),
     Variant("gathered-causal-lengths", "blocks-causal", has_lengths=True, tile=PIECE),
     Variant("gathered-long-group", "long", group=2, tile=PIECE),
@@ -210,19 +221,22 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["CONFIG"]
+        yield name, dim, "cap" if rest["cap"] is not None else "no cap"
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         pointers = given["ptrs"]._asdict()
         has = tuple(pointers[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
-        yield name, dim, *has, rest["KV_STAGES"]
+        block_q = each._factories[0]._arguments[2][2]
+        yield name, dim, *has, rest["cap"] is not None, block_q, rest["KV_STAGES"]
         yield from ((name, dim, word) for word in _features(rest, pointers))
         if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
     elif name.startswith("fine_"):
         # the block of q or k has all columns, the other one too unless it is loaded by tiles of 16
         dim = max(factory._arguments[2][-1] for factory in each._factories if factory is not None)
-        yield name, dim, given["kv_lengths_ptr"] is not None, rest["GATHERED"], rest["maxnreg"]
+        changes = rest["cap"] is not None or given["slopes_ptr"] is not None
+        yield name, dim, given["kv_lengths_ptr"] is not None, rest["GATHERED"], changes, rest["maxnreg"]
         yield name, dim, "split" if rest["num_splits"] > 1 else "whole"
     elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
         yield name, dim
@@ -291,20 +305,22 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         scale = 0.125 if call.scale is None else call.scale
         seed = torch.empty(1, dtype=torch.int64) if variant.dropout_p else None
         options: tuple[Any, ...] = (plan, lengths, seed, scale, call.causal and not plan, variant.dropout_p)
+        wanted: tuple[Any, ...] = ()
+        if variant.has_scores:
+            options = (*options, _scores(call, plan))
+            # `hopper` leaves the gradient of slopes to the kernels of `triton`
+            has_slopes = variant.has_slopes and call.backend != "hopper"
+            wanted = ([variant.has_sinks, has_slopes, variant.has_bias],)
         if call.backend == "hopper" and variant.tile < TILE:
             out, lse = fine_forward.forward(q, k, v, *options)
             inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
-            fine_backward.backward(inputs, *options)
+            fine_backward.backward(inputs, *options, *wanted)
             return frozenset(found)
         if call.backend == "hopper":
             out, lse = hopper_forward.forward(q, k, v, *options)
             inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
-            hopper_backward.backward(inputs, *options, deterministic=variant.deterministic)
+            hopper_backward.backward(inputs, *options, *wanted, deterministic=variant.deterministic)
             return frozenset(found)
-        wanted: tuple[Any, ...] = ()
-        if variant.has_scores:
-            options = (*options, _scores(call, plan))
-            wanted = ([variant.has_sinks, variant.has_slopes, variant.has_bias],)
         out, lse = forward.forward(q, k, v, *options)
         inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
         backward.backward(inputs, *options, *wanted)
@@ -372,24 +388,25 @@ def _known_hopper() -> Iterator[Key]:
         of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in HOPPER_DIMS:
-        yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round"))
+        yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
         yield "merge_rows", dim
         if dim > hopper_backward.MAX_HEAD_DIM:
             continue
-        of_cols = hopper_backward.config(dim)
-        for has in itertools.product(flags, flags):
-            yield "hopper_backward", dim, *has, of_cols.kv_stages
+        for *has, has_softcap in itertools.product(flags, flags, flags):
+            of_cols = hopper_backward.config(dim, has_softcap)
+            yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own")
         yield from (("hopper_backward", dim, word) for word in words)
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
-    forwards = fine_forward.CONFIGS, fine_forward.GATHERED_CONFIGS
-    backwards = fine_backward.REGISTERS, fine_backward.GATHERED_REGISTERS
-    for dim, has_lengths, is_gathered in itertools.product((64, 128), flags, flags):
-        yield "fine_forward", dim, has_lengths, is_gathered, forwards[is_gathered][dim].registers
-        for name, registers in zip(("fine_dkdv", "fine_dq"), backwards[is_gathered][dim], strict=True):
-            yield name, dim, has_lengths, is_gathered, registers
+    for dim, has_lengths, is_gathered, has_changes in itertools.product((64, 128), flags, flags, flags):
+        kind = {"is_gathered": is_gathered, "has_changes": has_changes}
+        of_rows = fine_forward.config(dim, **kind).registers
+        for name, registers in zip(
+            ("fine_forward", "fine_dkdv", "fine_dq"), (of_rows, *fine_backward.registers(dim, **kind)), strict=True
+        ):
+            yield name, dim, has_lengths, is_gathered, has_changes, registers
     for name, dim, word in itertools.product(("fine_forward", "fine_dkdv", "fine_dq"), (64, 128), ("split", "whole")):
         yield name, dim, word
 

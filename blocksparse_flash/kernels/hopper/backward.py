@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,8 +47,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import LOG2_E, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
+from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
+from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, score_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import Split, heads_in_turn, padded_dim, split_of
 from ..separate_dq import is_dq_separate
@@ -86,6 +88,7 @@ from .registers import (
     store_split,
     zero_tail,
 )
+from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_slope, mod_specs_of
 from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store
 from .work_tiles import WORK_TILE_STAGES
 
@@ -120,9 +123,13 @@ CONFIGS = {
 }
 
 
-def config(dim: int) -> Config:
+# with a softcap, whose tanh stays in registers until ds is computed: 2,800 bytes would spill
+CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
+
+
+def config(dim: int, has_softcap: bool) -> Config:
     """The launch configuration; dim is the larger padded head dimension. TUNING.md has the candidates that lost."""
-    return CONFIGS[dim]
+    return (CAPPED if has_softcap else CONFIGS)[dim]
 
 
 # ---- consumer warpgroups ----
@@ -169,7 +176,7 @@ def opaque(i):
 
 @gluon.jit
 def backward_step(
-    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit, i_head, step, n_now,
+    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head, step, n_now,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One step: adds to dk and dv of this warpgroup's keys, and its share of the step's dq to the sum of dQ.
@@ -213,9 +220,17 @@ def backward_step(
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
     # loaded late to save registers during the products
     b_lse = pipelines.q.buffers.lse.index(stage).load(query_layout)
-    b_p = gl.exp2(b_scores * sizes.scale_log2 - gl.expand_dims(b_lse, 0))
     o_kv = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
     kv_start = work_tile.kv_start
+    if mods.cap is not None or mods.slopes_ptr is not None:
+        o_query = gl.arange(0, BLOCK_Q, layout=query_layout)
+        if mods.slopes_ptr is not None:
+            q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
+            o_query = q_start + (sizes.kv_len - sizes.q_len) - kv_start + o_query
+        b_scores, b_tanh = changed_scores(b_scores, mods, load_slope(mods, i_head), o_kv, o_query)
+        b_p = gl.exp2(b_scores - gl.expand_dims(b_lse, 0))
+    else:
+        b_p = gl.exp2(b_scores * mods.factor - gl.expand_dims(b_lse, 0))
     if ptrs.kv_lengths_ptr is not None:
         b_p = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 1), b_p, 0.0)
     if MASKED:
@@ -223,7 +238,11 @@ def backward_step(
         b_p = gl.where(pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL, BLOCK_Q), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_delta = pipelines.dout.buffers.delta.index(stage).load(query_layout)
-    b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
+    if mods.cap is not None:
+        b_p16 = b_p.to(dtype)
+        b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 0)) * (1.0 - b_tanh * b_tanh)).to(dtype)
+    else:
+        b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
     b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
     # [WARPGROUP_ROWS, DIM_V]
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
@@ -272,7 +291,7 @@ def backward_step(
 
 @gluon.jit
 def mma(
-    descs, pipelines, staging, ptrs, record_strides, sizes,
+    descs, pipelines, staging, ptrs, record_strides, sizes, mods,
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Entry point of a consumer warpgroup, which computes keys 64 * WARPGROUP to 64 * WARPGROUP + 63 of each tile."""
@@ -306,13 +325,13 @@ def mma(
             for i in range(steps.n_masked * HEADS):
                 step, i_step_head = step_of(steps, i, HEADS)
                 b_dk, b_dv = backward_step(
-                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit,
+                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
                     i_head + i_step_head, step, n_done + i, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
             for i in range(steps.n_masked * HEADS, steps.n_steps * HEADS):
                 step, i_step_head = step_of(steps, i, HEADS)
                 b_dk, b_dv = backward_step(
-                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, work_tile, kv_limit,
+                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
                     i_head + i_step_head, step, n_done + i, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
             n_done += steps.n_steps * HEADS
@@ -409,6 +428,8 @@ def hopper_backward_kernel(
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, n_in_turn, scale_log2,
     scale,
+    # softcap, see score_mods.ScoreMods
+    cap,
     # GROUP: query heads per key head
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -468,13 +489,14 @@ def hopper_backward_kernel(
     )  # fmt: skip
     sizes = Sizes(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len, kv_len=kv_len,
-        n_padded=n_padded, scale_log2=scale_log2, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
+        n_padded=n_padded, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
         n_in_turn=n_in_turn,
     )  # fmt: skip
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
     gl.warp_specialize(
         [
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 0, CAUSAL, GROUP)),
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, 1, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 0, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 1, CAUSAL, GROUP)),
             (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q)),
         ],
         [4, 1],
@@ -511,6 +533,7 @@ def backward_launches(
     split: Split,
     is_separate: bool,
     options: Options,
+    mods: ModSpecs = PLAIN,
 ) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
 
@@ -518,11 +541,12 @@ def backward_launches(
     lists        of the plan's tile columns
     split        of the tile columns
     is_separate  whether the Triton kernel computes dq
+    mods         score mods
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    chosen = config(max(dim, dim_v))
+    chosen = config(max(dim, dim_v), mods.softcap > 0)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
@@ -565,8 +589,7 @@ def backward_launches(
         "n_split_cols": split.n_lines,
         "num_splits": split.parts,
         "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, causal=options.causal),
-        # no maximum is taken, so the scale may be negative or 0
-        "scale_log2": scale * LOG2_E,
+        **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": options.causal,
         "GROUP": group,
@@ -595,16 +618,22 @@ def backward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    scores: Scores | None = None,
+    wanted: Sequence[bool] = (),
     *,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type. Without dropout, which the choice of the backend excludes."""
+    """dq, dk, dv, contiguous and in q's type. Without dropout, which the choice of the backend excludes.
+
+    With score mods also the gradients of sinks, slopes and bias, empty where not `wanted` (a bool for each).
+    """
     dout, dlse, q, k, v, out, lse = inputs
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     dim, dim_v = q.shape[3], v.shape[3]
     widest = max(dim, dim_v)
-    if widest > MAX_HEAD_DIM:
-        return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p)
+    # the gradient of the slopes, which are hardly ever trained, has no kernel here
+    if widest > MAX_HEAD_DIM or (scores is not None and wanted[1]):
+        return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
@@ -613,7 +642,8 @@ def backward(
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
-    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options)
+    slopes = None if scores is None else scores.alibi_slopes
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options, mod_specs_of(scores))
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     dq_sum, pairs, tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
@@ -628,6 +658,7 @@ def backward(
         kv_lengths_ptr=kv_lengths,
         tile_counter_ptr=tile_counter,
         splits_ptr=splits,
+        slopes_ptr=slopes,
         dq_sum_ptr=dq_sum,
     )
     sum_by_tma = dq_sum if ready.adds_by_tma else None
@@ -638,10 +669,15 @@ def backward(
         ready.postprocess(dq_sum, dq)
     else:
         by_rows = tile_lists(plan, 0)
+        if scores is not None:
+            options = options._replace(scores=score_specs_of(scores, None, None, wanted=wanted))
         other = portable.backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
         assert other.queries is not None
-        # without slopes, tables and sums for their gradients
-        other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, None, None, dq, None, None)
+        # without bias tables and sums for the gradients of bias and slopes
+        other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, slopes, None, dq, None, None)
     if dim % 8 or dim_v % 8:
-        return dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
-    return dq, dk, dv
+        dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+    if scores is None:
+        return dq, dk, dv
+    delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)

@@ -57,6 +57,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr    (batch,) keys of each batch element; None: kv_len
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
+    slopes_ptr        see score_mods.ScoreMods
     dq_sum_ptr        (batch * heads, n_padded, DIM) float32 sum of dQ, in the order of `in_register_order`; None:
                       another launch computes dQ
     """
@@ -68,6 +69,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr: Any
     tile_counter_ptr: Any
     splits_ptr: Any
+    slopes_ptr: Any
     dq_sum_ptr: Any
 
 
@@ -100,7 +102,6 @@ class Sizes(NamedTuple):
     q_len: Any
     kv_len: Any
     n_padded: Any
-    scale_log2: Any
     scale: Any
     n_split_cols: Any
     num_splits: Any

@@ -20,6 +20,7 @@ are split: each program writes float32 sums to a workspace, which another launch
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...plan_format import pieces_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import LOG2_E, PlanSpecs, plan_specs_of, strides_of_records, tile_lists
+from ...score_mods import Scores
+from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton.backward_preprocess import preprocess_launch
@@ -57,6 +59,7 @@ from .fine_tiles import (
     zero_rows_from,
 )
 from .registers import accumulator, clamped_kv_len, round_p_ds, store_split
+from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_slope, mod_specs_of
 from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
 
 # buffers of q and dO in the kernel for dk and dv
@@ -64,6 +67,13 @@ STAGES = gl.constexpr(2)
 # registers per thread of the kernels for (dk and dv, dq), by padded head dimension: they bound the programs per SM
 REGISTERS = {128: (255, 168), 64: (168, 128)}
 GATHERED_REGISTERS = {128: (255, 255), 64: (168, 128)}
+# for scores that change
+CHANGED_REGISTERS = {128: (255, 255), 64: (168, 168)}
+
+
+def registers(dim: int, *, is_gathered: bool, has_changes: bool) -> tuple[int, int]:
+    """The launch table. dim: the larger padded head dimension; has_changes: see ModSpecs.changes."""
+    return (CHANGED_REGISTERS if has_changes else GATHERED_REGISTERS if is_gathered else REGISTERS)[dim]
 
 
 class Pointers(NamedTuple):
@@ -71,6 +81,7 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile column (dk, dv) or by tile row (dq)
     kv_lengths_ptr  number of keys of each batch element; None: kv_len
+    slopes_ptr      see score_mods.ScoreMods
     lse_ptr, delta_ptr  (batch * heads, n_padded) float32, lse in base 2
     """
 
@@ -79,6 +90,7 @@ class Pointers(NamedTuple):
     bitmask_ids_ptr: Any
     bitmasks_ptr: Any
     kv_lengths_ptr: Any
+    slopes_ptr: Any
     lse_ptr: Any
     delta_ptr: Any
 
@@ -106,12 +118,14 @@ def load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, is_
 
 @gluon.jit
 def add_dkdv(
-    b_dk, b_dv, buffers, ptrs, scale_log2, o_head, starts, i_entry, kv_start, kv_limit, stage, phase,
+    b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, i_entry, kv_start, kv_ahead, kv_limit, stage, phase,
     MASKED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with the share of one step of 64 queries.
 
+    slope    see score_mods.load_slope
     o_head   offset of the head in lse and delta
+    kv_ahead  kv_len - q_len
     starts   first queries of the tiles of the step, see starts_of
     i_entry  the step in the tile lists
     MASKED   whether a tile is partial
@@ -148,7 +162,12 @@ def add_dkdv(
     b_lse = gl.load(ptrs.lse_ptr + o_line)
     b_delta = gl.load(ptrs.delta_ptr + o_line)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
-    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 0)
+    if mods.cap is not None or mods.slopes_ptr is not None:
+        o_query = positions(starts, o_q) + (kv_ahead - kv_start)
+        b_scores, b_tanh = changed_scores(b_scores, mods, slope, o_kv, o_query)
+        b_scores = b_scores - gl.expand_dims(b_lse, 0)
+    else:
+        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 0)
     if MASKED and GATHERED:
         words = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_kv, GATHERED)
         b_scores = mask_columns(b_scores, words, o_q)
@@ -159,7 +178,11 @@ def add_dkdv(
         i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         b_p = gl.where(transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, o_q, SIDE), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
+    if mods.cap is not None:
+        b_p16 = b_p.to(dtype)
+        b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 0)) * (1.0 - b_tanh * b_tanh)).to(dtype)
+    else:
+        b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
     dv_token = warpgroup_mma(
         gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2)), dout_tile, b_dv, is_async=True
     )
@@ -170,18 +193,29 @@ def add_dkdv(
 
 
 @gluon.jit(
-    do_not_specialize=["n_heads", "n_batch_heads", "n_tile_cols", "n_split_cols", "num_splits", "kv_len", "n_padded"]
+    do_not_specialize=[
+        "n_heads",
+        "n_batch_heads",
+        "n_tile_cols",
+        "n_split_cols",
+        "num_splits",
+        "q_len",
+        "kv_len",
+        "n_padded",
+    ]
 )
 def fine_dkdv_kernel(
     # inputs; Pointers describes those that may be None
     q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
-    lse_ptr, delta_ptr,
+    slopes_ptr, lse_ptr, delta_ptr,
     # outputs
     dk_desc, dv_desc, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; heads are those of the keys; n_padded: queries per head in lse and delta
-    n_heads, n_batch_heads, n_tile_cols, n_split_cols, num_splits, kv_len, n_padded, scale_log2, scale,
+    n_heads, n_batch_heads, n_tile_cols, n_split_cols, num_splits, q_len, kv_len, n_padded, scale_log2, scale,
+    # softcap, see score_mods.ScoreMods
+    cap,
     # compile time; GROUP: query heads per key head; GATHERED: whether the plan is
     GROUP: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
@@ -206,6 +240,7 @@ def fine_dkdv_kernel(
         bitmask_ids_ptr=bitmask_ids_ptr,
         bitmasks_ptr=bitmasks_ptr,
         kv_lengths_ptr=kv_lengths_ptr,
+        slopes_ptr=slopes_ptr,
         lse_ptr=lse_ptr,
         delta_ptr=delta_ptr,
     )
@@ -219,11 +254,13 @@ def fine_dkdv_kernel(
         num_splits=num_splits,
         splits_ptr=splits_ptr,
     )
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=slopes_ptr)
     work_tile = find_work_tile(lines, GROUP=GROUP)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_kv_head = batch_head // n_heads, batch_head % n_heads
     i_col = gl.load(p_record + NUMBER)
     kv_start = i_col * SIDE
+    kv_ahead = kv_len - q_len
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     load_step(k_desc, buffers.k, k_full, i_batch, i_kv_head, (kv_start,), True)
     load_step(v_desc, buffers.v, v_full, i_batch, i_kv_head, (kv_start,), True)
@@ -238,6 +275,7 @@ def fine_dkdv_kernel(
     n_done = 0
     for i_group_head in range(GROUP):
         i_head = i_kv_head * GROUP + i_group_head
+        slope = load_slope(mods, i_head)
         if GROUP > 1:
             # the heads of a group may have layouts, and hence launch orders, of their own
             p_record = find_line_record(records_ptr, record_strides, i_batch, i_head, i_col)
@@ -257,8 +295,8 @@ def fine_dkdv_kernel(
             has_more = i + STAGES < n_tiles
             next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), PIECES)
             b_dk, b_dv = add_dkdv(
-                b_dk, b_dv, buffers, ptrs, scale_log2, o_head, starts, begin + i, kv_start, kv_limit, stage, phase,
-                MASKED=True, GATHERED=GATHERED,
+                b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
+                stage, phase, MASKED=True, GATHERED=GATHERED,
             )  # fmt: skip
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
         for i in range(n_partial, n_tiles):
@@ -267,8 +305,8 @@ def fine_dkdv_kernel(
             has_more = i + STAGES < n_tiles
             next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), PIECES)
             b_dk, b_dv = add_dkdv(
-                b_dk, b_dv, buffers, ptrs, scale_log2, o_head, starts, begin + i, kv_start, kv_limit, stage, phase,
-                MASKED=False, GATHERED=GATHERED,
+                b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
+                stage, phase, MASKED=False, GATHERED=GATHERED,
             )  # fmt: skip
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
         n_done += n_tiles
@@ -303,8 +341,8 @@ class RowBuffers(NamedTuple):
 
 @gluon.jit
 def add_dq(
-    b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, i_entry,
-    i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr,
+    b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_start, i_batch, i_kv_head, starts, next_starts,
+    i_entry, i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """dq with the share of one step of 64 keys; starts the loads of the next. Arguments as of fine_forward.step."""
     DIM: gl.constexpr = buffers.q.shape[3]
@@ -328,7 +366,12 @@ def add_dq(
     scores_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
-    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
+    if mods.cap is not None or mods.slopes_ptr is not None:
+        o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
+        b_scores, b_tanh = changed_scores(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+        b_scores = b_scores - gl.expand_dims(b_lse, 1)
+    else:
+        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
     # after scaling, since the scale may be negative
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
@@ -337,7 +380,10 @@ def add_dq(
     b_p = gl.exp2(b_scores)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
-    b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 1))).to(dtype)
+    b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 1))
+    if mods.cap is not None:
+        b_ds = b_ds * (1.0 - b_tanh * b_tanh)
+    b_ds = b_ds.to(dtype)
     dq_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dq_layout, 2)), k_tile, b_dq, is_async=True)
     b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
@@ -346,19 +392,21 @@ def add_dq(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "n_batch_heads", "n_tile_rows", "n_split_rows", "num_splits", "kv_len", "n_padded", "group",
+        "n_heads", "n_batch_heads", "n_tile_rows", "n_split_rows", "num_splits", "q_len", "kv_len", "n_padded", "group",
     ]
 )  # fmt: skip
 def fine_dq_kernel(
     # inputs; Pointers describes those that may be None
     q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
-    lse_ptr, delta_ptr,
+    slopes_ptr, lse_ptr, delta_ptr,
     # outputs
     dq_desc, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; group: query heads per key head, n_padded: queries per head in lse and delta
-    n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, kv_len, n_padded, group, scale_log2, scale,
+    n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, n_padded, group, scale_log2, scale,
+    # softcap, see score_mods.ScoreMods
+    cap,
     # compile time; whether the plan is gathered
     GATHERED: gl.constexpr,
 ):  # fmt: skip
@@ -384,6 +432,7 @@ def fine_dq_kernel(
         bitmask_ids_ptr=bitmask_ids_ptr,
         bitmasks_ptr=bitmasks_ptr,
         kv_lengths_ptr=kv_lengths_ptr,
+        slopes_ptr=slopes_ptr,
         lse_ptr=lse_ptr,
         delta_ptr=delta_ptr,
     )
@@ -397,11 +446,14 @@ def fine_dq_kernel(
         num_splits=num_splits,
         splits_ptr=splits_ptr,
     )
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=slopes_ptr)
     work_tile = find_work_tile(lines, GROUP=1)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     i_kv_head = i_head // group
+    slope = load_slope(mods, i_head)
     q_start = gl.load(p_record + NUMBER) * SIDE
+    q_position = q_start + (kv_len - q_len)
     begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
@@ -419,15 +471,15 @@ def fine_dq_kernel(
         # the lists are padded, so that one step past the end can be read
         next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         b_dq = add_dq(
-            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts,
-            begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED,
+            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts,
+            next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED,
         )  # fmt: skip
         starts = next_starts
     for i_step in range(n_partial, n_steps):
         next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         b_dq = add_dq(
-            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts,
-            begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED,
+            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts,
+            next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED,
         )  # fmt: skip
         starts = next_starts
     if work_tile.i_split < 0:
@@ -471,6 +523,7 @@ def backward_launches(
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
     pieces: tuple[int, int],
+    mods: ModSpecs = PLAIN,
 ) -> BackwardLaunches:
     """The launches for all calls with these cache keys.
 
@@ -479,6 +532,7 @@ def backward_launches(
     of_rows, of_cols  splits of its tile rows and tile columns
     others   of out, lse, dlse and kv_lengths
     pieces   of the plan, see plan_format.pieces_of
+    mods     score mods
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -503,16 +557,16 @@ def backward_launches(
         "dout_desc": DescriptorFactory(dout, block_v),
         "dq_desc": DescriptorFactory(dq.spec._replace(shape=q.shape), block),
     }
-    # no maximum is taken, so the scale may be negative or 0
     sizes = {
+        "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
-        "scale_log2": scale * LOG2_E,
+        **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "GATHERED": pieces[0] > 0,
         "num_warps": 4,
     }
-    dkdv_registers, dq_registers = (GATHERED_REGISTERS if pieces[0] else REGISTERS)[max(dim, dim_v)]
+    dkdv_registers, dq_registers = registers(max(dim, dim_v), is_gathered=pieces[0] > 0, has_changes=mods.changes)
     dkdv_arguments = {
         **sizes,
         "record_strides": strides_of_records(by_cols[0]),
@@ -564,11 +618,14 @@ def backward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    scores: Scores | None = None,
+    wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type.
+    """dq, dk, dv, contiguous and in q's type; with score mods also their gradients, as in backward.backward.
 
     plan  the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     """
+    assert scores is None or not wanted[1], "calls that want the gradient of the slopes have tiles of 128"
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     assert not causal, "the plan contains it"
     dout, dlse, q, k, v, out, lse = inputs
@@ -581,17 +638,21 @@ def backward(
     n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
     of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (0, 3))
     lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
-    ready = backward_launches(specs, *lists, of_rows, of_cols, others, scale, pieces_of(plan))
+    slopes, mods = None if scores is None else scores.alibi_slopes, mod_specs_of(scores)
+    ready = backward_launches(specs, *lists, of_rows, of_cols, others, scale, pieces_of(plan), mods)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
-    ready.dkdv(q, k, v, dout, *by_cols, kv_lengths, lse_line, delta_line, dk, dv, col_splits)
+    ready.dkdv(q, k, v, dout, *by_cols, kv_lengths, slopes, lse_line, delta_line, dk, dv, col_splits)
     if ready.sum_cols is not None:
         ready.sum_cols(col_splits, by_cols[0], dk, dv)
-    ready.dq(q, k, v, dout, *by_rows, kv_lengths, lse_line, delta_line, dq, row_splits)
+    ready.dq(q, k, v, dout, *by_rows, kv_lengths, slopes, lse_line, delta_line, dq, row_splits)
     if ready.sum_rows is not None:
         ready.sum_rows(row_splits, by_rows[0], dq, None)
     if dim % 8 or dim_v % 8:
-        return dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
-    return dq, dk, dv
+        dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+    if scores is None:
+        return dq, dk, dv
+    delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)

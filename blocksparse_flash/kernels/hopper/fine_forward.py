@@ -33,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...plan_format import pieces_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
+from ...score_mods import Scores
+from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, NUMBER
@@ -52,6 +53,7 @@ from .fine_tiles import (
     zero_rows_from,
 )
 from .registers import accumulator, clamped_kv_len, store_split
+from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_sink, load_slope, mod_specs_of, with_sink
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
 
@@ -71,8 +73,13 @@ class Config(NamedTuple):
 
 # by padded head dimension: four programs per SM, and five
 CONFIGS = {128: Config(registers=128), 64: Config(registers=96, rescale_threshold=8.0)}
-# for gathered plans, whose loads and masks take more registers: three programs per SM, and four
-GATHERED_CONFIGS = {128: Config(registers=168, rescale_threshold=8.0), 64: Config(registers=128, rescale_threshold=8.0)}
+# for gathered plans, and for scores that change, which take more registers: three programs per SM, and four
+LARGE_CONFIGS = {128: Config(registers=168, rescale_threshold=8.0), 64: Config(registers=128, rescale_threshold=8.0)}
+
+
+def config(dim: int, *, is_gathered: bool, has_changes: bool) -> Config:
+    """The launch table. dim: the larger padded head dimension; has_changes: see ModSpecs.changes."""
+    return (LARGE_CONFIGS if is_gathered or has_changes else CONFIGS)[dim]
 
 
 # ---- one step ----
@@ -110,11 +117,13 @@ class RowState(NamedTuple):
 
 @gluon.jit
 def step(
-    state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, i_entry, i_step,
-    n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    state, k_desc, v_desc, buffers, ptrs, mods, slope, q_start, i_batch, i_kv_head, starts, next_starts, i_entry,
+    i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One step of 64 keys; starts the loads of the next one, if there is one. Returns the new RowState.
 
+    slope    see score_mods.load_slope
+    q_start  position of the first query, counted so that the last query and the last key have the same
     starts   first keys of the tiles of this step, see starts_of; next_starts of the next one
     i_entry  this step in the tile lists
     MASKED   whether a tile is partial
@@ -140,11 +149,16 @@ def step(
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
     if SIGN != 1:
         b_scores = b_scores * SIGN
+    factor = mods.factor
+    if mods.cap is not None or mods.slopes_ptr is not None:
+        o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
+        b_scores, _ = changed_scores(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+        factor = 1.0
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
     if ptrs.kv_lengths_ptr is not None:
         b_scores = gl.where(gl.expand_dims(positions(starts, o_kv) < kv_limit, 0), b_scores, float("-inf"))
-    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, state.max, state.sum, scale_log2, CONFIG.rescale_threshold)
+    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, state.max, state.sum, factor, CONFIG.rescale_threshold)
     b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
     if CONFIG.rescale_threshold > 0:  # noqa: SIM108
         b_out = rescale(state.out, b_decay)
@@ -171,12 +185,15 @@ def step(
 def fine_forward_kernel(
     # inputs; Pointers describes those that may be None
     q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
+    sinks_ptr, slopes_ptr,
     # outputs
     out_desc, lse_ptr, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; group: query heads per key head
     n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, group, scale_log2,
+    # softcap, see score_mods.ScoreMods
+    cap,
     # compile time; GATHERED: whether the plan is; SIGN of the scale
     GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -215,11 +232,14 @@ def fine_forward_kernel(
         num_splits=num_splits,
         splits_ptr=splits_ptr,
     )
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=sinks_ptr, slopes_ptr=slopes_ptr)
     work_tile = find_work_tile(lines, GROUP=1)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     i_kv_head = i_head // group
+    slope = load_slope(mods, i_head)
     q_start = gl.load(p_record + NUMBER) * SIDE
+    q_position = q_start + (kv_len - q_len)
     begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
@@ -238,22 +258,30 @@ def fine_forward_kernel(
         # the lists are padded, so that one step past the end can be read
         next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         state = step(
-            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, begin + i_step,
-            i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
+            state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
+            begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
         )  # fmt: skip
         starts = next_starts
     for i_step in range(n_partial, n_steps):
         next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
         state = step(
-            state, k_desc, v_desc, buffers, ptrs, scale_log2, i_batch, i_kv_head, starts, next_starts, begin + i_step,
-            i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
+            state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
+            begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
         )  # fmt: skip
         starts = next_starts
+    b_max = state.max
     b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
+    b_decay = 1.0
+    if mods.sinks_ptr is not None:
+        sink = load_sink(mods, i_head)
+        if splits_ptr is not None:
+            # only the first split of a row has the sink
+            sink = gl.where(work_tile.i_split <= 0, sink, float("-inf"))
+        b_max, b_sum, b_decay = with_sink(b_max, b_sum, sink)
     m_empty = b_sum == 0.0
     b_sum = gl.where(m_empty, 1.0, b_sum)
-    b_lse = gl.where(m_empty, float("-inf"), state.max + gl.log2(b_sum))
-    b_out = state.out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
+    b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
+    b_out = state.out * gl.expand_dims(gl.convert_layout(b_decay / b_sum, gl.SliceLayout(1, out_layout)), 1)
     o_q = gl.arange(0, SIDE, layout=query_layout)
     if work_tile.i_split < 0:
         p_lse = lse_ptr + batch_head.to(gl.int64) * q_len + q_start
@@ -291,6 +319,7 @@ def forward_launches(
     lengths: tuple[torch.dtype, bool] | None,  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
     pieces: int,
+    mods: ModSpecs = PLAIN,
 ) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
 
@@ -298,11 +327,12 @@ def forward_launches(
     lists    cache key of the plan's tile rows
     lengths  cache key of kv_lengths
     pieces   of the plan's tile rows, see plan_format.pieces_of
+    mods     score mods
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    chosen = (GATHERED_CONFIGS if pieces else CONFIGS)[max(dim, dim_v)]
+    chosen = config(max(dim, dim_v), is_gathered=pieces > 0, has_changes=mods.changes)
     n_tile_rows = -(-q_len // SIDE.value)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
@@ -314,9 +344,8 @@ def forward_launches(
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
-        "scale_log2": scale_log2(scale),
         "GATHERED": pieces > 0,
-        "SIGN": sign(scale),
+        **mods.arguments(scale, is_forward=True),
         "CONFIG": chosen,
         "num_warps": 4,
         "maxnreg": chosen.registers,
@@ -349,6 +378,7 @@ def forward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
@@ -363,10 +393,12 @@ def forward(
     lists, empty = tile_lists(plan, 0), allocator(q)
     n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
     split = split_of(plan, 0, q.shape, k.shape, False, n_at_once)
-    launch = forward_launches(specs, plan_specs_of(lists), split, cache_key_of(kv_lengths), scale, pieces_of(plan)[0])
+    lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores)
+    launch = forward_launches(specs, plan_specs_of(lists), split, lengths, scale, pieces_of(plan)[0], mods)
     out, lse = empty(*launch.out), empty(*launch.lse)
     splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
-    launch.kernel(q, k, v, *lists, kv_lengths, out, lse, splits)
+    sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
+    launch.kernel(q, k, v, *lists, kv_lengths, sinks, slopes, out, lse, splits)
     if launch.combine is not None:
         launch.combine(splits, lists[0], out, lse)
     return out.contiguous(), lse

@@ -40,8 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
+from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import PlanSpecs, plan_specs_of, scale_log2, sign, strides_of_records, tile_lists
+from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import Split, heads_in_turn, padded_dim, split_of
 from ..triton.combine_splits import merge_rows
 from ..triton.tile import LN_2, TILE
@@ -65,6 +66,7 @@ from .forward_producer import (
     read_work_tile,
 )
 from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
+from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_sink, load_slope, mod_specs_of, with_sink
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
 from .work_tiles import END, WORK_TILE_STAGES
@@ -188,12 +190,13 @@ def zero_v_tail(v, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.cons
 
 @gluon.jit
 def step(
-    state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit,
+    state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
     KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
 
     q_tile  this warpgroup's queries, [64, DIM] in shared memory
+    slope   see score_mods.load_slope
     n_done  steps of earlier work tiles
     KIND    "first" step of the work tile, which may be partial or full; "partial" or "full" for later ones
     """
@@ -236,6 +239,15 @@ def step(
     consumer_release(k, stage)
     if SIGN != 1:
         b_scores = b_scores * SIGN
+    factor = mods.factor
+    if mods.cap is not None or mods.slopes_ptr is not None:
+        o_q = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
+        o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, score_layout))
+        if mods.slopes_ptr is not None:
+            q_start = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS + (sizes.kv_len - sizes.q_len)
+            o_q = q_start - kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV) + o_q
+        b_scores, _ = changed_scores(b_scores, mods, slope, o_q, o_kv)
+        factor = 1.0
     if FIRST:
         # the only kind that is checked at run time
         if work_tile.n_partial > 0:
@@ -253,7 +265,7 @@ def step(
             b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
             WARPGROUP=WARPGROUP, MASKED=MASKED, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
         )  # fmt: skip
-    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, sizes.scale_log2, CONFIG.rescale_threshold)
+    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, factor, CONFIG.rescale_threshold)
     if not FIRST:
         # with kv_lengths it would spill more
         if CONFIG.pin and ptrs.kv_lengths_ptr is None:
@@ -315,8 +327,8 @@ def epilogue_split(b_out, b_lse, splits_ptr, i_block, WARPGROUP: gl.constexpr, B
 
 @gluon.jit
 def mma(
-    out_desc, out_buffers, pipelines, ptrs, sizes, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr,
-    CONFIG: gl.constexpr,
+    out_desc, out_buffers, pipelines, ptrs, sizes, mods,
+    WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Entry point of consumer warpgroup WARPGROUP.
 
@@ -343,6 +355,7 @@ def mma(
             # blocks of the workspace are numbered likewise
             batch_head = batch_head % sizes.n_batch_heads
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
+        slope = load_slope(mods, batch_head % sizes.n_heads)
         state = initial_state(BLOCK_KV, DIM_V, dtype)
         i_buffer, phase = q_buffer_and_phase(i_tile, WARPGROUP, CONFIG)
         consumer_wait(q, i_buffer, phase)
@@ -350,17 +363,17 @@ def mma(
         q_tile = q.buffers.index(i_buffer).reshape([WARPGROUP_ROWS, DIM])
         if n_steps > 0:
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, work_tile, 0, n_done, kv_limit, KIND="first",
+                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit, KIND="first",
                 WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(1, n_partial):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="partial",
+                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit, KIND="partial",
                 WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1), n_steps):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, work_tile, i_step, n_done, kv_limit, KIND="full",
+                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit, KIND="full",
                 WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         n_done += n_steps
@@ -369,11 +382,20 @@ def mma(
         b_out = state.out
         if n_steps > 0:
             b_out = add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP=WARPGROUP, STAGES=STAGES)
+        b_max = state.max
         b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
+        b_decay = 1.0
+        if mods.sinks_ptr is not None:
+            sink = load_sink(mods, batch_head % sizes.n_heads)
+            if ptrs.splits_ptr is not None:
+                # only the first split of a row has the sink: see split_index
+                is_first = work_tile.target < sizes.n_batch_heads * (1 + sizes.n_split_rows)
+                sink = gl.where(is_first, sink, float("-inf"))
+            b_max, b_sum, b_decay = with_sink(b_max, b_sum, sink)
         m_empty = b_sum == 0.0
         b_sum = gl.where(m_empty, 1.0, b_sum)
-        b_lse = gl.where(m_empty, float("-inf"), state.max + gl.log2(b_sum))
-        b_out = b_out * gl.expand_dims(gl.convert_layout(1.0 / b_sum, gl.SliceLayout(1, out_layout)), 1)
+        b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
+        b_out = b_out * gl.expand_dims(gl.convert_layout(b_decay / b_sum, gl.SliceLayout(1, out_layout)), 1)
         out_tile = out_buffers.index(i_buffer if CONFIG.out_in_q else WARPGROUP)
         # the first condition is known at compile time, the second is not
         if ptrs.splits_ptr is None:  # noqa: SIM114
@@ -402,13 +424,16 @@ def mma(
 )  # fmt: skip
 def hopper_forward_kernel(
     # inputs; Pointers describes those that may be None
-    q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr, tile_counter_ptr,
+    q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr, sinks_ptr,
+    slopes_ptr, tile_counter_ptr,
     # outputs
     out_desc, lse_ptr, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Sizes
     n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, n_split_rows, num_splits, n_in_turn, scale_log2,
+    # softcap, see score_mods.ScoreMods
+    cap,
     # compile time; SIGN of the scale
     SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -452,19 +477,19 @@ def hopper_forward_kernel(
         n_tile_rows=n_tile_rows,
         q_len=q_len,
         kv_len=kv_len,
-        scale_log2=scale_log2,
         n_split_rows=n_split_rows,
         num_splits=num_splits,
         n_in_turn=n_in_turn,
         group=group,
     )
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=sinks_ptr, slopes_ptr=slopes_ptr)
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, CAUSAL, CONFIG)),
                 (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 1],
@@ -473,9 +498,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 0, SIGN, CAUSAL, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 1, SIGN, CAUSAL, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, 2, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 2, SIGN, CAUSAL, CONFIG)),
                 (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 4, 1],
@@ -513,6 +538,7 @@ def forward_launches(
     scale: float,
     causal: bool,
     index: int | None,
+    mods: ModSpecs = PLAIN,
 ) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
 
@@ -520,6 +546,7 @@ def forward_launches(
     lists    cache key of the plan's tile rows
     lengths  cache key of kv_lengths
     index    of the device
+    mods     score mods
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -546,8 +573,7 @@ def forward_launches(
         "n_split_rows": split.n_lines,
         "num_splits": split.parts,
         "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, causal=causal),
-        "scale_log2": scale_log2(scale),
-        "SIGN": sign(scale),
+        **mods.arguments(scale, is_forward=True),
         "CAUSAL": causal,
         "CONFIG": chosen,
         "num_warps": 4,
@@ -583,6 +609,7 @@ def forward(
     scale: float,
     causal: bool,
     dropout_p: float,
+    scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
@@ -599,12 +626,15 @@ def forward(
     device, lists, empty = q.device, tile_lists(plan, 0), allocator(q)
     index = device.index
     split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
-    launch = forward_launches(specs, plan_specs_of(lists), cache_key_of(kv_lengths), split, scale, causal, index)
+    mods = mod_specs_of(scores)
+    lengths = cache_key_of(kv_lengths)
+    launch = forward_launches(specs, plan_specs_of(lists), lengths, split, scale, causal, index, mods)
     out, lse = empty(*launch.out), empty(*launch.lse)
     # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
     tile_counter = torch.zeros(1, dtype=torch.int32, device=device) if launch.has_tile_counter else None
     splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
-    launch.kernel(q, k, v, *lists, kv_lengths, tile_counter, out, lse, splits)
+    sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
+    launch.kernel(q, k, v, *lists, kv_lengths, sinks, slopes, tile_counter, out, lse, splits)
     if launch.combine is not None:
         launch.combine(splits, lists[0], out, lse)
     return out.contiguous(), lse

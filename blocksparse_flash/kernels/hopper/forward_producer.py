@@ -84,7 +84,6 @@ class Sizes(NamedTuple):
     n_tile_rows: Any
     q_len: Any
     kv_len: Any
-    scale_log2: Any
     n_split_rows: Any
     num_splits: Any
     n_in_turn: Any

@@ -59,13 +59,15 @@ def check(monkeypatch):
         kernels = simulation.forward, functools.partial(simulation.backward, deterministic=deterministic)
         if tile < TILE_SIDE:
             kernels = simulation.fine_forward.forward, simulation.fine_backward.backward
+            # the gradient of slopes needs tiles of 128
+            call = dataclasses.replace(call, are_slopes_fixed=call.has_slopes)
         monkeypatch.setattr(ops, "_kernels", lambda *_: kernels)
         monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
         tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
         if backward:
-            actual = zoo.run("hopper", layout, call, tensors, CPU)
+            zoo.assert_accurate(zoo.run("hopper", layout, call, tensors, CPU), layout, call, CPU)
         else:
             q, k, v = (tensors[name] for name in ("q", "k", "v"))
             actual = attention_with_lse(
@@ -76,9 +78,11 @@ def check(monkeypatch):
                 causal=call.causal,
                 scale=call.scale,
                 kv_lengths=zoo.kv_lengths(layout, call, CPU) if call.has_kv_lengths else None,
+                softcap=call.softcap,
+                **zoo.score_mods(layout, call, call.dtype, CPU),
             )
-        for name, result, references in zip(zoo.NAMES, actual, zoo.expected(layout, call, CPU), strict=False):
-            assert_as_accurate(result, *references, name=name)
+            for name, result, references in zip(zoo.NAMES, actual, zoo.expected(layout, call, CPU), strict=False):
+                assert_as_accurate(result, *references, name=name)
 
     return check
 
@@ -291,7 +295,7 @@ THREE_WARPGROUP_LENGTHS = [(65, 65), (192, 256), (193, 130), (400, 203)]
 @pytest.mark.parametrize("config", FORWARD_CONFIGS, ids=str)
 def test_every_forward_configuration_is_accurate(check, monkeypatch, config, layout, call):
     simulation = Simulation(seed=3, n_sms=1)
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
     check(simulation, layout, call, backward=False)
 
 
@@ -301,7 +305,7 @@ def test_every_forward_configuration_is_accurate(check, monkeypatch, config, lay
 @pytest.mark.parametrize("config", THREE_WARPGROUP_CONFIGS, ids=str)
 def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatch, config, lengths, call):
     simulation = Simulation(seed=5)
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
     monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: True)
     check(simulation, lengths, call, backward=False)
 
@@ -355,7 +359,7 @@ def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeyp
     original = simulation.hopper_forward.online_softmax
     monkeypatch.setattr(simulation.hopper_forward, "online_softmax", online_softmax)
     config = ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0)
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: config)
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
     check(simulation, layout, call, backward=False)
     assert any(growth < 8.0 for growth in growths)
     assert any(growth > 8.0 for growth in growths)
@@ -373,7 +377,7 @@ def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeyp
 )
 def test_every_backward_configuration_is_accurate(check, monkeypatch, config, call):
     simulation = Simulation(seed=4, n_sms=1)
-    monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_: config)
+    monkeypatch.setattr(simulation.hopper_backward, "config", lambda *_, **__: config)
     check(simulation, WINDOW, call)
 
 

@@ -1,0 +1,130 @@
+"""Score mods of the Hopper kernels: softcap and ALiBi slopes before the mask, sinks in the epilogue; in base 2."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...runtime.launch import cache_key_of
+from ...score_mods import Scores
+from ..arguments import LOG2_E as LOG2_E_VALUE
+from ..arguments import scale_log2, sign
+from ..triton.tile import LOG2_E
+
+# ---- kernels ----
+
+
+class ScoreMods(NamedTuple):
+    """What changes the scores; None for what a call does not have.
+
+    cap         softcap in base 2; with it `factor` is the scale over the softcap, else the scale in base 2
+    sinks_ptr   (heads,) float32, in the forward
+    slopes_ptr  (heads,) float32
+    """
+
+    factor: Any
+    cap: Any
+    sinks_ptr: Any
+    slopes_ptr: Any
+
+
+@gluon.jit
+def approximate_reciprocal(b_x):
+    """1 / b_x to 1 ulp, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def tanh(b_x):
+    """tanh with an absolute error of some 1e-7, in two slow instructions; tanh.approx has one of 5e-4."""
+    # exp2 is inf for large arguments, and the reciprocal 0
+    return 1.0 - 2.0 * approximate_reciprocal(gl.exp2(b_x * (2.0 * LOG2_E)) + 1.0)
+
+
+@gluon.jit
+def load_slope(mods, i_head):
+    """The slope of a head in base 2; 0 without slopes."""
+    if mods.slopes_ptr is not None:
+        return gl.load(mods.slopes_ptr + i_head) * LOG2_E
+    else:
+        return 0.0
+
+
+@gluon.jit
+def changed_scores(b_scores, mods, slope, o_row, o_col):
+    """(scores in base 2, tanh of the softcap) of q k^T [rows, columns]; the second is used with a softcap only.
+
+    slope         of the head, in base 2
+    o_row, o_col  integers whose difference is that of the positions of a query and a key, one along each axis
+    """
+    b_scores = b_scores * mods.factor
+    b_tanh = b_scores
+    if mods.cap is not None:
+        b_tanh = tanh(b_scores)
+        b_scores = b_tanh * mods.cap
+    if mods.slopes_ptr is not None:
+        # whole numbers up to 2^24 are exact
+        b_distance = gl.expand_dims(o_row.to(gl.float32), 1) - gl.expand_dims(o_col.to(gl.float32), 0)
+        b_scores = b_scores - slope * gl.abs(b_distance)
+    return b_scores, b_tanh
+
+
+@gluon.jit
+def load_sink(mods, i_head):
+    """The sink of a head in base 2."""
+    return gl.load(mods.sinks_ptr + i_head) * LOG2_E
+
+
+@gluon.jit
+def with_sink(b_max, b_sum, sink):
+    """(maximum, sum, decay of earlier sums) with a sink, which is a key without a value; a sink of -inf is none."""
+    b_new_max = gl.maximum(b_max, sink)
+    b_decay = gl.exp2(b_max - b_new_max)
+    return b_new_max, b_sum * b_decay + gl.exp2(sink - b_new_max), b_decay
+
+
+# ---- launches ----
+
+
+class ModSpecs(NamedTuple):
+    """Cache key of the score mods of a call.
+
+    sinks, slopes  cache keys of these tensors
+    """
+
+    softcap: float = 0.0
+    sinks: tuple[torch.dtype, bool] | None = None
+    slopes: tuple[torch.dtype, bool] | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether scores change between product and mask."""
+        return self.softcap > 0 or self.slopes is not None
+
+    def arguments(self, scale: float, *, is_forward: bool) -> dict[str, Any]:
+        """The kernel arguments that depend on the scale.
+
+        The forward takes the maximum of products of unchanged scores, which its factor must not turn around.
+        """
+        if not self.changes:
+            factor = scale_log2(scale) if is_forward else scale * LOG2_E_VALUE
+            return {"scale_log2": factor, "cap": None, **({"SIGN": sign(scale)} if is_forward else {})}
+        factor = scale / self.softcap if self.softcap > 0 else scale * LOG2_E_VALUE
+        cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
+        return {"scale_log2": factor, "cap": cap, **({"SIGN": 1} if is_forward else {})}
+
+
+PLAIN = ModSpecs()
+
+
+def mod_specs_of(scores: Scores | None) -> ModSpecs:
+    """The cache key of score mods."""
+    if scores is None:
+        return PLAIN
+    assert scores.block_bias is None, "dispatch refuses block_bias on this backend"
+    return ModSpecs(scores.softcap, cache_key_of(scores.sinks), cache_key_of(scores.alibi_slopes))
