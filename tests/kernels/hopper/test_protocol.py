@@ -467,14 +467,10 @@ FINE_FAULTS = {
     "dv of a split in place of its dk": Change(FINE_BACKWARD, "p_split + SIDE * DIM, b_dv", "p_split, b_dv"),
     "scores masked before a negative scale": Change(
         FINE_BACKWARD,
-        """    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
-    # after scaling, since the scale may be negative
-    if MASKED:
-        b_scores = mask_columns(b_scores, bitmask, o_kv)
-""",
-        """    if MASKED:
-        b_scores = mask_columns(b_scores, bitmask, o_kv)
-    b_scores = b_scores * scale_log2 - gl.expand_dims(b_lse, 1)
+        "        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)\n",
+        """        if MASKED:
+            b_scores = mask_columns(b_scores, bitmask, o_kv)
+        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
 """,
     ),
 }
@@ -607,7 +603,7 @@ BACKWARD_FAULTS = {
     ),
     "K and V never released": Change(
         BACKWARD,
-        """            n_done += steps.n_steps
+        """            n_done += steps.n_steps * HEADS
         consumer_release(pipelines.kv, kv_stage)
 """,
         """            n_done += steps.n_steps
@@ -766,6 +762,35 @@ GATHERED = [
     Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=PIECE)
     for seed, (layout, call) in enumerate(itertools.product((SCATTERED, WINDOW), (MHA, GQA)))
 ]
+# faults of score mods, and of the steps of causal groups
+MODS = "hopper.score_mods"
+SCORE_MOD_FAULTS = {
+    "slope of a negative distance": Change(MODS, "slope * gl.abs(b_distance)", "slope * b_distance"),
+    "slope in the natural base": Change(
+        MODS, "gl.load(mods.slopes_ptr + i_head) * LOG2_E", "gl.load(mods.slopes_ptr + i_head)"
+    ),
+    "sink of the wrong head": Change(FORWARD, "load_sink(mods, batch_head % sizes.n_heads)", "load_sink(mods, 0)"),
+    "out not decayed by the sink": Change(
+        FORWARD, "gl.convert_layout(b_decay / b_sum", "gl.convert_layout(1.0 / b_sum"
+    ),
+    "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_rows)", "(1 << 30)"),
+    "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
+    "ds without the derivative of the softcap": Change(BACKWARD, " * (1.0 - b_tanh * b_tanh)", ""),
+    "positions of the tile column left out": Change(
+        BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
+    ),
+    "one step for the first head of a group alone": Change(
+        COLS, "return steps.first + i_step, i % HEADS", "return steps.first + i_step, 0"
+    ),
+    "diagonal walked again": Change(
+        COLS, "steps.n_masked + steps.n_steps - 1 - i_step)", "steps.n_masked + steps.n_steps - 2 - i_step)"
+    ),
+}
+ALL_MODS = zoo.Call(
+    head_dim=64, softcap=2.0, has_slopes=True, are_slopes_fixed=True, has_sinks=True, causal=True, kv_heads=1,
+    dtype=torch.float16,
+)  # fmt: skip
+SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
@@ -782,6 +807,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "2 stages of Q": (Q_STAGE_FAULTS, Q_STAGES),
     "tiles of 64": (FINE_FAULTS, FINE),
     "gathered tiles": (GATHERED_FAULTS, GATHERED),
+    "score mods": (SCORE_MOD_FAULTS, SCORE_MODS),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -796,6 +822,7 @@ CORRECT_RUNS = {
     "2 stages of Q": Q_STAGES[:4],
     "tiles of 64": FINE,
     "gathered tiles": GATHERED,
+    "score mods": SCORE_MODS,
 }
 
 
@@ -833,7 +860,7 @@ def test_seeded_faults_are_detected(check_run, group, fault):
     faults, runs = FAULTS[group]
     change = faults[fault]
     # faults of the forward are detected without the backward, which takes longer
-    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES)
+    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS)
     with pytest.raises((ProtocolError, AssertionError)):
         for run in runs:
             check_run(run._replace(has_backward=run.has_backward and concerns_backward), change)
