@@ -467,7 +467,11 @@ FINE_FAULTS = {
     "dv of a split in place of its dk": Change(FINE_BACKWARD, "p_split + SIDE * DIM, b_dv", "p_split, b_dv"),
     "scores masked before a negative scale": Change(
         FINE_BACKWARD,
-        "        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)\n",
+        """        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
+    # after scaling, since the scale may be negative
+    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+""",
         """        if MASKED:
             b_scores = mask_columns(b_scores, bitmask, o_kv)
         b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
