@@ -726,8 +726,10 @@ class BlockLayout:
         self.plan(device, causal=causal, non_blocking=non_blocking)
         if device.type != "cuda":
             return
+        has_gathered = torch.cuda.get_device_capability(device) == (9, 0)
         for tile in self._tile_shares(device, causal).tiles:
-            self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
+            if tile != PIECE or has_gathered:
+                self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
         reordered = self._reordered(device, causal, self.shape[1])
         if reordered is not None:
             reordered.layout._plan_all(device, non_blocking=non_blocking)

@@ -640,6 +640,7 @@ _IN_COMPILED_CODE: dict[str, Callable[[], BlockLayout]] = {
 }
 
 
+@pytest.mark.sweep(by=lambda name: {list(_IN_COMPILED_CODE).index(name) % 3})
 @pytest.mark.parametrize("name", _IN_COMPILED_CODE)
 def test_layouts_made_in_compiled_code_are_not_traced(name: str) -> None:
     """torch.compile breaks the graph there; with fullgraph=True its error says where to build the layout."""

@@ -95,7 +95,7 @@ def order_of(layout: BlockLayout, call: zoo.Call, device: torch.device = CPU) ->
     return layout._reordered(device, call.causal, call.kv_heads if call.kv_heads < 4 else heads)
 
 
-@pytest.mark.sweep(by=lambda case, call, tile: {case, tile})
+@pytest.mark.sweep(by=lambda case, call, tile: {tile, call.kv_heads, call.causal, call.dtype})
 @pytest.mark.parametrize("tile", [TILE, FINE_TILE])
 @pytest.mark.parametrize(("case", "call"), CASES, ids=[f"{case}-{call}" for case, call in CASES])
 def test_it_is_as_accurate_as_the_reference(case, call, tile, device, monkeypatch):
@@ -164,24 +164,24 @@ def test_keys_that_no_query_attends_to_may_hold_nan(layout, device):
     assert not clean[3][:, :, is_unread].any() and not clean[4][:, :, is_unread].any()
 
 
-def test_gradients_may_be_missing_or_expanded(device):
+@pytest.mark.sweep(by=lambda names: {names == "v", len(names)})
+@pytest.mark.parametrize("names", ["q", "k", "v", "qv"])
+def test_gradients_may_be_missing_or_expanded(names, device):
     layout = global_tokens()
     assert layout._reordered(CPU, False, 1).q is not None
-    q, k, v = torch.randn(3, 1, 2, 500, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    for leaves in ((q,), (k,), (v,), (q, v)):
-        results = []
-        for backend in ("triton", "reference"):
-            for leaf in leaves:
-                leaf.requires_grad_()
-            out, lse = attention_with_lse(q, k, v, layout, backend=backend)
-            loss = out.sum() if leaves[0] is v else lse.sum()
-            results.append(torch.autograd.grad(loss, leaves, allow_unused=True))
-            for leaf in leaves:
-                leaf.requires_grad_(False)
-        for actual, expected in zip(*results, strict=True):
-            assert (actual is None) == (expected is None) or not (actual if expected is None else expected).any()
-            if actual is not None and expected is not None:
-                torch.testing.assert_close(actual, expected)
+    tensors = dict(
+        zip("qkv", torch.randn(3, 1, 2, 500, 16, generator=torch.Generator().manual_seed(0)).to(device), strict=True)
+    )
+    leaves = [tensors[name].requires_grad_() for name in names]
+    results = []
+    for backend in ("triton", "reference"):
+        out, lse = attention_with_lse(*tensors.values(), layout, backend=backend)
+        loss = out.sum() if names == "v" else lse.sum()
+        results.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+    for actual, expected in zip(*results, strict=True):
+        assert (actual is None) == (expected is None) or not (actual if expected is None else expected).any()
+        if actual is not None and expected is not None:
+            torch.testing.assert_close(actual, expected)
 
 
 OPTIONS = {
@@ -262,7 +262,7 @@ def test_layouts_without_scattered_tokens_run_as_before(device, monkeypatch):
     assert all(a is b for a, b in zip(plan, layout.plan(device, tile=plan[6].shape[1]), strict=True))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_calls_are_reordered_if_the_order_was_made_before(causal, device):
     """By an eager call, which makes no other plan."""
     torch._dynamo.reset()

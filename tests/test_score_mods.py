@@ -400,7 +400,7 @@ def test_a_sink_of_one_part_is_a_sink_of_the_merged_result() -> None:
 # ---- operators ----
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=pytest.mark.thorough)])
 def test_operators_pass_opcheck(backend: str, device: torch.device) -> None:
     layout = layout_of()
     call = call_of(layout, dtype=torch.float32)

@@ -108,6 +108,7 @@ def test_it_is_the_definition_in_float64(case: tuple[int, ...], causal: bool, ba
         torch.testing.assert_close(one, other, msg=lambda text, name=name: f"d{name}: {text}")
 
 
+@pytest.mark.sweep(by=lambda case, causal: {causal, ("group", case[1]), ("keys", case[3])})
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -367,8 +367,9 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values_of(backend: str, layout: Layout, call: Call) -> set[Any]:
-    """What a sample of the spread has: each layout, each call, and on each backend each value of each argument."""
-    return {layout, call, *((backend, *argument) for argument in asdict(call).items())}
+    """What a sample of the spread has: on each backend each data type, and each option used and not used."""
+    used = {(backend, option, value not in (None, False, 0.0, "")) for option, value in asdict(call).items()}
+    return {(backend, call.dtype), (backend, call.kv_heads), *used}
 
 
 @pytest.mark.sweep(by=values_of)
@@ -395,9 +396,9 @@ def fine_calls(backend: str) -> list[Call]:
 
 
 def values_in_smaller_tiles(name: str, index: int) -> set[Any]:
-    """What a case of the test below adds to a sample: family of the layout, and each option of the first call."""
+    """What a case of the test below adds to a sample: which options the first call has."""
     call = fine_calls(name)[index % len(fine_calls(name))]
-    return {(name, value) for value in (family_of(cases.LAYOUTS[index]), *asdict(call).items())}
+    return {(name, option, value not in (None, False, 0.0)) for option, value in asdict(call).items()}
 
 
 # tests/kernels/hopper/test_protocol.py has the backend without a GPU

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @cache
-def said(n_ranks: int) -> dict[str, list[str]]:
-    """Case -> error of each rank, for all cases on n_ranks ranks, which start once."""
-    command = [sys.executable, "-m", "tests.support.context_ranks", str(n_ranks)]
+def said(n_ranks: int, which: str) -> dict[str, list[str]]:
+    """Case -> error of each rank, for the cases on n_ranks ranks, which start once."""
+    command = [sys.executable, "-m", "tests.support.context_ranks", str(n_ranks), which]
     run = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=context_ranks.DEADLINE + 60
     )
@@ -32,10 +32,18 @@ def said(n_ranks: int) -> dict[str, list[str]]:
 
 
 # most cases are those of two ranks with more of them
-@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
-def test_every_case_holds_on_every_rank(n_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("n_ranks", "which"),
+    [
+        (2, "quick"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, "slow"), (3, "all"), (4, "all"))),
+    ],
+)
+def test_every_case_holds_on_every_rank(n_ranks: int, which: str) -> None:
     """Cases run in order until one fails, which is reported."""
-    for name, errors in said(n_ranks).items():
+    of_cases = said(n_ranks, which)
+    assert of_cases
+    for name, errors in of_cases.items():
         for rank, error in enumerate(errors):
             assert not error, f"on rank {rank} of {n_ranks}, {name}:\n{error}"
 
@@ -59,7 +67,8 @@ def test_inductor_compiles_it_into_one_graph(scheme: str, tmp_path: Path) -> Non
         assert not answer.said, f"on rank {rank}:\n{answer.said}"
 
 
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("n_ranks", [2, 3])
 def test_a_killed_rank_is_an_error_on_the_others(n_ranks: int, tmp_path: Path) -> None:
     """The others fail while they wait for its message."""
     crew = Crew(n_ranks, "cpu", PATIENCE, tmp_path)

@@ -75,6 +75,7 @@ def test_received_is_what_a_loop_counts(name: str, n_ranks: int) -> None:
         assert received([pairs_of(mask) for mask in layers], owner).tolist() == expected
 
 
+@pytest.mark.thorough
 def test_tuned_moves_less() -> None:
     """A butterfly of 64 tiles on two ranks: contiguous halves exchange everything, 64 tiles; Hamming balls 40."""
     layers = [pairs_of(masks_of(64)["butterfly"])]

@@ -822,6 +822,7 @@ def test_a_compiled_model_follows_its_layout() -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_what_one_graph_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without padding mask and cache transformers takes a traced batch for packed; a graph break builds the mask."""

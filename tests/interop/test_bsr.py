@@ -73,6 +73,7 @@ def whole_keys(mask: np.ndarray, block_kv: int) -> np.ndarray:
     return np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % block_kv)])
 
 
+@pytest.mark.thorough
 @given(problems())
 def test_flashinfer_and_back(problem: Problem) -> None:
     padded = whole_keys(problem.mask, problem.block_size[1])[..., :96, :]

@@ -57,8 +57,8 @@ TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
 INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
 SHARDS = {
-    "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, **dict.fromkeys(FINE, 2), "forward_kernel": 4,
-    "split_kv_kernel": 3, "joint_kernel": 3, "keys_kernel": 2, "queries_kernel": 2,
+    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), "forward_kernel": 12,
+    "split_kv_kernel": 10, "joint_kernel": 6, "keys_kernel": 8, "queries_kernel": 8,
 }  # fmt: skip
 
 

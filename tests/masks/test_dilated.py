@@ -16,6 +16,7 @@ def attends(distance: int, window: int, dilation: int, causal: bool) -> bool:
     return any(distance == step * dilation for step in range(0 if causal else -window, window + 1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "block_size"), GRIDS)
 # diagonal; no gaps; gaps below a block, not dividing one, near one block, several blocks; beyond the length

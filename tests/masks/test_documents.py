@@ -36,6 +36,7 @@ def attends(q_pos: int, kv_pos: int, cu_seqlens: list[int], causal: bool) -> boo
     return is_same and (kv_pos <= q_pos or not causal)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("cu_seqlens", CASES, ids=str)

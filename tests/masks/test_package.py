@@ -98,6 +98,7 @@ print(nn.SelfAttention(16, 2, "local(window=2)")(torch.randn(1, 256, 16)).shape[
 """
 
 
+@pytest.mark.sweep(by=lambda kind: {"one"})
 @pytest.mark.parametrize("kind", OTHER_MASKS)
 def test_builders_are_found_behind_another_masks(kind: str, tmp_path: Path) -> None:
     assert output(BEHIND_ANOTHER, behind(kind, tmp_path)).split() == ["4", "True", "1.0", "256"]

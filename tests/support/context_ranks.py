@@ -1,4 +1,6 @@
-"""Runs every case of context_cases.py on N forked ranks: `python -m tests.support.context_ranks N`.
+"""Runs cases of context_cases.py on N forked ranks: `python -m tests.support.context_ranks N WHICH`.
+
+WHICH is all, slow (cases that compile or run kernels in the interpreter), quick (all others), or part of a name.
 
 This process imports torch once and forks the ranks, which join their group through a file. It prints one JSON object:
 case -> the error of each rank, "" for none. Waits for a message end after TIMEOUT, the whole run after DEADLINE.
@@ -25,6 +27,8 @@ TIMEOUT = 60
 DEADLINE = 1200
 
 Cases = dict[str, Callable[[], None]]
+# names of cases that take seconds begin so
+SLOW = ("compiles and", "kernels ")
 
 
 def _rank(rank: int, n_ranks: int, folder: str, cases: Cases, timeout: float) -> None:
@@ -78,6 +82,9 @@ if __name__ == "__main__":
     interpreter.speed_up_interpreter()
 
     n_ranks = int(sys.argv[1])
-    only = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-v" else ""
-    chosen = {name: case for name, case in context_cases.cases(n_ranks).items() if only in name}
+    which = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-v" else "all"
+    known: Cases = context_cases.cases(n_ranks)
+    slow = {name for name in known if name.startswith(SLOW)}
+    names = {"all": set(known), "slow": slow, "quick": set(known) - slow}.get(which, {n for n in known if which in n})
+    chosen = {name: case for name, case in known.items() if name in names}
     print(json.dumps(run(n_ranks, chosen)))

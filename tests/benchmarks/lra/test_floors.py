@@ -21,6 +21,7 @@ def marked() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return test["markers"], test["label"], floors.marker_probabilities(reader, test["markers"])
 
 
+@pytest.mark.thorough
 def test_markers_alone_are_worth_what_another_implementation_found(marked: tuple) -> None:
     """0.741 for contours of 6 in 32 x 32."""
     _, labels, probabilities = marked

@@ -104,6 +104,7 @@ def test_other_lengths_are_refused(length: int) -> None:
         speed.sparse_layout(length)
 
 
+@pytest.mark.thorough
 def test_directions_of_dense_and_sparse_are_lines(tmp_path: Path) -> None:
     for line in speed.run_alone(speed.Shape(256, 1, 2, 16), CPU, n_calls=2):
         measure.append(tmp_path / "lines.jsonl", line, speed.KEYS)

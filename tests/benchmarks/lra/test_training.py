@@ -117,13 +117,19 @@ def last(folder: Path) -> dict[str, Any]:
     "changes",
     [
         {},
-        {
-            "data": {
-                "source": "fresh",
-                "rules": {"stages": [{"samples": 16, "changes": {"max_depth": 3, "min_length": 5}}]},
-            }
-        },
-        {"model": {"architecture": TINY, "recipe": {"warmup": 2, "objective": "guess"}}},
+        pytest.param(
+            {
+                "data": {
+                    "source": "fresh",
+                    "rules": {"stages": [{"samples": 16, "changes": {"max_depth": 3, "min_length": 5}}]},
+                }
+            },
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            {"model": {"architecture": TINY, "recipe": {"warmup": 2, "objective": "guess"}}},
+            marks=pytest.mark.thorough,
+        ),
         {"trainer": {"callbacks": [{"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}]}},
     ],
     ids=["classify", "fresh", "guess", "averaged"],
@@ -259,6 +265,7 @@ def test_the_guide_names_every_command_and_a_trial_on_a_cpu(
     assert "\n  is_compiled: false\n" in printed
 
 
+@pytest.mark.thorough
 def test_accumulated_gradients_make_one_step(tmp_path: Path, root: Path) -> None:
     """Steps of two batches of 4: a stopped run resumes with the next batch, and a test reports batches of 8."""
     stop = {"class_path": STOP, "init_args": {"step": 2}}
@@ -348,6 +355,7 @@ def test_trained_weights_are_kept_where_no_checkpoint_came_before(tmp_path: Path
     assert any(not torch.equal(end["state_dict"][name], weight) for name, weight in end["current_model_state"].items())
 
 
+@pytest.mark.thorough
 def test_layers_are_compiled_once_each_when_asked(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled without changing the code, so that a run has the losses of one that is not compiled: bit for bit."""
     asked = []

@@ -192,6 +192,7 @@ def test_changing_masks_are_timed_three_ways(tmp_path: Path, capsys: pytest.Capt
     assert "has no gradients; not timed" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("untimed")
 def test_rebuilds_of_a_mask_are_checked_and_timed_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that has no room, and one that is wrong, are said to be so; the others have lines."""

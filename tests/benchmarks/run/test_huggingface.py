@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pattern", [None, "butterfly(n_factors=1) | local(window=20)"])
 @pytest.mark.parametrize("model", SMALL)
 def test_lines_are_written_for_all_three(model: str, pattern: str | None, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def test_cases_are_layouts_of_their_length() -> None:
         assert isinstance(layout, BlockLayout) and layout.kv_len == case.n and 0 < layout.density < 1, case.pattern
 
 
+@pytest.mark.thorough
 def test_peers_build_the_same_blocks_and_lines_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("needs Linux, as the memory of a process is read from /proc")

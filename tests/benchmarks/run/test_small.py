@@ -55,6 +55,7 @@ def test_calls_take_turns_and_each_has_its_own_percentiles() -> None:
     assert first == {"ms": 3.5, "ms_p20": 2.0, "ms_p80": 5.0} and set(second.values()) == {10.0}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("untimed")
 def test_a_line_is_written_for_each_direction_and_clock(tmp_path: Path) -> None:
     run = run_on_cpu(tmp_path)

@@ -87,6 +87,14 @@ def check(monkeypatch):
     return check
 
 
+def options_of(call: zoo.Call) -> set[Any]:
+    """What a call has: head dimensions, data types and the values of numbers do not count."""
+    named = dataclasses.asdict(call)
+    return {name for name in named if named[name] not in (None, False)} - {"dtype", "head_dim"} | {
+        ("kv_heads", call.kv_heads)
+    }
+
+
 class Each(NamedTuple):
     """A layout with a call and splits that its index chooses."""
 
@@ -97,10 +105,10 @@ class Each(NamedTuple):
 
     @property
     def values(self) -> set[Any]:
-        """What a sample has: each family of layouts, and without splits each call; else each value of each argument."""
-        if self.num_splits == 1:
-            return {zoo.family_of(self.layout), self.call}
-        return {self[2:], *dataclasses.asdict(self.call).items()}
+        """What a sample has: each option of a call, or each number of splits and of split lines."""
+        if self.num_splits > 1:
+            return {("splits", self.num_splits), ("lines", self.n_lines)}
+        return options_of(self.call)
 
 
 # 7 and 11 are coprime to the number of calls: consecutive layouts get different calls, and every call is used
@@ -130,7 +138,7 @@ def test_every_layout_is_accurate(check, index):
 
 
 # test_every_call_is_accurate_in_tiles_of_64 has the calls
-@pytest.mark.sweep(by=lambda index: {zoo.family_of(LAYOUTS[index])})
+@pytest.mark.sweep(by=lambda index: {index % 6})
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_every_layout_is_accurate_in_tiles_of_64(check, index):
     check(Simulation(seed=index), *whole_in_tiles_of_64(index)[:2], tile=FINE_TILE)
@@ -140,7 +148,7 @@ def in_gathered_tiles(index: int) -> Each:
     return with_splits(index)._replace(call=CALLS[(11 * index + 2) % len(CALLS)])
 
 
-@pytest.mark.sweep(by=lambda index: {zoo.family_of(LAYOUTS[index]), index % 6})
+@pytest.mark.sweep(by=lambda index: {index % 6})
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_every_layout_is_accurate_in_gathered_tiles(check, monkeypatch, index):
     """Every second one with splits; in turns tiles from anywhere, neighbors, and what takes less time."""
@@ -163,7 +171,7 @@ def test_split_layouts_are_accurate_in_tiles_of_64(check, index):
     check(simulation, each.layout, in_float16(each.call), tile=FINE_TILE)
 
 
-@pytest.mark.sweep(by=lambda index: dataclasses.asdict(CALLS[index]).items())
+@pytest.mark.sweep(by=lambda index: options_of(CALLS[index]))
 @pytest.mark.parametrize("index", range(len(CALLS)), ids=[str(call) for call in CALLS])
 def test_every_call_is_accurate_in_tiles_of_64(check, index):
     check(Simulation(seed=index), MIXED_FINE, CALLS[index], tile=FINE_TILE)
@@ -221,7 +229,7 @@ def test_split_layouts_are_accurate(check, index):
     check(split(Simulation(seed=index), each.num_splits, each.n_lines), each.layout, in_float16(each.call))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(by=lambda layout, n_lines: {"one"})
 @pytest.mark.parametrize("n_lines", [1, 99])
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_more_splits_than_tiles_are_accurate(check, layout, n_lines):
@@ -229,11 +237,13 @@ def test_more_splits_than_tiles_are_accurate(check, layout, n_lines):
     check(split(Simulation(seed=5), 7, n_lines), layout, in_float16(CAUSAL_LENGTHS_GQA))
 
 
+@pytest.mark.sweep(by=lambda layout: {"one"})
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_the_deterministic_backward_with_splits_is_accurate(check, layout):
     check(split(Simulation(seed=6), 2, 2), layout, in_float16(CALLS[0]), deterministic=True)
 
 
+@pytest.mark.sweep(by=lambda layout: {"one"})
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_wide_heads_with_splits_are_accurate(check, layout):
     check(split(Simulation(seed=7), 2, 2), layout, in_float16(WIDE_HEAD_CALLS[0]), backward=False)
@@ -258,7 +268,9 @@ CAUSAL = zoo.Call(head_dim=64, causal=True, dtype=BFLOAT16)
 CAUSAL_LENGTHS_GQA = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1)
 
 
-@pytest.mark.parametrize("n_in_turn", [1, 3, 9])
+@pytest.mark.parametrize(
+    "n_in_turn", [pytest.param(1, marks=pytest.mark.thorough), 3, pytest.param(9, marks=pytest.mark.thorough)]
+)
 def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
     """The last heads are fewer than those before; each key head has a group of query heads or one query head."""
     for kv_heads in (2, 4):
@@ -847,7 +859,7 @@ def check_run(check, monkeypatch):
     return check_run
 
 
-@pytest.mark.sweep(by=lambda run: {(name, value) for name, value in run._asdict().items() if name != "seed"})
+@pytest.mark.sweep(by=lambda run: {run.tile, run.splits is None, run.config.warpgroups})
 @pytest.mark.parametrize(
     "run", [pytest.param(run, id=f"{name}-{i}") for name, runs in CORRECT_RUNS.items() for i, run in enumerate(runs)]
 )
@@ -855,8 +867,7 @@ def test_runs_without_a_fault_are_accurate(check_run, run):
     check_run(run)
 
 
-# one fault of each group and one in each module
-@pytest.mark.sweep(by=lambda group, fault: {group, FAULTS[group][0][fault].module})
+@pytest.mark.sweep(by=lambda group, fault: {group})
 @pytest.mark.parametrize(
     ("group", "fault"), [(group, fault) for group, (faults, _) in FAULTS.items() for fault in faults]
 )

@@ -293,7 +293,7 @@ BY_TOKEN = [
 ]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(by=lambda case, shares_bitmasks: {shares_bitmasks, case[0] > 16, case[1] > 1, case[2]})
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("shares_bitmasks", [False, True])
 @pytest.mark.parametrize("case", BY_TOKEN, ids=str)

@@ -47,6 +47,7 @@ def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
     return items
 
 
+@pytest.mark.sweep(by=lambda kind: {"fine" if kind == "fine" else "whole"})
 @pytest.mark.parametrize("kind", ["layout", "shared", "dense", "fine"])
 def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     """Empty splits, empty rows, lse so far apart that only the largest counts, and a ragged last tile."""

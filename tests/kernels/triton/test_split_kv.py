@@ -168,6 +168,7 @@ def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call,
 QUERIES = [1, 2, 3, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
 
 
+@pytest.mark.sweep(by=lambda index, n_splits: {index % 5})
 @pytest.mark.parametrize("index", range(len(QUERIES)), ids=[str(q_len) for q_len in QUERIES])
 @pytest.mark.parametrize("n_splits", [3], indirect=True)
 def test_any_number_of_queries_is_accurate(index: int, n_splits: int, device) -> None:
