@@ -2,16 +2,17 @@
 # make test      tests on the CPU, and tuned kernels compiled for sm90 under the installed Triton
 # make test-thorough   the rest of the sweeps of which make test runs a sample, and more configurations of these kernels
 # make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures
-# make test-rest  the last two in one run, which takes less time
+# make test-rest  the last two in one run, which takes less time; PART=0/2 and PART=1/2 run a half each
 # make lint      ruff and mypy, the style and the types
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
 # make docs      documentation and API reference, a site in out/site
 # make test-gpu  tests that need a CUDA device (context parallelism: two or more), with the packages of $(PYTHON)
 #
-# PYTHON creates the environment and runs test-gpu; JOBS is the number of test processes.
+# PYTHON creates the environment and runs test-gpu; JOBS is the number of test processes; PART is for test-rest.
 
 PYTHON ?= python3
 JOBS ?= 2
+PART ?= 0/1
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
@@ -47,9 +48,10 @@ test-compilers: $(VENV)/.test
 	$(PYTEST) -m compilers tests/kernels/test_compile.py tests/runtime/test_launcher.py
 
 test-rest: $(VENV)/.test
-	@echo "rest: installs Triton $(TRITONS), then runs about 1,200 tests and compiles about 1,200 kernels: 20 minutes"
+	@echo "rest: installs Triton $(TRITONS), then runs about 1,500 tests and compiles about 1,500 kernels: 25 minutes"
+	@echo "rest: part $(PART)"
 	$(MAKE) --no-print-directory --jobs=$(JOBS) $(OTHER_TRITONS)
-	$(PYTEST) -m "thorough or compilers"
+	$(PYTEST) -m "thorough or compilers" --part $(PART)
 
 test-gpu:
 	$(PYTHON) -m pytest tests/test_zoo.py tests/test_zoo_masks.py tests/kernels/test_gpu.py \

@@ -1,6 +1,7 @@
 """Settings of all tests: poisoned memory, Triton's interpreter where there is no GPU, hypothesis profiles, the device.
 
-Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combination of test_zoo.py).
+Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combination of test_zoo.py), --part=1/2 (half
+of the tests marked thorough or compilers).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import speed_up_interpreter
-from tests.support.sampling import mark_the_rest
+from tests.support.sampling import mark_the_rest, not_in_part
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -34,6 +35,11 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        default="0/1",
+        help="K/N: of tests marked thorough or compilers, part K (from 0) of N that make up all",
+    )
     parser.addoption("--zoo", choices=("spread", "full"), default="spread", help="which combinations test_zoo.py runs")
 
 
@@ -43,9 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Samples sweeps before -m selects tests, and orders those that are left."""
     mark_the_rest(items)
+    outside = not_in_part(items, config.getoption("--part"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in outside])
+    items[:] = [item for item in items if item.nodeid not in outside]
     yield
     start_slow_tests_first(items)
 

@@ -611,8 +611,15 @@ def hopper_calls() -> list[dict[str, Any]]:
     # score mods
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, "scores": scores}
-        for head_dim, mode, scores in itertools.product(
-            (64, 128), ("layout", "causal", *FINE[:2]), ("sinks", "softcap", "slopes")
+        for head_dim, (mode, scores) in itertools.product(
+            (64, 128),
+            (
+                ("layout", "sinks"),
+                ("fine", "sinks"),
+                ("causal", "softcap"),
+                ("gathered", "softcap"),
+                ("layout", "slopes"),
+            ),
         )
     ]
     # the deterministic dq, which a Triton kernel computes
@@ -629,7 +636,7 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, "scores": "sinks softcap slopes"}
-        for head_dim, mode in itertools.product((64, 128), ("layout", "causal", *FINE[:2]))
+        for head_dim, mode in itertools.product((64, 128), ("layout", "fine"))
     ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]

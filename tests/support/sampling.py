@@ -8,6 +8,7 @@ The rest gets the marker `thorough`. Plain pytest runs both.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable, Iterable
 
 import pytest
@@ -45,3 +46,16 @@ def mark_the_rest(items: list[pytest.Item]) -> None:
         for i, item in enumerate(cases):
             if i not in in_sample:
                 item.add_marker(pytest.mark.thorough)
+
+
+def not_in_part(items: list[pytest.Item], part: str) -> set[str]:
+    """Names of the tests marked thorough or compilers that are not in part K of N, given as "K/N"."""
+    numbers = part.split("/")
+    if len(numbers) != 2 or not all(map(str.isdecimal, numbers)) or int(numbers[0]) >= int(numbers[1]):
+        raise pytest.UsageError(
+            f"--part must be K/N with K from 0 to N - 1, such as 0/2 and 1/2 for halves, got {part!r}"
+        )
+    k, n = map(int, numbers)
+    rest = [item for item in items if item.get_closest_marker("thorough") or item.get_closest_marker("compilers")]
+    # by name, so that a test stays in its part when others are added
+    return {item.nodeid for item in rest if zlib.crc32(item.nodeid.encode()) % n != k}

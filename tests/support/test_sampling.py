@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -47,8 +48,13 @@ def test_a_sample_and_the_rest_are_the_whole(pytester: pytest.Pytester) -> None:
                 config.addinivalue_line("markers", name)
 
         @pytest.hookimpl(tryfirst=True)
-        def pytest_collection_modifyitems(items):
+        def pytest_collection_modifyitems(config, items):
             sampling.mark_the_rest(items)
+            outside = sampling.not_in_part(items, config.getoption("--part"))
+            items[:] = [item for item in items if item.nodeid not in outside]
+
+        def pytest_addoption(parser):
+            parser.addoption("--part", default="0/1")
         """
     )
     pytester.makepyfile(SWEEPS)
@@ -63,3 +69,8 @@ def test_a_sample_and_the_rest_are_the_whole(pytester: pytest.Pytester) -> None:
         "test_of_all_values[x-a0]", "test_of_all_values[x-a2]", "test_of_all_values[y-a1]",
         "test_of_given_values[0]", "test_of_given_values[1]", "test_of_given_values[2]", "test_alone",
     }  # fmt: skip
+    parts = [names("--part", f"{k}/3") for k in range(3)]
+    assert set().union(*parts) == whole
+    assert all(one & other == few for one, other in itertools.combinations(parts, 2))
+    result = pytester.runpytest("--part", "3/3")
+    result.stderr.fnmatch_lines(["*--part must be K/N with K from 0 to N - 1*got '3/3'"])
