@@ -451,6 +451,7 @@ def explain(
         dtype=dtype,
         backend=choice.backend,
         has_score_options=has_scores,
+        has_softcap=softcap is not None,
         has_block_bias=block_bias is not None,
         has_slopes=alibi_slopes is not None,
         has_slopes_gradient=alibi_slopes is not None and alibi_slopes.requires_grad,

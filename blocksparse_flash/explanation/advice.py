@@ -30,7 +30,7 @@ def advice(
         return ()
     said = [*_of_layout(call, done, predicted), *_of_heads(call)]
     if call.has_kernels and device is not None:
-        said += [*_of_types(call, device), *_of_balance(call, spread, device)]
+        said += [*_of_types(call, device), *_of_score_mods(call, device), *_of_balance(call, spread, device)]
     return tuple(said)
 
 
@@ -145,6 +145,31 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
         yield (
             f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the "
             f"backend {instead} them. .contiguous() or .clone() has good ones"
+        )
+
+
+# ---- score mods ----
+
+# time with an option as a multiple of the time without, forward and backward, on `hopper`: H100, bfloat16, causal,
+# 8,192 tokens, 16 heads of 128 (kernels/hopper/TUNING.md)
+COSTS = {"softcap": (1.59, 1.20), "alibi_slopes": (1.20, 1.06)}
+# the same for the backward of slopes by `triton`, which also has their gradient
+OF_SLOPES_GRADIENT = 3.2
+
+
+def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
+    if call.has_block_bias and call.backend == "triton" and device.capability == (9, 0) and call.is_half:
+        yield 'block_bias runs on "triton", since "hopper" has none'
+    if call.backend != "hopper":
+        return
+    for name, is_used in (("softcap", call.has_softcap), ("alibi_slopes", call.has_slopes)):
+        if is_used:
+            forward, backward = COSTS[name]
+            yield f"{name} takes {forward:.2f} times as long in the forward and {backward:.2f} in the backward"
+    if call.has_slopes_gradient:
+        yield (
+            'alibi_slopes require a gradient, which only the backward of "triton" computes: it takes '
+            f"{OF_SLOPES_GRADIENT} times as long. Slopes that are not trained need none: alibi_slopes.detach()"
         )
 
 

@@ -34,6 +34,7 @@ class Call:
     dtype: torch.dtype
     backend: str
     has_score_options: bool = False
+    has_softcap: bool = False
     has_block_bias: bool = False
     has_slopes: bool = False
     has_slopes_gradient: bool = False

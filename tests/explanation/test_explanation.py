@@ -249,6 +249,12 @@ ADVICE = {
     "each head of k and v is repeated 4 times": lambda: with_keys(
         torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)
     ),
+    "softcap takes 1.59 times as long": lambda: call(backend="hopper", has_score_options=True, has_softcap=True),
+    "alibi_slopes takes 1.20 times as long": lambda: call(backend="hopper", has_score_options=True, has_slopes=True),
+    "alibi_slopes.detach()": lambda: call(
+        backend="hopper", has_score_options=True, has_slopes=True, has_slopes_gradient=True
+    ),
+    'block_bias runs on "triton"': lambda: call(layout=window(), has_score_options=True, has_block_bias=True),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
 
@@ -276,6 +282,8 @@ def test_a_good_call_needs_no_advice(on: Any) -> None:
         call(causal=True),
         call((4, 16, 4096, 64), kv_heads=4),
         call((1, 16, 4096, 64), layout=masks.causal(4096)),
+        call(has_score_options=True, has_softcap=True, has_slopes=True),
+        call(backend="hopper", has_score_options=True),
     ):
         assert on(gpu_call).advice == ()
 
