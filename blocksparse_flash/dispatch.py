@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .plan.tile_choice import Shares
-from .plan_format import PIECE, TILE
+from .plan_format import PIECE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -34,6 +34,8 @@ FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
 NO_BLOCK_BIAS = "it has no block_bias"
+# of `hopper`, whose tanh has an absolute error of 1e-7: that of scores is the softcap times as large
+MAX_SOFTCAP = 1000.0
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
@@ -138,11 +140,17 @@ def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> li
 
 
 def unfit_for_hopper(
-    tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, has_dropout: bool = False, has_block_bias: bool = False
+    tensors: Sequence[Tensor | TensorSpec],
+    dtype: torch.dtype,
+    has_dropout: bool = False,
+    has_block_bias: bool = False,
+    softcap: float = 0.0,
 ) -> str | None:
-    """Why `hopper` cannot run q, k, v on a GPU as they are, or None."""
+    """Why `hopper` cannot run q, k, v on a GPU as they are, or None. softcap: 0.0 for none."""
     if has_dropout or has_block_bias:
         return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS
+    if softcap > MAX_SOFTCAP:
+        return f"its softcap is accurate up to {MAX_SOFTCAP:.0f}, got {softcap:g}"
     names = misaligned(tensors, dtype)
     if not names:
         return None
@@ -197,12 +205,18 @@ choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=4096)
 def _choose_by_specs(
-    backend: str, specs: TensorSpecs, device: torch.device, dtype: torch.dtype, has_dropout: bool, has_block_bias: bool
+    backend: str,
+    specs: TensorSpecs,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_dropout: bool,
+    has_block_bias: bool,
+    softcap: float,
 ) -> str:
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
     unfit = None
     if backend in ("auto", "hopper"):
-        unfit = unfit_for_hopper(specs.tensors, dtype, has_dropout, has_block_bias)
+        unfit = unfit_for_hopper(specs.tensors, dtype, has_dropout, has_block_bias, softcap)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*specs.tensors[:2])
     return choose(backend, device, dtype, unfit)
@@ -218,6 +232,7 @@ def decide(
     *,
     has_dropout: bool,
     has_block_bias: bool,
+    softcap: float,
 ) -> str:
     """The backend of a call, as CallSpec has it.
 
@@ -225,12 +240,12 @@ def decide(
     specs  of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
     """
     if specs is not None and q.is_cuda and isinstance(backend, str):
-        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias)
+        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias, softcap)
     unfit = None
     if q.is_cuda:
         # of "auto" only what no address or size changes: the operator calls `resolve`
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias)
+        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
     chosen = choose(backend, q.device, dtype, unfit)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
@@ -247,24 +262,24 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
     return chosen
 
 
-def has_fine_tiles(
-    backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False, has_slopes_gradient: bool = False
-) -> bool:
-    """Whether calls with a layout may have other tiles than 128 x 128.
-
-    has_block_bias       its tables are made for these tiles
-    has_slopes_gradient  whether alibi_slopes need a gradient, which `hopper` leaves to the kernels of `triton`
-    """
-    if has_slopes_gradient and backend != "triton":
-        return False
+def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False) -> bool:
+    """Whether calls with a layout may have other tiles than 128 x 128, for which tables of block_bias are made."""
     # "auto" is a traced call on a Hopper GPU, see `decide`
     return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
 
 
-def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int) -> int:
-    """The `Plan.tile` of such a call."""
+def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int, *, has_slopes_gradient: bool = False) -> int:
+    """The `Plan.tile` of such a call.
+
+    has_slopes_gradient  whether alibi_slopes need a gradient, which `hopper` leaves to the kernels of `triton`
+    """
     dim = 64 if max(head_dim, v_dim) <= 64 else 128
-    return shares.fastest(dim, "triton" if backend == "triton" else "hopper")
+    return shares.fastest(dim, "triton" if backend == "triton" or has_slopes_gradient else "hopper")
+
+
+def has_slopes_gradient(slopes: Tensor | None) -> bool:
+    """Whether a backward will compute the gradient of alibi_slopes."""
+    return slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
 
 
 def can_reorder(backend: str, *, has_dropout: bool, has_kv_lengths: bool, has_positions: bool) -> bool:
@@ -285,11 +300,19 @@ def is_deterministic(deterministic: bool | None) -> bool:
 
 
 def explained_choice(
-    backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, *, has_dropout: bool, has_block_bias: bool
+    backend: str,
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    has_dropout: bool,
+    has_block_bias: bool,
+    softcap: float,
 ) -> Choice:
     """The choice for q, k, v with its reasons."""
     device = tensors[0].device
-    unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias) if device.type == "cuda" else None
+    unfit = None
+    if device.type == "cuda":
+        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
     chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"
@@ -333,11 +356,11 @@ def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: b
     return "computes all q_len * kv_len pairs; meant for tests, ask for it by name"
 
 
-def explained_determinism(deterministic: bool | None, backend: str, tile: int = TILE) -> str:
-    """Which bits of the results are equal in every run. tile: of the call's plan."""
+def explained_determinism(deterministic: bool | None, *, adds_dq: bool) -> str:
+    """Which bits of the results are equal in every run. adds_dq: whether tile columns add to dq, in no fixed order."""
     asked = str(deterministic)
     if deterministic is None:
         asked = f"None: as torch.are_deterministic_algorithms_enabled(), {is_deterministic(None)}"
-    if backend == "hopper" and tile == TILE and not is_deterministic(deterministic):
+    if adds_dq:
         return f"bitwise identical in every run except for dq, summed in no fixed order (deterministic={asked})"
     return f"bitwise identical in every run, forward and backward (deterministic={asked})"

@@ -51,7 +51,10 @@ def _attend(
         scores = validation.check_scores(scores, q, layout)
         softcap = scores.softcap or 0.0
         has_bias = scores.block_bias is not None
-    chosen = dispatch.decide(backend, q, k, v, dtype, specs, has_dropout=dropout_p > 0, has_block_bias=has_bias)
+    has_dropout = dropout_p > 0
+    chosen = dispatch.decide(
+        backend, q, k, v, dtype, specs, has_dropout=has_dropout, has_block_bias=has_bias, softcap=softcap
+    )
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
     if autocast is None:
         return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
@@ -167,15 +170,10 @@ def _run_planned(
         device = _plan_device(q)
         tile = TILE
         slopes, bias = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
-        if dispatch.has_fine_tiles(
-            spec.backend,
-            q.shape[3],
-            v.shape[3],
-            has_block_bias=bias is not None,
-            has_slopes_gradient=slopes is not None and slopes.requires_grad,
-        ):
+        if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=bias is not None):
             shares = layout._tile_shares(device, spec.causal)
-            tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3])
+            is_trained = dispatch.has_slopes_gradient(slopes)
+            tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
         plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
     if scores is None:
         return ops.attention(q, k, v, plan, kv_lengths, seed, spec, specs)
@@ -437,7 +435,9 @@ def explain(
     if scores is not None:
         validation.check_scores(scores, q, layout)
     has_scores, has_bias = scores is not None, block_bias is not None
-    choice = dispatch.explained_choice(backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_block_bias=has_bias)
+    choice = dispatch.explained_choice(
+        backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_block_bias=has_bias, softcap=softcap or 0.0
+    )
     is_deterministic = dispatch.is_deterministic(deterministic)
     call = Call(
         q,
@@ -454,9 +454,9 @@ def explain(
         has_softcap=softcap is not None,
         has_block_bias=block_bias is not None,
         has_slopes=alibi_slopes is not None,
-        has_slopes_gradient=alibi_slopes is not None and alibi_slopes.requires_grad,
+        has_slopes_gradient=dispatch.has_slopes_gradient(alibi_slopes),
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():
-        determinism = dispatch.explained_determinism(deterministic, choice.backend, call.tile)
+        determinism = dispatch.explained_determinism(deterministic, adds_dq=explanation.memory.adds_dq(call))
         return explanation.explained(call, reason=choice.reason, others=choice.others, determinism=determinism)

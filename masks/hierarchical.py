@@ -76,7 +76,7 @@ def hierarchical(
     causal: bool = False,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to all nearby tokens, and to `size` tokens of every segment beyond; segments double in length.
+    """Each token attends to all nearby tokens, and to `size` of each farther segment; segments double in length.
 
     Level 0 cuts the keys into cells of `size` tokens; the siblings 2 n and 2 n + 1 form a cell of the next level. A
     token attends to its own cell of level 0 and to the sibling of that cell. At every level above, it attends to `size`

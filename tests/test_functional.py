@@ -1098,6 +1098,7 @@ def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype
         ({"interpret": True}, "interpreter"),
         ({"has_dropout": True}, "it has no dropout"),
         ({"has_block_bias": True}, "it has no block_bias"),
+        ({"softcap": 1001.0}, "its softcap is accurate up to 1000, got 1001"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
@@ -1111,7 +1112,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias")}
+        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias", "softcap")}
         unfit = dispatch.unfit_for_hopper((q, k, q), dtype, **options)
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)
@@ -1154,7 +1155,7 @@ class OnGpu(torch.Tensor):
 
 def decide(backend, q, k, *, dtype=torch.bfloat16, is_traced=False, **options):
     specs = None if is_traced else specs_of(q, k, k)
-    options = {"has_dropout": False, "has_block_bias": False} | options
+    options = {"has_dropout": False, "has_block_bias": False, "softcap": 0.0} | options
     dispatch._choose_by_specs.cache_clear()
     q, k = q.as_subclass(OnGpu), k.as_subclass(OnGpu)
     return dispatch.decide(backend, q, k, k, dtype, specs, **options)
@@ -1173,6 +1174,9 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
         assert decide("auto", large, large, is_traced=True, dtype=torch.float32) == "triton"
         assert decide("auto", large, large) == decide("hopper", large, large) == "hopper"
         assert decide("auto", large, large, has_block_bias=True) == "triton"
+        assert decide("auto", large, large, softcap=1e6) == "triton"
+        assert decide("auto", large, large, softcap=1e6, is_traced=True) == "triton"
+        assert decide("auto", large, large, softcap=50.0) == "hopper"
     with on_gpu((8, 0)):
         assert decide("auto", large, large, is_traced=True) == decide("auto", large, large) == "triton"
 
@@ -1208,12 +1212,19 @@ def test_determinism_reaches_the_backward_of_hopper(deterministic):
         assert ops._kernels(name, deterministic) == ops._kernels(name, False)
 
 
-def test_only_hopper_is_not_bitwise_reproducible_by_default():
-    assert "except for dq" in dispatch.explained_determinism(False, "hopper")
-    for deterministic, *call in ((True, "hopper"), (False, "hopper", 64), (False, "triton"), (False, "eager")):
-        assert dispatch.explained_determinism(deterministic, *call).startswith(
-            "bitwise identical in every run, forward and backward"
-        )
+def test_only_additions_to_dq_are_not_bitwise_reproducible():
+    assert "except for dq" in dispatch.explained_determinism(False, adds_dq=True)
+    for deterministic in (True, False, None):
+        found = dispatch.explained_determinism(deterministic, adds_dq=False)
+        assert found.startswith("bitwise identical in every run, forward and backward")
+
+
+def test_slopes_have_a_gradient_if_autograd_sees_them():
+    slopes = torch.ones(2, requires_grad=True)
+    assert dispatch.has_slopes_gradient(slopes)
+    assert not dispatch.has_slopes_gradient(slopes.detach()) and not dispatch.has_slopes_gradient(None)
+    with torch.no_grad():
+        assert not dispatch.has_slopes_gradient(slopes)
 
 
 @pytest.mark.parametrize(("backend", "block_size", "expected"), [

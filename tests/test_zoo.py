@@ -363,7 +363,7 @@ def assert_accurate(actual: list[Tensor], layout: Layout, call: Call, device: to
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of 128 x 128 tiles, whatever the layout."""
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE)
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: TILE)
 
 
 def values_of(backend: str, layout: Layout, call: Call) -> set[Any]:
@@ -410,7 +410,7 @@ ON_HOPPER = [("hopper", FINE_TILE), ("hopper", PIECE)] if HAS_HOPPER else []
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_smaller_tiles_are_as_accurate(name, tile, index, device, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
     calls = fine_calls(name)
     # seven: prime to the number of calls, so that neighbours differ; the interpreter is slow
     assert len(calls) % 7

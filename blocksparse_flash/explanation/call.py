@@ -171,15 +171,10 @@ class Call:
         """The `Plan.tile`."""
         if self.layout is None or self.is_empty:
             return TILE
-        if not has_fine_tiles(
-            self.backend,
-            self.head_dim,
-            self.v_dim,
-            has_block_bias=self.has_block_bias,
-            has_slopes_gradient=self.has_slopes_gradient,
-        ):
+        if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.has_block_bias):
             return TILE
-        return tile_of(self.backend, self.shares, self.head_dim, self.v_dim)
+        is_trained = self.has_slopes_gradient
+        return tile_of(self.backend, self.shares, self.head_dim, self.v_dim, has_slopes_gradient=is_trained)
 
     @property
     def shares(self) -> Shares:

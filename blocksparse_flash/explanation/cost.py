@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from .. import dispatch as backends
-from ..kernels.schedule import padded_dim
+from ..kernels.schedule import heads_in_turn, padded_dim
 from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
-from .scheduling import Lines, Sides, split_lines
+from .scheduling import Lines, Sides, in_turn, split_lines
 
 # share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
@@ -188,6 +188,10 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
 
     def split(lines: Lines, first: int, n_batch_heads: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
+        if chosen.parts == 1 and call.layout is None:
+            n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
+            n_in_turn = heads_in_turn(n_lines, n_batch_heads, n_sms, *lengths, causal=call.causal)
+            return in_turn(lines, n_batch_heads, n_in_turn)
         return split_lines(lines, chosen.n_lines * n_batch_heads, chosen.parts)
 
     forward = backward = call.sides

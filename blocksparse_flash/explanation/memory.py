@@ -164,8 +164,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
-    has_one_launch = uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
-    sides = ("col",) if has_one_launch else ("row", "col")
+    sides = ("col",) if adds_dq(call) else ("row", "col")
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
@@ -213,6 +212,11 @@ def has_separate_dq(call: Call) -> bool:
     return is_dq_separate(
         call.plan or (), call.q_shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
     )
+
+
+def adds_dq(call: Call) -> bool:
+    """Whether tile columns add to dq, in no fixed order."""
+    return uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
 
 
 def uses_hopper_backward(call: Call) -> bool:

@@ -64,6 +64,18 @@ def split_lines(lines: Lines, n_split: int, n_splits: int) -> Lines:
     return Lines(*(np.concatenate([first, values[n_split:]]) for first, values in zip(shared, lines, strict=True)))
 
 
+def in_turn(lines: Lines, n_heads: int, n_in_turn: int) -> Lines:
+    """The lines of n_heads heads in the order in which kernels take them, see `schedule.heads_in_turn`.
+
+    >>> in_turn(Lines(np.array([2, 1, 2, 1, 2, 1, 2, 1, 2, 1]), np.zeros(10)), 5, 2).tiles.tolist()
+    [2, 2, 1, 1, 2, 2, 2, 1, 1, 1]
+    """
+    index = np.arange(len(lines.tiles)).reshape(n_heads, -1)
+    firsts = range(n_in_turn, n_heads - n_in_turn + 1, n_in_turn)
+    order = np.concatenate([heads.T.ravel() for heads in np.split(index, firsts)])
+    return Lines(*(values[order] for values in lines))
+
+
 def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes: int) -> Sides:
     """The lines of a call without a layout. axes, kv_axes: batch * heads, batch * kv_heads."""
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
@@ -82,7 +94,7 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     of_col = n_rows - from_q // TILE
     of_col[from_q == q_len] = 0
     cols = of_col, of_col - np.clip(q_len // TILE - -(-whole_q // TILE), 0, of_col)
-    # without a layout the longest lines come first: the last tile rows, the first tile columns
+    # head after head, the longest lines first: the last tile rows, the first tile columns
     group = max(1, axes // max(1, kv_axes))
     return Sides(
         Lines(*(np.tile(values[::-1], axes) for values in rows)),

@@ -127,13 +127,15 @@ def _of_shapes(
     return split if split == WHOLE else split._replace(side=side)
 
 
-def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, *, causal: bool) -> int:
+def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, causal: bool) -> int:
     """Number of heads whose lines are taken in turn, the longest of all of them first; 1: head after head.
 
-    Lines of causal calls shrink to one tile. Head after head, the first line of the last head would begin late, and
-    all other SMs would wait for it: the last heads together need as much work for each SM as one such line is.
+    Lines of causal calls shrink, with as many queries as keys to one tile. Head after head, the first line of the last
+    head would begin late, and all other SMs would wait for it. Heads in turn have at least as much work for each SM as
+    one such line.
     """
-    if not causal:
+    if not causal or kv_len > 2 * q_len:
+        # the shortest line has more than half as many tiles as the longest
         return 1
     needed = math.ceil(2 * n_sms / n_lines)
     return min(1 << (needed - 1).bit_length(), MAX_HEADS_IN_TURN, n_batch_heads)

@@ -13,7 +13,7 @@ import torch
 
 import masks
 from blocksparse_flash import BlockLayout, explain, explanation
-from blocksparse_flash.explanation import cost, prediction
+from blocksparse_flash.explanation import cost, memory, prediction, scheduling
 from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.explanation.prediction import Device
 from tests.support import cases
@@ -213,6 +213,28 @@ def test_a_gpu_without_clock_and_bandwidth_is_still_predicted(device_with: Any, 
     assert found == H200._replace(clock=0.0, bandwidth=0.0)
     # a GPU that was measured needs neither
     assert on(call(), found).prediction == on(call(), H200).prediction
+
+
+def test_dq_is_added_by_tile_columns_of_hopper_alone() -> None:
+    assert memory.adds_dq(call(backend="hopper"))
+    for other in (
+        call(),
+        call(backend="hopper", deterministic=True),
+        call(backend="hopper", has_slopes=True, has_slopes_gradient=True),
+        call((1, 2, 512, 256), backend="hopper"),
+        call(backend="hopper", layout=masks.random(16384, density=0.1, block_size=64, seed=0)),
+    ):
+        assert not memory.adds_dq(other)
+
+
+# all of 9 heads are taken in turn
+@pytest.mark.parametrize("heads", [8, 9])
+def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int) -> None:
+    causal = call((1, heads, 8192, 128), backend="hopper", causal=True)
+    for one, other in zip(cost.programs(causal, 132)[1], causal.sides, strict=True):
+        assert sorted(one.tiles) == sorted(other.tiles)
+    in_turn = scheduling.makespan(cost.programs(causal, 132)[1].cols.tiles, 132)
+    assert in_turn < scheduling.makespan(causal.sides.cols.tiles, 132)
 
 
 # ---- advice ----

@@ -101,7 +101,9 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # by the kind, not by the layout
-    monkeypatch.setattr("blocksparse_flash.explanation.call.tile_of", lambda *_: 64 if kind.startswith("fine") else 128)
+    monkeypatch.setattr(
+        "blocksparse_flash.explanation.call.tile_of", lambda *_, **__: 64 if kind.startswith("fine") else 128
+    )
     batch, heads, kv_heads, q_len, kv_len = {
         # whole tiles of 128 x 128
         "layout": (2, 4, 2, 250, 380),

@@ -38,7 +38,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name, _, tile = request.param.partition("-")
     # a call with dropout runs on `triton`, which has no gathered tiles
     side = int(tile or TILE)
-    monkeypatch.setattr(dispatch, "tile_of", lambda by, *_: TILE if (by, side) == ("triton", PIECE) else side)
+    monkeypatch.setattr(dispatch, "tile_of", lambda by, *_, **__: TILE if (by, side) == ("triton", PIECE) else side)
     return str(name)
 
 

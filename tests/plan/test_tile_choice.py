@@ -138,6 +138,12 @@ def test_plans_of_all_tiles_that_may_be_chosen_are_made_in_advance() -> None:
     assert tile_choice.WHOLE.tiles == [TILE]
 
 
+def test_slopes_with_a_gradient_get_a_tile_that_triton_has() -> None:
+    scattered = Shares(0.3, 0.05)
+    assert dispatch.tile_of("hopper", scattered, 128, 128) == PIECE
+    assert dispatch.tile_of("hopper", scattered, 128, 128, has_slopes_gradient=True) == FINE_TILE
+
+
 @pytest.mark.parametrize(
     ("backend", "dims", "has_block_bias", "expected"),
     [

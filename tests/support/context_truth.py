@@ -138,7 +138,7 @@ def interpreted(name: str, length: int) -> Whole:
     wide = whole(name, length, (2, 1))
     inputs, douts = [t.float() for t in wide[:3]], [t.float() for t in wide[3:5]]
     # several GPUs have no tiles of 64 x 64, which would sum in another order
-    with mock.patch.object(dispatch, "tile_of", lambda *_: TILE):
+    with mock.patch.object(dispatch, "tile_of", lambda *_, **__: TILE):
         same = results_of_one_process(layout_of(name, length), inputs, douts, "triton")
     return Whole(*inputs, *douts, wide.truth, same)
 

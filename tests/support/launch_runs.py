@@ -68,7 +68,7 @@ def run(call: Call) -> list[Tensor]:
     layout, variant = call.layout(), call.variant
     # by the variant, not by the layout, whose tokens keep their order
     with (
-        mock.patch.object(dispatch, "tile_of", lambda *_: variant.tile),
+        mock.patch.object(dispatch, "tile_of", lambda *_, **__: variant.tile),
         mock.patch.object(dispatch, "can_reorder", lambda *_, **__: False),
     ):
         out, lse = attention_with_lse(

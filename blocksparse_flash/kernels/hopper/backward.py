@@ -588,7 +588,7 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_cols": split.n_lines,
         "num_splits": split.parts,
-        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, causal=options.causal),
+        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, causal=options.causal),
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": options.causal,

@@ -41,6 +41,7 @@ from ...score_mods import Scores
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
+from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_cols
 from ..triton.tile import NUMBER, find_line_record
@@ -625,7 +626,9 @@ def backward(
 
     plan  the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     """
-    assert scores is None or not wanted[1], "calls that want the gradient of the slopes have tiles of 128"
+    if scores is not None and wanted[1]:
+        assert not pieces_of(plan)[0], "calls that want the gradient of the slopes have no gathered plan"
+        return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     assert not causal, "the plan contains it"
     dout, dlse, q, k, v, out, lse = inputs

@@ -572,7 +572,7 @@ def forward_launches(
         "group": heads // kv_heads,
         "n_split_rows": split.n_lines,
         "num_splits": split.parts,
-        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, causal=causal),
+        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
         **mods.arguments(scale, is_forward=True),
         "CAUSAL": causal,
         "CONFIG": chosen,

@@ -38,8 +38,13 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
 
 @gluon.jit
 def find_line(i_work, n_lines, n_batch_heads, n_in_turn):
-    """(batch_head, line in launch order) of work item i_work of a call without a layout: see schedule.heads_in_turn."""
-    first = i_work // (n_in_turn * n_lines) * n_in_turn
-    n_heads = gl.minimum(n_in_turn, n_batch_heads - first)
+    """(batch_head, line in launch order) of work item i_work of a call without a layout: see schedule.heads_in_turn.
+
+    The last heads are n_in_turn or more: alone they would leave SMs idle.
+    """
+    i_last = gl.maximum(n_batch_heads // n_in_turn, 1) - 1
+    i_heads = gl.minimum(i_work // (n_in_turn * n_lines), i_last)
+    first = i_heads * n_in_turn
+    n_heads = gl.where(i_heads == i_last, n_batch_heads - first, n_in_turn)
     i_work = i_work - first * n_lines
     return first + i_work % n_heads, i_work // n_heads

@@ -62,7 +62,7 @@ def check(monkeypatch):
             # the gradient of slopes needs tiles of 128
             call = dataclasses.replace(call, are_slopes_fixed=call.has_slopes)
         monkeypatch.setattr(ops, "_kernels", lambda *_: kernels)
-        monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
+        monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
         tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
@@ -256,7 +256,7 @@ def test_splits_give_the_same_bits_under_every_order_of_events(monkeypatch):
     for seed in range(3):
         simulation = split(Simulation(seed=seed, n_sms=1 + seed), 3, 2)
         monkeypatch.setattr(ops, "_kernels", lambda *_, s=simulation: (s.forward, s.backward))
-        monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE_SIDE)
+        monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: TILE_SIDE)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         call = zoo.Call(head_dim=64, kv_heads=1, dtype=BFLOAT16)
         out, lse, _, *rest = zoo.run("hopper", WINDOW, call, zoo.inputs(WINDOW, call), CPU)

@@ -183,7 +183,7 @@ def test_split_lines_are_as_accurate_as_the_reference(
 def test_split_lines_of_smaller_tiles_are_as_accurate(
     index: int, n_lines: int, tile: int, split_lines: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
     split_lines(forced(3, n_lines))
     calls = zoo.fine_calls("hopper")
     call = calls[(7 * index + n_lines) % len(calls)]
@@ -199,7 +199,7 @@ def test_runs_with_splits_are_bitwise_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Three runs; dq only with deterministic=True."""
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_: tile)
+    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
     length = 2000
     layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
     torch.manual_seed(0)
@@ -239,7 +239,7 @@ def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, tile:
 
     modules = forward, backward, fine_forward, fine_backward
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dispatch, "tile_of", lambda *_: tile)
+        patched.setattr(dispatch, "tile_of", lambda *_, **__: tile)
         for module in modules:
             patched.setattr(module, "split_of", lambda *args: chosen.append(split_of(*args)) or chosen[-1])
         split = run()

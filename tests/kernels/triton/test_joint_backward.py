@@ -61,7 +61,7 @@ def launched(monkeypatch):
             monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
         monkeypatch.setattr(launch.Launch, "__call__", record)
         # in tiles of 64 all blocks have 64 queries
-        monkeypatch.setattr(dispatch, "tile_of", lambda *_: TILE)
+        monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: TILE)
         return names
 
     return force
