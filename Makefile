@@ -35,20 +35,20 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: $(VENV)/.test
-	@echo "tests: about 10,200 on $(JOBS) processes, about 8 minutes on two idle cores"
+	@echo "tests: about 10,200 on $(JOBS) processes, about 9 minutes on two idle cores"
 	$(PYTEST) -m "not compilers and not thorough"
 
 test-thorough: $(VENV)/.test
-	@echo "thorough: about 1,500 tests on $(JOBS) processes, about 8 minutes on two idle cores"
+	@echo "thorough: about 1,500 tests on $(JOBS) processes"
 	$(PYTEST) -m "thorough and not compilers"
 
 test-compilers: $(VENV)/.test
-	@echo "compilers: installs Triton $(TRITONS), then compiles about 1,000 kernels: 10 minutes on two idle cores"
+	@echo "compilers: installs Triton $(TRITONS), then compiles about 1,000 kernels"
 	$(MAKE) --no-print-directory --jobs=$(JOBS) $(OTHER_TRITONS)
 	$(PYTEST) -m compilers tests/kernels/test_compile.py tests/runtime/test_launcher.py
 
 test-rest: $(VENV)/.test
-	@echo "rest: installs Triton $(TRITONS), then runs about 1,500 tests and compiles about 1,500 kernels: 25 minutes"
+	@echo "rest: installs Triton $(TRITONS), then runs about 1,500 tests and compiles about 1,500 kernels: 40 minutes"
 	@echo "rest: part $(PART)"
 	$(MAKE) --no-print-directory --jobs=$(JOBS) $(OTHER_TRITONS)
 	$(PYTEST) -m "thorough or compilers" --part $(PART)

@@ -211,7 +211,8 @@ def main() -> None:
             assert hopper.has_tile_counter == (n_sms == 3)
             tile_counter = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
             splits = torch.empty(hopper.n_split_floats) if hopper.combine else None
-            arguments = [(*call, *tile_lists, None, tile_counter, torch.empty_like(out), lse, splits) for call in calls]
+            before = (*tile_lists, None, None, None, tile_counter)
+            arguments = [(*call, *before, torch.empty_like(out), lse, splits) for call in calls]
             check(recorder, hopper.kernel, arguments[0], arguments)
             recorder.calls.clear()
         # more tile columns than programs
@@ -223,7 +224,7 @@ def main() -> None:
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
         dq_sums = [torch.empty(shape) for _ in calls]
         arguments = [
-            (*call, call[0], *lse_delta, None, *call[1:], Pointers(*tile_lists, None, tile_counter, None, dq_sum))
+            (*call, call[0], *lse_delta, None, *call[1:], Pointers(*tile_lists, None, tile_counter, None, None, dq_sum))
             for call, dq_sum in zip(calls, dq_sums, strict=True)
         ]
         check(recorder, columns.cols, arguments[0], arguments)
