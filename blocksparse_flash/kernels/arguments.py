@@ -46,7 +46,7 @@ class ScoreSpecs(NamedTuple):
     """Cache key of the score mods of a call.
 
     bias_cell  queries and keys of a bias cell; None without a bias
-    changes    whether scores change between product and mask
+    modifies_scores  whether score mods apply between product and mask
     tables     specs of the bias tables, by direction
     others     specs of sinks and slopes
     wanted     whether the gradients of sinks, slopes and bias are needed
@@ -54,7 +54,7 @@ class ScoreSpecs(NamedTuple):
 
     softcap: float
     bias_cell: tuple[int, int] | None
-    changes: bool
+    modifies_scores: bool
     tables: tuple[TensorSpec | None, ...]
     others: tuple[TensorSpec | None, ...]
     wanted: tuple[bool, ...]
@@ -62,9 +62,9 @@ class ScoreSpecs(NamedTuple):
 
 def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> ScoreSpecs:
     """The cache key of score mods and their bias tables."""
-    changes = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
-    others = spec_of(scores.sinks), spec_of(scores.alibi_slopes)
-    return ScoreSpecs(scores.softcap, scores.bias_cell, changes, tuple(map(spec_of, tables)), others, tuple(wanted))
+    modifies_scores = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
+    others, specs = (spec_of(scores.sinks), spec_of(scores.alibi_slopes)), tuple(map(spec_of, tables))
+    return ScoreSpecs(scores.softcap, scores.bias_cell, modifies_scores, specs, others, tuple(wanted))
 
 
 class Options(NamedTuple):
@@ -86,9 +86,9 @@ class Options(NamedTuple):
     scores: ScoreSpecs | None = None
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether score mods change scores between product and mask."""
-        return self.scores is not None and self.scores.changes
+    def modifies_scores(self) -> bool:
+        """Whether score mods apply between product and mask; sinks do not."""
+        return self.scores is not None and self.scores.modifies_scores
 
 
 def options_of(

@@ -354,8 +354,10 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
     for dim, size, tile in itertools.product(DIMS, (2, 4), (TILE, FINE_TILE)):
         if tile == FINE_TILE and dim > MAX_FINE_HEAD_DIM:
             continue
-        for tma, dropout, changed in itertools.product(flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags):
-            options = {"tma": tma, "dropout": dropout, "changed": changed}
+        for tma, dropout, modifies_scores in itertools.product(
+            flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags
+        ):
+            options = {"tma": tma, "dropout": dropout, "modifies_scores": modifies_scores}
             found = [
                 *(("forward", forward.config(dim, size, **options, **on, narrow=narrow)) for narrow in flags),
                 ("keys", backward.config_keys(dim, size, **options, **on)),
@@ -370,9 +372,9 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
                     keys, queries = both
                     blocks = keys.block_q, keys.block_kv, queries.block_q, queries.block_kv
                     yield "joint", dim, tma, tile, *blocks, keys.num_warps, keys.num_stages
-        for n_rows, changed in itertools.product((1, 17, 33, 65), flags):
+        for n_rows, modifies_scores in itertools.product((1, 17, 33, 65), flags):
             of_rows = split_kv.config(
-                n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, changed=changed
+                n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, modifies_scores=modifies_scores
             )
             yield "split_kv", dim, size, tile, *dataclasses.astuple(of_rows.config)
         yield from (("split_kv", dim, word) for word in ("split", "whole"))
@@ -400,13 +402,13 @@ def _known_hopper() -> Iterator[Key]:
         yield from (("sum_cols", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
-    for dim, has_lengths, is_gathered, has_changes in itertools.product((64, 128), flags, flags, flags):
-        kind = {"is_gathered": is_gathered, "has_changes": has_changes}
+    for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
+        kind = {"is_gathered": is_gathered, "modifies_scores": modifies_scores}
         of_rows = fine_forward.config(dim, **kind).registers
         for name, registers in zip(
             ("fine_forward", "fine_dkdv", "fine_dq"), (of_rows, *fine_backward.registers(dim, **kind)), strict=True
         ):
-            yield name, dim, has_lengths, is_gathered, has_changes, registers
+            yield name, dim, has_lengths, is_gathered, modifies_scores, registers
     for name, dim, word in itertools.product(("fine_forward", "fine_dkdv", "fine_dq"), (64, 128), ("split", "whole")):
         yield name, dim, word
 

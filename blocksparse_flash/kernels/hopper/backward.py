@@ -84,11 +84,10 @@ from .registers import (
     clamped_kv_len,
     in_register_order,
     reinterpret,
-    round_p_ds,
     store_split,
     zero_tail,
 )
-from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_slope, mod_specs_of
+from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
 from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store
 from .work_tiles import WORK_TILE_STAGES
 
@@ -222,15 +221,11 @@ def backward_step(
     b_lse = pipelines.q.buffers.lse.index(stage).load(query_layout)
     o_kv = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
     kv_start = work_tile.kv_start
-    if mods.cap is not None or mods.slopes_ptr is not None:
-        o_query = gl.arange(0, BLOCK_Q, layout=query_layout)
-        if mods.slopes_ptr is not None:
-            q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
-            o_query = q_start + (sizes.kv_len - sizes.q_len) - kv_start + o_query
-        b_scores, b_tanh = changed_scores(b_scores, mods, load_slope(mods, i_head), o_kv, o_query)
-        b_p = gl.exp2(b_scores - gl.expand_dims(b_lse, 0))
-    else:
-        b_p = gl.exp2(b_scores * mods.factor - gl.expand_dims(b_lse, 0))
+    o_query = gl.arange(0, BLOCK_Q, layout=query_layout)
+    if mods.slopes_ptr is not None:
+        o_query = q_start_of(ptrs.indices_ptr, step, BLOCK_Q) + (sizes.kv_len - sizes.q_len) - kv_start + o_query
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, load_slope(mods, i_head), o_kv, o_query)
+    b_p = gl.exp2(b_scores - gl.expand_dims(b_lse, 0))
     if ptrs.kv_lengths_ptr is not None:
         b_p = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 1), b_p, 0.0)
     if MASKED:
@@ -238,11 +233,7 @@ def backward_step(
         b_p = gl.where(pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL, BLOCK_Q), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_delta = pipelines.dout.buffers.delta.index(stage).load(query_layout)
-    if mods.cap is not None:
-        b_p16 = b_p.to(dtype)
-        b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 0)) * (1.0 - b_tanh * b_tanh)).to(dtype)
-    else:
-        b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
+    b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype)
     b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
     # [WARPGROUP_ROWS, DIM_V]
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)

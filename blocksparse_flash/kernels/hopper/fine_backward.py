@@ -59,8 +59,8 @@ from .fine_tiles import (
     tiles_of,
     zero_rows_from,
 )
-from .registers import accumulator, clamped_kv_len, round_p_ds, store_split
-from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_slope, mod_specs_of
+from .registers import accumulator, clamped_kv_len, store_split
+from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
 from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
 
 # buffers of q and dO in the kernel for dk and dv
@@ -68,13 +68,12 @@ STAGES = gl.constexpr(2)
 # registers per thread of the kernels for (dk and dv, dq), by padded head dimension: they bound the programs per SM
 REGISTERS = {128: (255, 168), 64: (168, 128)}
 GATHERED_REGISTERS = {128: (255, 255), 64: (168, 128)}
-# for scores that change
-CHANGED_REGISTERS = {128: (255, 255), 64: (168, 168)}
+MODIFIED_REGISTERS = {128: (255, 255), 64: (168, 168)}
 
 
-def registers(dim: int, *, is_gathered: bool, has_changes: bool) -> tuple[int, int]:
-    """The launch table. dim: the larger padded head dimension; has_changes: see ModSpecs.changes."""
-    return (CHANGED_REGISTERS if has_changes else GATHERED_REGISTERS if is_gathered else REGISTERS)[dim]
+def registers(dim: int, *, is_gathered: bool, modifies_scores: bool) -> tuple[int, int]:
+    """The launch table. dim: the larger padded head dimension; modifies_scores: see ModSpecs.modifies_scores."""
+    return (MODIFIED_REGISTERS if modifies_scores else GATHERED_REGISTERS if is_gathered else REGISTERS)[dim]
 
 
 class Pointers(NamedTuple):
@@ -163,12 +162,9 @@ def add_dkdv(
     b_lse = gl.load(ptrs.lse_ptr + o_line)
     b_delta = gl.load(ptrs.delta_ptr + o_line)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
-    if mods.cap is not None or mods.slopes_ptr is not None:
-        o_query = positions(starts, o_q) + (kv_ahead - kv_start)
-        b_scores, b_tanh = changed_scores(b_scores, mods, slope, o_kv, o_query)
-        b_scores = b_scores - gl.expand_dims(b_lse, 0)
-    else:
-        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 0)
+    o_query = positions(starts, o_q) + (kv_ahead - kv_start)
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_kv, o_query)
+    b_scores = b_scores - gl.expand_dims(b_lse, 0)
     if MASKED and GATHERED:
         words = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_kv, GATHERED)
         b_scores = mask_columns(b_scores, words, o_q)
@@ -179,11 +175,7 @@ def add_dkdv(
         i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         b_p = gl.where(transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, o_q, SIDE), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    if mods.cap is not None:
-        b_p16 = b_p.to(dtype)
-        b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 0)) * (1.0 - b_tanh * b_tanh)).to(dtype)
-    else:
-        b_p16, b_ds = round_p_ds(b_p, b_dp, b_delta, dtype)
+    b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype)
     dv_token = warpgroup_mma(
         gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2)), dout_tile, b_dv, is_async=True
     )
@@ -367,12 +359,9 @@ def add_dq(
     scores_token = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
-    if mods.cap is not None or mods.slopes_ptr is not None:
-        o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-        b_scores, b_tanh = changed_scores(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
-        b_scores = b_scores - gl.expand_dims(b_lse, 1)
-    else:
-        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
+    o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    b_scores = b_scores - gl.expand_dims(b_lse, 1)
     # after scaling, since the scale may be negative
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
@@ -567,7 +556,9 @@ def backward_launches(
         "GATHERED": pieces[0] > 0,
         "num_warps": 4,
     }
-    dkdv_registers, dq_registers = registers(max(dim, dim_v), is_gathered=pieces[0] > 0, has_changes=mods.changes)
+    dkdv_registers, dq_registers = registers(
+        max(dim, dim_v), is_gathered=pieces[0] > 0, modifies_scores=mods.modifies_scores
+    )
     dkdv_arguments = {
         **sizes,
         "record_strides": strides_of_records(by_cols[0]),

@@ -53,7 +53,7 @@ from .fine_tiles import (
     zero_rows_from,
 )
 from .registers import accumulator, clamped_kv_len, store_split
-from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_sink, load_slope, mod_specs_of, with_sink
+from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
 
@@ -73,13 +73,13 @@ class Config(NamedTuple):
 
 # by padded head dimension: four programs per SM, and five
 CONFIGS = {128: Config(registers=128), 64: Config(registers=96, rescale_threshold=8.0)}
-# for gathered plans, and for scores that change, which take more registers: three programs per SM, and four
+# for gathered plans and for score mods, which take more registers: three programs per SM, and four
 LARGE_CONFIGS = {128: Config(registers=168, rescale_threshold=8.0), 64: Config(registers=128, rescale_threshold=8.0)}
 
 
-def config(dim: int, *, is_gathered: bool, has_changes: bool) -> Config:
-    """The launch table. dim: the larger padded head dimension; has_changes: see ModSpecs.changes."""
-    return (LARGE_CONFIGS if is_gathered or has_changes else CONFIGS)[dim]
+def config(dim: int, *, is_gathered: bool, modifies_scores: bool) -> Config:
+    """The launch table. dim: the larger padded head dimension; modifies_scores: see ModSpecs.modifies_scores."""
+    return (LARGE_CONFIGS if is_gathered or modifies_scores else CONFIGS)[dim]
 
 
 # ---- one step ----
@@ -152,7 +152,7 @@ def step(
     factor = mods.factor
     if mods.cap is not None or mods.slopes_ptr is not None:
         o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-        b_scores, _ = changed_scores(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+        b_scores, _ = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
         factor = 1.0
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
@@ -269,19 +269,10 @@ def fine_forward_kernel(
             begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
         )  # fmt: skip
         starts = next_starts
-    b_max = state.max
     b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
-    b_decay = 1.0
-    if mods.sinks_ptr is not None:
-        sink = load_sink(mods, i_head)
-        if splits_ptr is not None:
-            # only the first split of a row has the sink
-            sink = gl.where(work_tile.i_split <= 0, sink, float("-inf"))
-        b_max, b_sum, b_decay = with_sink(b_max, b_sum, sink)
-    m_empty = b_sum == 0.0
-    b_sum = gl.where(m_empty, 1.0, b_sum)
-    b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
-    b_out = state.out * gl.expand_dims(gl.convert_layout(b_decay / b_sum, gl.SliceLayout(1, out_layout)), 1)
+    # only the first split of a row has the sink
+    b_lse, b_factor = finish_rows(state.max, b_sum, mods, i_head, work_tile.i_split <= 0)
+    b_out = state.out * gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, out_layout)), 1)
     o_q = gl.arange(0, SIDE, layout=query_layout)
     if work_tile.i_split < 0:
         p_lse = lse_ptr + batch_head.to(gl.int64) * q_len + q_start
@@ -332,7 +323,7 @@ def forward_launches(
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    chosen = config(max(dim, dim_v), is_gathered=pieces > 0, has_changes=mods.changes)
+    chosen = config(max(dim, dim_v), is_gathered=pieces > 0, modifies_scores=mods.modifies_scores)
     n_tile_rows = -(-q_len // SIDE.value)
     arguments = {
         "record_strides": strides_of_records(lists[0]),

@@ -66,7 +66,7 @@ from .forward_producer import (
     read_work_tile,
 )
 from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
-from .score_mods import PLAIN, ModSpecs, ScoreMods, changed_scores, load_sink, load_slope, mod_specs_of, with_sink
+from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_loadable, tma_store
 from .work_tiles import END, WORK_TILE_STAGES
@@ -246,7 +246,7 @@ def step(
         if mods.slopes_ptr is not None:
             q_start = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS + (sizes.kv_len - sizes.q_len)
             o_q = q_start - kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV) + o_q
-        b_scores, _ = changed_scores(b_scores, mods, slope, o_q, o_kv)
+        b_scores, _ = apply_score_mods(b_scores, mods, slope, o_q, o_kv)
         factor = 1.0
     if FIRST:
         # the only kind that is checked at run time
@@ -382,20 +382,11 @@ def mma(
         b_out = state.out
         if n_steps > 0:
             b_out = add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP=WARPGROUP, STAGES=STAGES)
-        b_max = state.max
         b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
-        b_decay = 1.0
-        if mods.sinks_ptr is not None:
-            sink = load_sink(mods, batch_head % sizes.n_heads)
-            if ptrs.splits_ptr is not None:
-                # only the first split of a row has the sink: see split_index
-                is_first = work_tile.target < sizes.n_batch_heads * (1 + sizes.n_split_rows)
-                sink = gl.where(is_first, sink, float("-inf"))
-            b_max, b_sum, b_decay = with_sink(b_max, b_sum, sink)
-        m_empty = b_sum == 0.0
-        b_sum = gl.where(m_empty, 1.0, b_sum)
-        b_lse = gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum))
-        b_out = b_out * gl.expand_dims(gl.convert_layout(b_decay / b_sum, gl.SliceLayout(1, out_layout)), 1)
+        # only the first split of a row has the sink: see split_index
+        has_sink = work_tile.target < sizes.n_batch_heads * (1 + sizes.n_split_rows)
+        b_lse, b_factor = finish_rows(state.max, b_sum, mods, batch_head % sizes.n_heads, has_sink)
+        b_out = b_out * gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, out_layout)), 1)
         out_tile = out_buffers.index(i_buffer if CONFIG.out_in_q else WARPGROUP)
         # the first condition is known at compile time, the second is not
         if ptrs.splits_ptr is None:  # noqa: SIM114

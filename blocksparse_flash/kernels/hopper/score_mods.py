@@ -13,6 +13,7 @@ from ...score_mods import Scores
 from ..arguments import LOG2_E as LOG2_E_VALUE
 from ..arguments import scale_log2, sign
 from ..triton.tile import LOG2_E
+from .registers import round_p_ds
 
 # ---- kernels ----
 
@@ -56,7 +57,7 @@ def load_slope(mods, i_head):
 
 
 @gluon.jit
-def changed_scores(b_scores, mods, slope, o_row, o_col):
+def apply_score_mods(b_scores, mods, slope, o_row, o_col):
     """(scores in base 2, tanh of the softcap) of q k^T [rows, columns]; the second is used with a softcap only.
 
     slope         of the head, in base 2
@@ -75,17 +76,31 @@ def changed_scores(b_scores, mods, slope, o_row, o_col):
 
 
 @gluon.jit
-def load_sink(mods, i_head):
-    """The sink of a head in base 2."""
-    return gl.load(mods.sinks_ptr + i_head) * LOG2_E
+def finish_rows(b_max, b_sum, mods, i_head, has_sink):
+    """(lse in base 2, factor that normalizes out) from the maximum and the sum of each row.
+
+    has_sink  False in splits that leave the sink to another one. A sink is a key without a value; -inf is none
+    """
+    b_decay = 1.0
+    if mods.sinks_ptr is not None:
+        sink = gl.where(has_sink, gl.load(mods.sinks_ptr + i_head) * LOG2_E, float("-inf"))
+        b_new_max = gl.maximum(b_max, sink)
+        b_decay = gl.exp2(b_max - b_new_max)
+        b_sum = b_sum * b_decay + gl.exp2(sink - b_new_max)
+        b_max = b_new_max
+    m_empty = b_sum == 0.0
+    b_sum = gl.where(m_empty, 1.0, b_sum)
+    return gl.where(m_empty, float("-inf"), b_max + gl.log2(b_sum)), b_decay / b_sum
 
 
 @gluon.jit
-def with_sink(b_max, b_sum, sink):
-    """(maximum, sum, decay of earlier sums) with a sink, which is a key without a value; a sink of -inf is none."""
-    b_new_max = gl.maximum(b_max, sink)
-    b_decay = gl.exp2(b_max - b_new_max)
-    return b_new_max, b_sum * b_decay + gl.exp2(sink - b_new_max), b_decay
+def round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype: gl.constexpr):
+    """`round_p_ds`, with the derivative of the softcap. b_tanh: see apply_score_mods."""
+    if mods.cap is not None:
+        b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 0)) * (1.0 - b_tanh * b_tanh)
+        return b_p.to(dtype), b_ds.to(dtype)
+    else:
+        return round_p_ds(b_p, b_dp, b_delta, dtype)
 
 
 # ---- launches ----
@@ -102,7 +117,7 @@ class ModSpecs(NamedTuple):
     slopes: tuple[torch.dtype, bool] | None = None
 
     @property
-    def changes(self) -> bool:
+    def modifies_scores(self) -> bool:
         """Whether scores change between product and mask."""
         return self.softcap > 0 or self.slopes is not None
 
@@ -111,7 +126,7 @@ class ModSpecs(NamedTuple):
 
         The forward takes the maximum of products of unchanged scores, which its factor must not turn around.
         """
-        if not self.changes:
+        if not self.modifies_scores:
             factor = scale_log2(scale) if is_forward else scale * LOG2_E_VALUE
             return {"scale_log2": factor, "cap": None, **({"SIGN": sign(scale)} if is_forward else {})}
         factor = scale / self.softcap if self.softcap > 0 else scale * LOG2_E_VALUE

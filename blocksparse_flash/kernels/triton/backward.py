@@ -59,7 +59,7 @@ def config_keys(
     tma: bool,
     dropout: bool,
     shared_memory: int,
-    changed: bool = False,
+    modifies_scores: bool = False,
 ) -> Config:
     """Launch configuration of dk and dv: a program owns block_kv keys and iterates over steps of block_q queries.
 
@@ -68,7 +68,7 @@ def config_keys(
     """
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
-    if dim <= 128 and changed:
+    if dim <= 128 and modifies_scores:
         if major == 10:
             return Config(32, 32, 8 if dim <= 64 else 4, 2)
         return Config(32, 64, 8, 2 if major == 9 else 1)
@@ -93,7 +93,7 @@ def config_queries(
     tma: bool,
     dropout: bool,
     shared_memory: int,
-    changed: bool = False,
+    modifies_scores: bool = False,
 ) -> Config:
     """Launch configuration of dq: a program owns block_q queries and iterates over steps of block_kv keys.
 
@@ -102,7 +102,7 @@ def config_queries(
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
-    if dim <= 128 and changed:
+    if dim <= 128 and modifies_scores:
         if major >= 9:
             return Config(128, 64, 8, 3) if dim <= 64 else Config(64, 32, 8 if major == 10 else 4, 2)
         return Config(64, 32, 4, 2) if dim <= 64 else Config(64, 64, 8, 2)
@@ -122,14 +122,14 @@ def config_joint(
     major: int,
     tma: bool,
     dropout: bool,
-    changed: bool = False,
+    modifies_scores: bool = False,
     group: int = 1,
 ) -> tuple[Config, Config] | None:
     """Configurations of keys and of queries in the joint launch; None where it is not used.
 
     At head_dim 128, grouped heads spill 40 bytes (664 with lengths), and lengths make ptxas serialize wgmma.
     """
-    if major != 9 or element_size != 2 or dim > 128 or group > 1 or dropout or changed:
+    if major != 9 or element_size != 2 or dim > 128 or group > 1 or dropout or modifies_scores:
         return None
     if tma:
         # both read the same blocks, by the same descriptors
@@ -214,7 +214,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
         "tma": tma,
         "dropout": options.dropout_p > 0,
         "shared_memory": options.shared_memory,
-        "changed": options.changes_scores,
+        "modifies_scores": options.modifies_scores,
     }
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
@@ -284,7 +284,7 @@ def joint_launch(
         major=options.major,
         tma=tma,
         dropout=options.dropout_p > 0,
-        changed=options.changes_scores,
+        modifies_scores=options.modifies_scores,
         group=heads // kv_heads,
     )
     if chosen is None:

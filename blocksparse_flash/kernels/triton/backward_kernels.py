@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..arguments import Strides
 from .backward_preprocess import load_lse_delta
-from .score_mods import changed_scores, distances, store_sums
+from .score_mods import apply_score_mods, distances, store_sums
 from .tile import (
     BEGIN,
     LOG2_E,
@@ -149,7 +149,7 @@ def keys_program(
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
             if CHANGED:
-                b_scores, b_tanh = changed_scores(
+                b_scores, b_tanh = apply_score_mods(
                     b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
                     i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
                     CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=True,
@@ -277,7 +277,7 @@ def queries_program(
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
         if CHANGED:
-            b_scores, b_tanh = changed_scores(
+            b_scores, b_tanh = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
                 CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,

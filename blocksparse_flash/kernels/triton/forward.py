@@ -41,7 +41,7 @@ from ..arguments import (
     wants_descriptors,
 )
 from . import split_kv
-from .score_mods import changed_scores
+from .score_mods import apply_score_mods
 from .tile import (
     BEGIN,
     LN_2,
@@ -73,7 +73,7 @@ def config(
     tma: bool,
     dropout: bool,
     shared_memory: int,
-    changed: bool = False,
+    modifies_scores: bool = False,
     narrow: bool = False,
 ) -> Config:
     """Launch configuration; dim is the larger padded head dimension, narrow asks for blocks of 64 queries.
@@ -84,9 +84,9 @@ def config(
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32, 32, 8, 1 if dim > 128 and small else 2)
-    if dim <= 128 and dropout and major == 9 and tma and not changed:
+    if dim <= 128 and dropout and major == 9 and tma and not modifies_scores:
         return Config(128 if 32 < dim <= 64 else 64, 64, 4, 3)
-    if dim <= 128 and (dropout or changed):
+    if dim <= 128 and (dropout or modifies_scores):
         return Config(128, 64, 8, 2)
     if dim <= 128 and narrow and major == 9:
         return Config(64, 64, 4, 3)
@@ -201,7 +201,7 @@ def forward_kernel(
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
         if CHANGED:
-            b_scores, _ = changed_scores(
+            b_scores, _ = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
                 CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
@@ -262,7 +262,7 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
         tma=tma,
         dropout=options.dropout_p > 0,
         shared_memory=options.shared_memory,
-        changed=options.changes_scores,
+        modifies_scores=options.modifies_scores,
         narrow=options.tile < TILE_SIDE
         or narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None),
     ).within(options.tile)

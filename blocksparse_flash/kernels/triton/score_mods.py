@@ -104,7 +104,7 @@ def cell_values(
 
 @triton.jit
 def capped_scores(b_scores, factor, cap):
-    """(scores in base 2, tanh of the softcap), see changed_scores."""
+    """(scores in base 2, tanh of the softcap), see apply_score_mods."""
     b_tanh = b_scores * factor
     if cap is not None:
         b_tanh = tanh(b_tanh)
@@ -116,7 +116,7 @@ def capped_scores(b_scores, factor, cap):
 
 # fmt: off
 @triton.jit
-def changed_scores(
+def apply_score_mods(
     b_scores, factor, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_tile,
     q_start, kv_start, ahead,
     CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
@@ -145,7 +145,7 @@ def changed_scores(
 
 
 @triton.jit
-def changed_row_scores(
+def apply_row_score_mods(
     b_scores, factor, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line, i_tile, kv_start, ahead,
     CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
@@ -153,7 +153,7 @@ def changed_row_scores(
 
     b_slopes  slope of each row in base 2, or None
     o_line    offset of each row in the table of i_head
-    other arguments as in changed_scores
+    other arguments as in apply_score_mods
     """
     b_scores, _ = capped_scores(b_scores, factor, cap)
     if b_slopes is not None:

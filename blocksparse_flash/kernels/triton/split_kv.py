@@ -42,7 +42,7 @@ from ..arguments import (
     wants_descriptors,
 )
 from .combine_splits import combine_end, combine_step
-from .score_mods import changed_row_scores
+from .score_mods import apply_row_score_mods
 from .tile import (
     BEGIN,
     LN_2,
@@ -79,7 +79,7 @@ class Chosen(NamedTuple):
 
 
 def config(
-    n_rows: int, dim: int, element_size: int, *, shared_memory: int, major: int = 0, changed: bool = False
+    n_rows: int, dim: int, element_size: int, *, shared_memory: int, major: int = 0, modifies_scores: bool = False
 ) -> Chosen:
     """Launch configuration for n_rows queries that share their keys; dim is the larger padded head dimension.
 
@@ -95,7 +95,7 @@ def config(
         chosen = Config(block_q, 32, 4, 2 if small else 3) if is_narrow else Config(64, 32 if small else 64, 8, 2)
     elif block_q == 128:
         chosen = Config(128, 64, 8, 2 if small else 3)
-    elif block_q == 64 and dim > 64 and changed and major == 8:
+    elif block_q == 64 and dim > 64 and modifies_scores and major == 8:
         chosen = Config(64, 64, 8, 2 if small else 3)
     else:
         chosen = Config(block_q, 64, 4, 4 if dim <= 64 else 2 if small else 3)
@@ -216,7 +216,7 @@ def split_kv_kernel(
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
         if CHANGED:
-            b_scores = changed_row_scores(
+            b_scores = apply_row_score_mods(
                 b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, strides.tables, i_batch, i_head, o_line,
                 i_step // STEPS, kv_start, kv_len - q_len, C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
             )
@@ -325,7 +325,7 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
         q.dtype.itemsize,
         shared_memory=options.shared_memory,
         major=options.major,
-        changed=options.changes_scores,
+        modifies_scores=options.modifies_scores,
     )
     chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
     n_blocks = -(-packed * q_len // chosen.config.block_q)

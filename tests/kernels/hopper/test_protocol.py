@@ -479,14 +479,16 @@ FINE_FAULTS = {
     "dv of a split in place of its dk": Change(FINE_BACKWARD, "p_split + SIDE * DIM, b_dv", "p_split, b_dv"),
     "scores masked before a negative scale": Change(
         FINE_BACKWARD,
-        """        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
+        """    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    b_scores = b_scores - gl.expand_dims(b_lse, 1)
     # after scaling, since the scale may be negative
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
 """,
-        """        if MASKED:
-            b_scores = mask_columns(b_scores, bitmask, o_kv)
-        b_scores = b_scores * mods.factor - gl.expand_dims(b_lse, 1)
+        """    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    b_scores = b_scores - gl.expand_dims(b_lse, 1)
 """,
     ),
 }
@@ -785,13 +787,11 @@ SCORE_MOD_FAULTS = {
     "slope in the natural base": Change(
         MODS, "gl.load(mods.slopes_ptr + i_head) * LOG2_E", "gl.load(mods.slopes_ptr + i_head)"
     ),
-    "sink of the wrong head": Change(FORWARD, "load_sink(mods, batch_head % sizes.n_heads)", "load_sink(mods, 0)"),
-    "out not decayed by the sink": Change(
-        FORWARD, "gl.convert_layout(b_decay / b_sum", "gl.convert_layout(1.0 / b_sum"
-    ),
+    "sink of the wrong head": Change(FORWARD, "mods, batch_head % sizes.n_heads, has_sink)", "mods, 0, has_sink)"),
+    "out not decayed by the sink": Change(MODS, ", b_decay / b_sum", ", 1.0 / b_sum"),
     "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_rows)", "(1 << 30)"),
     "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
-    "ds without the derivative of the softcap": Change(BACKWARD, " * (1.0 - b_tanh * b_tanh)", ""),
+    "ds without the derivative of the softcap": Change(MODS, " * (1.0 - b_tanh * b_tanh)", ""),
     "positions of the tile column left out": Change(
         BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
     ),

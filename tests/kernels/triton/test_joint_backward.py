@@ -99,7 +99,7 @@ def test_narrow_forward_blocks_have_64_queries():
         assert forward.config(dim, 2, **limits).block_q == 128
         assert forward.config(dim, 2, **limits, narrow=True).block_q == 64
         # not measured
-        for other in ({"major": 8}, {"dropout": True}, {"changed": True}):
+        for other in ({"major": 8}, {"dropout": True}, {"modifies_scores": True}):
             options = {**limits, **other}
             assert forward.config(dim, 2, **options, narrow=True) == forward.config(dim, 2, **options)
     # on sm100 four warps spill
@@ -115,7 +115,7 @@ def test_narrow_forward_blocks_have_64_queries():
         (2, 64, {"major": 8}),
         (2, 64, {"major": 10}),
         (2, 64, {"dropout": True}),
-        (2, 64, {"changed": True}),
+        (2, 64, {"modifies_scores": True}),
         (2, 64, {"group": 2}),
     ],
     ids=str,
