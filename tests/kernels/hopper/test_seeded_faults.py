@@ -1,0 +1,499 @@
+"""Seeded faults, which are changes in the sources of the Hopper kernels, are detected on the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
+from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
+from blocksparse_flash.plan_format import FINE_TILE, PIECE
+from blocksparse_flash.plan_format import TILE as TILE_SIDE
+from tests import test_zoo as zoo
+from tests.kernels.hopper.test_protocol import BFLOAT16, CAUSAL, LARGE_SCORES, MIXED_FINE, WINDOW, mixed, split
+from tests.support import cases
+from tests.support.gluon_machine import ProtocolError
+from tests.support.gluon_simulator import Change, Simulation
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
+
+FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
+FINE_FORWARD, FINE_BACKWARD, FINE_TILES = (f"hopper.fine_{name}" for name in ("forward", "backward", "tiles"))
+ROWS, COLS, TILE = "hopper.forward_producer", "hopper.backward_producer", "triton.tile"
+# faults of split tile rows and columns
+SPLIT_FAULTS = {
+    "split starts at the first step of the tile row": Change(
+        ROWS, "            begin = begin + first\n", "            pass\n"
+    ),
+    "partial steps of a split counted over the whole tile row": Change(
+        TILE, "tl.minimum(tl.maximum(n_front - begin, 0), end - begin)", "n_front"
+    ),
+    "workspace block of a split without its head": Change(
+        TILE,
+        "(i_split * n_split_lines + i_launch) * n_batch_heads + batch_head",
+        "(i_split * n_split_lines + i_launch) * n_batch_heads",
+    ),
+    "extra splits counted in the positions of whole tile rows": Change(
+        TILE, "i_work - n_more),\n        tl", "i_work),\n        tl"
+    ),
+    "split stored as a whole tile row": Change(
+        FORWARD, "elif work_tile.target < sizes.n_batch_heads:", "elif work_tile.target >= 0:"
+    ),
+    "split stored as a whole tile column": Change(
+        BACKWARD, "        elif work_tile.i_block < 0:\n", "        elif work_tile.i_block >= -1:\n"
+    ),
+}
+# faults of the kernels for tiles of 64 x 64, with kv_lengths
+FINE_FAULTS = {
+    "tile loaded while another warp multiplies it": Change(
+        FINE_TILES, "    thread_barrier()\n    if len(starts) == 1:\n", "    if len(starts) == 1:\n"
+    ),
+    "tail zeroed without a fence": Change(FINE_TILES, "        fence_async_shared()\n", ""),
+    "tail zeroed from the next token on": Change(
+        FINE_TILES, "gl.expand_dims(o_row < limit, 1)", "gl.expand_dims(o_row <= limit, 1)"
+    ),
+    "next keys loaded before the product": Change(
+        FINE_FORWARD,
+        """    b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
+    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
+""",
+        """    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
+    b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
+""",
+    ),
+    "keys waited for in the wrong phase": Change(
+        FINE_FORWARD, "mbarrier.wait(buffers.k_full, i_step & 1)", "mbarrier.wait(buffers.k_full, i_step & 1 ^ 1)"
+    ),
+    "values not waited for": Change(FINE_FORWARD, "    mbarrier.wait(buffers.v_full, i_step & 1)\n", ""),
+    "keys loaded for a step that does not exist": Change(
+        FINE_FORWARD, "has_next = i_step + 1 < n_steps", "has_next = i_step < n_steps"
+    ),
+    "queries loaded by a program without steps": Change(
+        FINE_FORWARD, "i_head, (q_start,), has_steps)", "i_head, (q_start,), True)"
+    ),
+    "out in flight at the end": Change(FINE_FORWARD, "        tma.store_wait(0)\n", ""),
+    "out stored without a fence": Change(
+        FINE_FORWARD, "fence_async_shared()\n        tma_store(out_desc", "tma_store(out_desc"
+    ),
+    "stages of the next head begin anew": Change(FINE_BACKWARD, "        n_done += n_tiles\n", ""),
+    "record of the first head for the whole group": Change(
+        FINE_BACKWARD, "        if GROUP > 1:\n", "        if GROUP > 9:\n"
+    ),
+    "dO not waited for": Change(FINE_BACKWARD, "    mbarrier.wait(buffers.dout_full.index(stage), phase)\n", ""),
+    "queries loaded again before dk is complete": Change(
+        FINE_BACKWARD,
+        "b_dk = warpgroup_mma_wait(0, deps=(dk_token,))",
+        "b_dk = warpgroup_mma_wait(1, deps=(dk_token,))",
+    ),
+    "values loaded while dp reads them": Change(
+        FINE_BACKWARD,
+        """    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
+""",
+        """    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
+    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+""",
+    ),
+    "every split starts at the first tile": Change(FINE_TILES, "        begin = begin + first\n", ""),
+    "split stored as a whole tile row": Change(
+        FINE_FORWARD, "    if work_tile.i_split < 0:\n", "    if work_tile.i_split < 9:\n"
+    ),
+    "dv of a split in place of its dk": Change(FINE_BACKWARD, "p_split + SIDE * DIM, b_dv", "p_split, b_dv"),
+    "scores masked before a negative scale": Change(
+        FINE_BACKWARD,
+        """    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    b_scores = b_scores - gl.expand_dims(b_lse, 1)
+    # after scaling, since the scale may be negative
+    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+""",
+        """    if MASKED:
+        b_scores = mask_columns(b_scores, bitmask, o_kv)
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    b_scores = b_scores - gl.expand_dims(b_lse, 1)
+""",
+    ),
+}
+# faults of gathered plans
+GATHERED_FAULTS = {
+    "bytes of one tile expected": Change(
+        FINE_TILES, "mbarrier.expect(full, len(starts) * (COLUMNS", "mbarrier.expect(full, (COLUMNS"
+    ),
+    "second tile in the place of the first": Change(
+        FINE_TILES, "buffer.slice(i_piece * PIECE, PIECE, 2)", "buffer.slice(i_piece // 2 * PIECE, PIECE, 2)"
+    ),
+    "all tiles from the start of the first": Change(
+        FINE_TILES, "starts[i_piece], column], full", "starts[0], column], full"
+    ),
+    "bits of the first tile for the second": Change(
+        FINE_TILES, "return b_low & 0xFFFF | b_high & -0x10000", "return b_low"
+    ),
+    "bits of the first two tiles for the others": Change(
+        FINE_TILES, "load_half_words(p_ids + 2, bitmasks_ptr, o_row)", "load_half_words(p_ids, bitmasks_ptr, o_row)"
+    ),
+    "lengths compared with positions in the step": Change(
+        FINE_FORWARD, "positions(starts, o_kv) < kv_limit", "starts[0] + o_kv < kv_limit"
+    ),
+    "lengths compared with positions in the step of dq": Change(
+        FINE_BACKWARD, "positions(starts, o_kv) < kv_limit", "starts[0] + o_kv < kv_limit"
+    ),
+    "lse of neighbors of the first tile": Change(
+        FINE_BACKWARD, "o_line = o_head + positions(starts, o_q)", "o_line = o_head + starts[3] + o_q % 16"
+    ),
+    "tail zeroed by the start of the first tile": Change(
+        FINE_TILES, "        last = gl.maximum(last, starts[i_piece])\n", "        pass\n"
+    ),
+}
+# faults of the forward and the backward on dense calls with kv_lengths
+FORWARD_FAULTS = {
+    "V released before it is read": Change(
+        FORWARD,
+        """        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+        consumer_release(v, v_stage)
+""",
+        """        consumer_release(v, v_stage)
+        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+""",
+    ),
+    "empty barrier of K counts one warpgroup": Change(
+        FORWARD,
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS)",
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=1)",
+    ),
+    "full barrier of V not waited for": Change(FORWARD, "    consumer_wait(v, stage, i_load // STAGES)\n", ""),
+    "full barrier of K waited for in the wrong phase": Change(
+        FORWARD, "consumer_wait(k, stage, i_load // STAGES)", "consumer_wait(k, stage, i_load // STAGES + 1)"
+    ),
+    "scores not waited for": Change(
+        FORWARD, "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(0 if FIRST else 2,"
+    ),
+    "last ping-pong arrivals left over": Change(FORWARD, "    ping_pong_finish(WARPGROUP, WARPGROUPS)", "    pass"),
+    "ping-pong started without arrivals": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
+    "tail of V zeroed inside a ping-pong turn": Change(
+        FORWARD,
+        """        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+    ping_pong_wait(WARPGROUP, WARPGROUPS)""",
+        """        pass
+    ping_pong_wait(WARPGROUP, WARPGROUPS)
+    if not FIRST:
+        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
+    ),
+    "out stored without a proxy fence": Change(FORWARD, "    fence_async_shared()\n    q_start", "    q_start"),
+    "out overwritten while TMA stores it": Change(
+        FORWARD,
+        "        # TMA has read the previous tile row from the buffer\n        tma.store_wait(0)\n",
+        "        pass\n",
+    ),
+    "empty barrier of work tiles counts one warpgroup": Change(
+        FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=1)"
+    ),
+    "out not rescaled": Change(FORWARD, "            b_out = b_out * b_decay\n", "            pass\n"),
+    "second partial step skipped": Change(
+        FORWARD, "for i_step in range(1, n_partial)", "for i_step in range(2, n_partial)"
+    ),
+    "full barrier of Q not waited for": Change(FORWARD, "        consumer_wait(q, i_buffer, phase)\n", ""),
+    "tail of V not zeroed": Change(
+        "hopper.registers", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
+    ),
+}
+BACKWARD_FAULTS = {
+    "ds read before the other warpgroup has written its half": Change(
+        BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
+    ),
+    "one buffer of ds instead of two": Change(BACKWARD, "staging.ds.index(n_now % 2)", "staging.ds.index(0)"),
+    "ds read without a proxy fence": Change(
+        BACKWARD,
+        '        fence_async_shared()\n        named_barrier("sync", 9)\n        if',
+        '        named_barrier("sync", 9)\n        if',
+    ),
+    "Q released before it is read": Change(
+        BACKWARD,
+        """    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    consumer_release(pipelines.q, stage)""",
+        """    consumer_release(pipelines.q, stage)
+    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
+    ),
+    "dq overwritten while TMA adds it": Change(
+        BACKWARD, "            tma.store_wait(0)\n            dq_tile = staging", "            dq_tile = staging"
+    ),
+    "full barrier of dO expects no bytes of delta": Change(
+        COLS, "descs.dout.block_type.nbytes + descs.delta.block_type.nbytes", "descs.dout.block_type.nbytes"
+    ),
+    "dk written over ds that is still read": Change(
+        BACKWARD,
+        '    # the other warpgroup has read ds, and TMA its dq\n    named_barrier("sync", 9)\n',
+        "\n\n",
+    ),
+    "dv written over dq that TMA still adds": Change(
+        BACKWARD,
+        "            # TMA has read the last dq, whose buffer may be that of dv\n            tma.store_wait(0)\n",
+        "            pass\n\n",
+    ),
+    "ds written over dk that TMA still stores": Change(
+        BACKWARD,
+        """        # TMA has read dk and dv of the previous work tile from the buffers that the steps write
+        tma.store_wait(0)
+""",
+        "\n\n",
+    ),
+    "ds written over dk that the other warpgroup still stores": Change(
+        BACKWARD,
+        '        tma.store_wait(0)\n        named_barrier("sync", 9)\n        kv_stage',
+        "        tma.store_wait(0)\n\n        kv_stage",
+    ),
+    "K and V never released": Change(
+        BACKWARD,
+        """            n_done += steps.n_steps * HEADS
+        consumer_release(pipelines.kv, kv_stage)
+""",
+        """            n_done += steps.n_steps
+""",
+    ),
+    "empty barrier of K and V counts one warpgroup": Change(
+        BACKWARD,
+        "empty=allocate_mbarriers(KV_STAGES, 2)",
+        "empty=allocate_mbarriers(KV_STAGES, 1)",
+    ),
+    "empty barrier of K and V waited for in the wrong phase": Change(
+        COLS, "producer_acquire(kv, stage, i_tile // KV_STAGES)", "producer_acquire(kv, stage, i_tile // KV_STAGES + 1)"
+    ),
+    "empty barrier of work tiles counts one warpgroup": Change(
+        BACKWARD,
+        "allocate_pipeline(work_tile_ints, WORK_TILE_STAGES, CONSUMERS=2)",
+        "allocate_pipeline(work_tile_ints, WORK_TILE_STAGES, CONSUMERS=1)",
+    ),
+    "dp not waited for": Change(
+        BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
+    ),
+    "partial step computed as a full step": Change(BACKWARD, "MASKED=True", "MASKED=False"),
+}
+# faults of three consumer warpgroups
+THREE_WARPGROUP_FAULTS = {
+    "ping-pong started without arrivals": FORWARD_FAULTS["ping-pong started without arrivals"],
+    "last ping-pong arrivals left over": FORWARD_FAULTS["last ping-pong arrivals left over"],
+    "ping_pong_finish without arrivals": Change("hopper.barriers", "range(WARPGROUP + 1, WARPGROUPS - 1)", "range(0)"),
+    "ping-pong arrivals at the next warpgroup only": Change(
+        "hopper.barriers", "if other != WARPGROUP:", "if other == (WARPGROUP + 1) % WARPGROUPS:"
+    ),
+    "empty barrier of K counts two warpgroups": Change(
+        FORWARD,
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS)",
+        "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=2)",
+    ),
+    "empty barrier of V counts two warpgroups": Change(
+        FORWARD,
+        "v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS)",
+        "v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=2)",
+    ),
+    "empty barrier of work tiles counts two warpgroups": Change(
+        FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=2)"
+    ),
+    "tile rows start every 128 queries": Change(ROWS, "i_launch) * BLOCK_Q", "i_launch) * TILE"),
+    "steps counted for tile rows of 128 queries": Change(
+        ROWS, "BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV", "BLOCK_Q=TILE, BLOCK_KV=BLOCK_KV"
+    ),
+}
+# faults of two stages of Q and a rescale threshold
+Q_STAGE_FAULTS = {
+    "phase of Q changes with every work tile": Change(ROWS, "(i_tile // CONFIG.q_stages) & 1", "i_tile & 1"),
+    "both stages of Q in one buffer": Change(
+        ROWS, "return i_tile % CONFIG.q_stages * CONFIG.warpgroups + WARPGROUP,", "return WARPGROUP,"
+    ),
+    "full barrier of Q not waited for": FORWARD_FAULTS["full barrier of Q not waited for"],
+    "Q released before it is read": Change(
+        FORWARD,
+        "        if n_steps > 0:\n            state",
+        "        consumer_release(q, i_buffer)\n        if n_steps > 0:\n            state",
+    ),
+    "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
+    "running maximum not updated": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
+}
+# faults of dq that the consumers add with atomics
+DQ_FROM_REGISTERS_FAULTS = {
+    "dv written over dk": Change(
+        BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
+    ),
+    "both warpgroups add dq to the first half": Change(
+        BACKWARD, "i_row * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM", "i_row * DIM"
+    ),
+}
+
+
+class Run(NamedTuple):
+    """One call on the simulator, with few pipeline stages and SMs, so that buffers are soon reused.
+
+    seed               chooses the order of events
+    layout             a layout, or (q_len, kv_len) of a dense call
+    config             of the forward
+    dq_from_registers  of the backward: the consumers add dq with atomics, not with TMA
+    n_sms              SMs of the simulated GPU
+    splits             (num_splits, split tile rows and columns of each head), None without splits
+    has_backward       False: the forward only
+    """
+
+    seed: int
+    layout: cases.Case | tuple[int, int]
+    call: zoo.Call
+    config: ForwardConfig = ForwardConfig(stages=2)
+    dq_from_registers: bool = False
+    n_sms: int = 1
+    splits: tuple[int, int] | None = None
+    has_backward: bool = True
+    tile: int = TILE_SIDE
+
+
+def staircase() -> BlockLayout:
+    """Causal blocks of 64 tokens, 300 queries and 400 keys."""
+    return BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos + 100, 300, 400, block_size=64)
+
+
+def scattered() -> BlockLayout:
+    """Random blocks of 16: full and partial tiles, and steps with tiles that only fill them."""
+    mask = torch.rand(1, 4, 20, 25, generator=torch.Generator().manual_seed(0)) < 0.2
+    mask[:, :, :4, [1, 3, 8, 9, 24]] = True
+    return BlockLayout.from_block_mask(mask, 310, 397, block_size=16)
+
+
+MIXED = cases.Case("mixed", lambda: mixed(TILE_SIDE))
+SCATTERED = cases.Case("scattered", scattered)
+MHA, GQA = zoo.Call(head_dim=64, dtype=torch.float16), zoo.Call(head_dim=64, dtype=torch.float16, kv_heads=1)
+CAUSAL_LENGTHS = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dtype=BFLOAT16)
+# more tile columns than programs
+COLUMNS = [
+    (MIXED, MHA),
+    (cases.Case("staircase", staircase), zoo.Call(head_dim=64, has_kv_lengths=True, dtype=BFLOAT16)),
+]
+# tile columns with an even and with an odd number of steps
+DENSE = [Run(seed, lengths, CAUSAL_LENGTHS) for lengths in ((203, 400), (300, 400)) for seed in range(8)]
+SPLIT = [Run(seed, MIXED, GQA, splits=(2, 1)) for seed in range(8)]
+THREE_WARPGROUPS = [
+    Run(seed, (577, 300), CAUSAL, config=ForwardConfig(stages=2, warpgroups=3), has_backward=False)
+    for seed in range(24)
+]
+Q_STAGES = [
+    Run(
+        seed,
+        (203, 600),
+        LARGE_SCORES[0],
+        config=ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0),
+        has_backward=False,
+    )
+    for seed in range(24)
+]
+FINE = [
+    Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=FINE_TILE)
+    for seed, (layout, call) in enumerate(
+        itertools.product((MIXED_FINE, WINDOW), (MHA, dataclasses.replace(GQA, scale=-0.3)))
+    )
+]
+FINE += [run._replace(seed=10 + run.seed, splits=(2, 2)) for run in FINE[::3]]
+GATHERED = [
+    Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=PIECE)
+    for seed, (layout, call) in enumerate(itertools.product((SCATTERED, WINDOW), (MHA, GQA)))
+]
+# faults of score mods, and of the steps of causal groups
+MODS = "hopper.score_mods"
+SCORE_MOD_FAULTS = {
+    "slope of a negative distance": Change(MODS, "slope * gl.abs(b_distance)", "slope * b_distance"),
+    "slope in the natural base": Change(
+        MODS, "gl.load(mods.slopes_ptr + i_head) * LOG2_E", "gl.load(mods.slopes_ptr + i_head)"
+    ),
+    "sink of the wrong head": Change(FORWARD, "mods, batch_head % sizes.n_heads, has_sink)", "mods, 0, has_sink)"),
+    "out not decayed by the sink": Change(MODS, ", b_decay / b_sum", ", 1.0 / b_sum"),
+    "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_rows)", "(1 << 30)"),
+    "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
+    "ds without the derivative of the softcap": Change(MODS, " * (1.0 - b_tanh * b_tanh)", ""),
+    "positions of the tile column left out": Change(
+        BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
+    ),
+    "one step for the first head of a group alone": Change(
+        COLS, "return steps.first + i_step, i % HEADS", "return steps.first + i_step, 0"
+    ),
+    "diagonal walked again": Change(
+        COLS, "steps.n_masked + steps.n_steps - 1 - i_step)", "steps.n_masked + steps.n_steps - 2 - i_step)"
+    ),
+}
+ALL_MODS = zoo.Call(
+    head_dim=64, softcap=2.0, has_slopes=True, are_slopes_fixed=True, has_sinks=True, causal=True, kv_heads=1,
+    dtype=torch.float16,
+)  # fmt: skip
+SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
+# (faults, runs): each fault must be detected in one of the runs
+FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
+    "forward": (FORWARD_FAULTS, DENSE),
+    "backward": (BACKWARD_FAULTS, DENSE),
+    "splits": (SPLIT_FAULTS, SPLIT),
+    "dq from registers": (
+        DQ_FROM_REGISTERS_FAULTS,
+        [
+            Run(seed, *COLUMNS[i], n_sms=1 + seed % 3, dq_from_registers=True)
+            for seed, i in itertools.product(range(4), range(2))
+        ],
+    ),
+    "3 warpgroups": (THREE_WARPGROUP_FAULTS, THREE_WARPGROUPS),
+    "2 stages of Q": (Q_STAGE_FAULTS, Q_STAGES),
+    "tiles of 64": (FINE_FAULTS, FINE),
+    "gathered tiles": (GATHERED_FAULTS, GATHERED),
+    "score mods": (SCORE_MOD_FAULTS, SCORE_MODS),
+}
+# runs that must be accurate without a fault
+CORRECT_RUNS = {
+    "dense": DENSE,
+    "splits": SPLIT[:2],
+    "dq by TMA": [Run(seed, *COLUMNS[seed % 2], n_sms=1 + seed % 3) for seed in range(6)],
+    "dq from registers": [
+        *(Run(seed, (300, 400), CAUSAL_LENGTHS, dq_from_registers=True) for seed in range(6)),
+        *(Run(seed, *COLUMNS[seed % 2], n_sms=1 + seed % 3, dq_from_registers=True) for seed in range(6)),
+    ],
+    "3 warpgroups": THREE_WARPGROUPS[:4],
+    "2 stages of Q": Q_STAGES[:4],
+    "tiles of 64": FINE,
+    "gathered tiles": GATHERED,
+    "score mods": SCORE_MODS,
+}
+
+
+@pytest.fixture
+def check_run(check, monkeypatch):
+    """Raises if a Run, with changes in the kernels' sources, is not as accurate as the reference."""
+
+    def check_run(run: Run, *changes: Change) -> None:
+        simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
+        forward, backward = simulation.hopper_forward, simulation.hopper_backward
+        monkeypatch.setattr(forward, "config", lambda *_: run.config)
+        monkeypatch.setattr(forward, "wide_pays", lambda *_: run.config.warpgroups == 3)
+        monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
+        if run.splits is not None:
+            split(simulation, *run.splits)
+        check(simulation, run.layout, run.call, backward=run.has_backward, tile=run.tile)
+
+    return check_run
+
+
+@pytest.mark.sweep(by=lambda run: {run.tile, run.splits is None, run.config.warpgroups})
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=f"{name}-{i}") for name, runs in CORRECT_RUNS.items() for i, run in enumerate(runs)]
+)
+def test_runs_without_a_fault_are_accurate(check_run, run):
+    check_run(run)
+
+
+@pytest.mark.sweep(by=lambda group, fault: {group})
+@pytest.mark.parametrize(
+    ("group", "fault"), [(group, fault) for group, (faults, _) in FAULTS.items() for fault in faults]
+)
+def test_seeded_faults_are_detected(check_run, group, fault):
+    faults, runs = FAULTS[group]
+    change = faults[fault]
+    # faults of the forward are detected without the backward, which takes longer
+    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS)
+    with pytest.raises((ProtocolError, AssertionError)):
+        for run in runs:
+            check_run(run._replace(has_backward=run.has_backward and concerns_backward), change)
