@@ -137,7 +137,7 @@ class BlockLayout:
         array, sides = checks.bools(mask, "mask"), checks.sides(block_size)
         batch, heads, q_len, kv_len = array.shape
         frame = Frame(batch, heads, q_len, kv_len, sides)
-        found = block_list.from_mask(array.reshape(frame.leads, q_len, kv_len), frame)
+        found = block_list.from_mask(array.reshape(frame.batch_heads, q_len, kv_len), frame)
         return cls._from_block_list(found, frame)
 
     @classmethod
@@ -182,7 +182,7 @@ class BlockLayout:
         is_long = False
         if within is None:
             checks.check_nnz(frame.n_blocks)
-            n_pairs = frame.leads * q_len * kv_len
+            n_pairs = frame.batch_heads * q_len * kv_len
             is_long = dedup_key is None and n_pairs > predicates.MANY_PAIRS
             if is_long:
                 warnings.warn(
@@ -539,8 +539,8 @@ class BlockLayout:
         """
         block_bias.check_scores(block_scores, self.shape[:2], (self.n_rows, self.n_cols))
         is_shared = self.shape[:2] == (1, 1)
-        leads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
-        index, is_used = self._entries(block_scores, leads)
+        batch_heads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
+        index, is_used = self._entries(block_scores, batch_heads)
         if not block_scores.numel():
             # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
             values = block_scores.sum().expand(self.capacity)
@@ -550,21 +550,21 @@ class BlockLayout:
             values = block_scores.flatten().index_select(0, index)
         return values if is_used is None else values.masked_fill(~is_used, 0)
 
-    def _entries(self, block_scores: torch.Tensor, leads: Size) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _entries(self, block_scores: torch.Tensor, batch_heads: Size) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(index, whether an entry is used) of `gather` on the device of block_scores; None if all are used."""
         device, is_selected = block_scores.device, "selection" in self._cache
         if torch.compiler.is_compiling():
-            index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, leads)
+            index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, batch_heads)
             return index.to(device), is_used.to(device) if is_selected else None
         found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = self._cache["gather_indices"]
-        entries = found.get((device, leads))
+        entries = found.get((device, batch_heads))
         if entries is None:
             with tracing.outside_transforms(self._tensors.indptr):
-                index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, leads)
+                index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, batch_heads)
                 entries = index.to(device), is_used.to(device)
             # a CUDA graph may change the tensors of a selection
             if not is_selected:
-                found[device, leads] = entries
+                found[device, batch_heads] = entries
         index, is_used = tracing.as_graph_constants(entries, block_scores)
         return index, is_used if is_selected else None
 
@@ -760,7 +760,7 @@ class BlockLayout:
     def _tile_shares(self, device: torch.device, causal: bool) -> Shares:
         """The `Shares` of the layout, by which kernels choose their plan. Cached.
 
-        While torch.compile traces they are 1 for tiles of which no plan was made before.
+        While torch.compile traces they are 1 for tile sizes without a plan.
         """
         fine, gathered = True, True
         if torch.compiler.is_compiling():

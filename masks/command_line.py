@@ -64,9 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("describe", parents=[mask], help="print statistics of a mask")
     commands.add_parser("list", help="list every mask with its arguments")
     bench = commands.add_parser("bench", parents=[mask], help="time the construction of a mask")
-    bench.add_argument(
-        "--repeat", type=int, default=5, help="number of builds, of which the median is printed (default 5)"
-    )
+    bench.add_argument("--repeat", type=int, default=5, help="number of builds; the median is printed (default 5)")
     return parser
 
 

@@ -96,8 +96,8 @@ def double_loop(call: dict[str, Any], scale: float) -> tuple[Tensor, Tensor]:
 
 def bias_of_pair(bias: Tensor, layout: Any, b: int, h: int, i: int, j: int) -> float:
     """Bias of the stored block that holds a pair, found in the CSR tensors."""
-    lead = layout.indptr[b % layout.shape[0], h % layout.shape[1]]
-    begin, end = lead[i // layout.block_size[0]], lead[i // layout.block_size[0] + 1]
+    pointers = layout.indptr[b % layout.shape[0], h % layout.shape[1]]
+    begin, end = pointers[i // layout.block_size[0]], pointers[i // layout.block_size[0] + 1]
     (entry,) = [e for e in range(begin, end) if layout.indices[e] == j // layout.block_size[1]]
     bias = bias.reshape((1,) * (3 - bias.dim()) + tuple(bias.shape))
     return float(bias[b % bias.shape[0], h % bias.shape[1], entry])

@@ -1,7 +1,8 @@
 """Block lists, the NumPy form of layouts: canonical form, equality of bitmasks, regrouping to another block size.
 
 A block list is three arrays:
-    keys      int64 (nnz,), strictly ascending: (lead * n_rows + row) * n_cols + col, where lead = batch * heads + head
+    keys      int64 (nnz,), strictly ascending: (batch_head * n_rows + row) * n_cols + col, where
+              batch_head = batch * heads + head
     ids       int32 (nnz,): FULL, or index of the bitmask
     bitmasks  uint32 (distinct, block_q, ceil(block_kv / 32)), key 0 in the lowest bit
 
@@ -43,7 +44,7 @@ class BlockList(NamedTuple):
 class BlockRows(NamedTuple):
     """A block list in CSR form, as layouts store it.
 
-    indptr   int32 (leads, n_rows + 1): offsets into cols; each lead begins where the one before ends
+    indptr   int32 (batch_heads, n_rows + 1): offsets into cols; each batch_head begins where the one before ends
     cols     int32 (nnz,)
     ids, bitmasks  as of a BlockList
     """
@@ -64,7 +65,7 @@ class Frame(NamedTuple):
     block_size: Size
 
     @property
-    def leads(self) -> int:
+    def batch_heads(self) -> int:
         return self.batch * self.heads
 
     @property
@@ -76,14 +77,14 @@ class Frame(NamedTuple):
         return -(-self.kv_len // self.block_size[1])
 
     @property
-    def blocks_per_lead(self) -> int:
-        """Number of blocks of one lead, stored or not."""
+    def blocks_per_batch_head(self) -> int:
+        """Number of blocks of one head of one batch, stored or not."""
         return self.n_rows * self.n_cols
 
     @property
     def n_blocks(self) -> int:
-        """Number of blocks of all leads, stored or not."""
-        return self.leads * self.blocks_per_lead
+        """Number of blocks of all heads of all batches, stored or not."""
+        return self.batch_heads * self.blocks_per_batch_head
 
     def density(self, nnz: int) -> float:
         """Stored blocks / all blocks; 0.0 if there are none."""
@@ -99,10 +100,10 @@ class Frame(NamedTuple):
         return Frame(self.batch, self.heads, self.kv_len, self.q_len, self.block_size[::-1])
 
     def positions(self, keys: Array) -> tuple[Array, Array, Array]:
-        """(leads, rows, cols) of the blocks with these keys."""
+        """(batch_heads, rows, cols) of the blocks with these keys."""
         lines, cols = np.divmod(keys, max(self.n_cols, 1))
-        if self.leads == 1:
-            # most layouts have one lead; a division takes longer than the rest of many functions
+        if self.batch_heads == 1:
+            # most layouts have one batch and one head; a division takes longer than the rest of many functions
             return np.zeros_like(lines), lines, cols
         return *np.divmod(lines, max(self.n_rows, 1)), cols
 
@@ -165,20 +166,22 @@ def full_list(keys: Array, block_size: Size) -> BlockList:
 
 def by_rows(found: BlockList, frame: Frame) -> BlockRows:
     """The list in CSR form; shares only the bitmasks with it."""
-    n_rows, leads = frame.n_rows, frame.leads
-    first = frame.n_cols * np.arange(leads * n_rows + 1)
+    n_rows, batch_heads = frame.n_rows, frame.batch_heads
+    first = frame.n_cols * np.arange(batch_heads * n_rows + 1)
     offsets = found.keys.searchsorted(first)
     cols = (found.keys - first[:-1].repeat(offsets[1:] - offsets[:-1])).astype(np.int32)
-    # each lead ends where the next begins, so their offsets overlap by one
+    # each batch_head ends where the next begins, so their offsets overlap by one
     step = offsets.itemsize
-    indptr = np.ndarray((leads, n_rows + 1), offsets.dtype, offsets, strides=(step * n_rows, step)).astype(np.int32)
+    indptr = np.ndarray((batch_heads, n_rows + 1), offsets.dtype, offsets, strides=(step * n_rows, step)).astype(
+        np.int32
+    )
     return BlockRows(indptr, cols, found.ids.astype(np.int32), np.ascontiguousarray(found.bitmasks))
 
 
 def by_keys(rows: BlockRows, frame: Frame) -> BlockList:
     """The inverse of `by_rows`."""
     indptr, cols, ids, bitmasks = rows
-    first = frame.n_cols * np.arange(frame.leads * frame.n_rows)
+    first = frame.n_cols * np.arange(frame.batch_heads * frame.n_rows)
     return BlockList(first.repeat((indptr[:, 1:] - indptr[:, :-1]).reshape(-1)) + cols, ids, bitmasks)
 
 
@@ -372,16 +375,22 @@ def regroup(found: BlockList, frame: Frame, new: Size) -> BlockList:
     keys, ids, bitmasks = found
     if not len(keys):
         return full_list(keys, new)
-    leads, rows, cols = frame.positions(keys)
+    batch_heads, rows, cols = frame.positions(keys)
     tile_rows, n_down = _pieces(rows, old[0], new[0], frame.q_len)
     tile_cols, n_across = _pieces(cols, old[1], new[1], frame.kv_len)
     if (n_down > 1).any() or (n_across > 1).any():
         n_pieces = n_down * n_across
         source = np.repeat(np.arange(len(keys)), n_pieces)
         piece = ranges(np.zeros(len(keys), np.int64), n_pieces)
-        rows, cols, leads, ids, n_across = rows[source], cols[source], leads[source], ids[source], n_across[source]
+        rows, cols, batch_heads, ids, n_across = (
+            rows[source],
+            cols[source],
+            batch_heads[source],
+            ids[source],
+            n_across[source],
+        )
         tile_rows, tile_cols = tile_rows[source] + piece // n_across, tile_cols[source] + piece % n_across
-    tile_keys = (leads * tiled.n_rows + tile_rows) * tiled.n_cols + tile_cols
+    tile_keys = (batch_heads * tiled.n_rows + tile_rows) * tiled.n_cols + tile_cols
     # place of a block relative to its tile, in units of 16 tokens: -old < place < new
     down = (rows * old[0] - tile_rows * new[0]) // SIDE_UNIT
     across = (cols * old[1] - tile_cols * new[1]) // SIDE_UNIT
@@ -431,12 +440,12 @@ def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size
 
 
 def from_mask(mask: Array, frame: Frame) -> BlockList:
-    """The canonical list of a bool mask (leads, q_len, kv_len). Time and memory O(mask)."""
+    """The canonical list of a bool mask (batch_heads, q_len, kv_len). Time and memory O(mask)."""
     (block_q, block_kv), n_rows, n_cols = frame.block_size, frame.n_rows, frame.n_cols
     missing = n_rows * block_q - frame.q_len, n_cols * block_kv - frame.kv_len
     if any(missing):
         mask = np.pad(mask, ((0, 0), (0, missing[0]), (0, missing[1])))
-    lines = mask.reshape(frame.leads * n_rows, block_q, n_cols, block_kv)
+    lines = mask.reshape(frame.batch_heads * n_rows, block_q, n_cols, block_kv)
     gathering = Gathering(existing(frame))
     for part in chunks(len(lines), n_cols * block_q * block_kv):
         words = pack(lines[part].swapaxes(1, 2)).reshape(-1, *gathering.exists.shape[1:])
@@ -446,16 +455,16 @@ def from_mask(mask: Array, frame: Frame) -> BlockList:
 
 
 def to_mask(found: BlockList, frame: Frame) -> Array:
-    """The bool mask (leads, q_len, kv_len) of a list; the inverse of `from_mask`."""
+    """The bool mask (batch_heads, q_len, kv_len) of a list; the inverse of `from_mask`."""
     (block_q, block_kv), n_rows, n_cols = frame.block_size, frame.n_rows, frame.n_cols
-    padded = np.zeros((frame.leads, n_rows, block_q, n_cols, block_kv), np.bool_)
-    lead, row, col = frame.positions(found.keys)
+    padded = np.zeros((frame.batch_heads, n_rows, block_q, n_cols, block_kv), np.bool_)
+    batch_head, row, col = frame.positions(found.keys)
     is_full = found.ids == FULL
     if is_full.any():
-        padded[lead[is_full], row[is_full], :, col[is_full]] = True
+        padded[batch_head[is_full], row[is_full], :, col[is_full]] = True
     partial = np.flatnonzero(~is_full)
     for part in chunks(len(partial), block_q * block_kv):
         chosen = partial[part]
-        padded[lead[chosen], row[chosen], :, col[chosen]] = unpack(found.bitmasks[found.ids[chosen]], block_kv)
-    dense = padded.reshape(frame.leads, n_rows * block_q, n_cols * block_kv)
+        padded[batch_head[chosen], row[chosen], :, col[chosen]] = unpack(found.bitmasks[found.ids[chosen]], block_kv)
+    dense = padded.reshape(frame.batch_heads, n_rows * block_q, n_cols * block_kv)
     return np.ascontiguousarray(dense[:, : frame.q_len, : frame.kv_len])

@@ -86,7 +86,7 @@ def to_matrix(rows: BlockRows, frame: Frame, batch: int, head: int) -> Any:
     for value, name, size in ((batch, "batch", frame.batch), (head, "head", frame.heads)):
         checks.position(value, size, name, f"; the layout has {frame.batch} batches of {frame.heads} heads")
     indptr = rows.indptr[batch * frame.heads + head]
-    of_lead = slice(indptr[0], indptr[-1])
-    values = np.where(rows.ids[of_lead] == FULL, 1, 2).astype(np.int8)
-    matrix = values, rows.cols[of_lead].copy(), indptr - indptr[0]
+    of_batch_head = slice(indptr[0], indptr[-1])
+    values = np.where(rows.ids[of_batch_head] == FULL, 1, 2).astype(np.int8)
+    matrix = values, rows.cols[of_batch_head].copy(), indptr - indptr[0]
     return scipy.sparse.csr_array(matrix, shape=(frame.n_rows, frame.n_cols))

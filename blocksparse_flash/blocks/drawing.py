@@ -34,7 +34,7 @@ def _cells(found: BlockList, frame: Frame, most: int) -> Array:
     """The first head in at most `most` x `most` cells: _FULL if all their blocks are, _EMPTY if none is stored."""
     down, across = _blocks_a_cell(frame, most)
     height, width = -(-frame.n_rows // down), -(-frame.n_cols // across)
-    is_first = found.keys < frame.blocks_per_lead
+    is_first = found.keys < frame.blocks_per_batch_head
     is_full = found.ids[is_first] == FULL
     _, rows, cols = frame.positions(found.keys[is_first])
     place = rows // down * width + cols // across
@@ -51,7 +51,7 @@ def _notes(frame: Frame, most: int, cell: str, rule: str = "") -> str:
     """What a legend adds if cells hold several blocks, or if there are several heads."""
     down, across = _blocks_a_cell(frame, most)
     notes = f"; a {cell} is {down} x {across} blocks{rule}" if down * across > 1 else ""
-    return notes + "; batch 0, head 0" * (frame.leads > 1)
+    return notes + "; batch 0, head 0" * (frame.batch_heads > 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -70,7 +70,7 @@ def _sizes(found: BlockList, frame: Frame) -> list[str]:
 def text(found: BlockList, frame: Frame) -> str:
     """The sizes of a layout, and its first head drawn in letters."""
     lines = _sizes(found, frame)
-    if not frame.blocks_per_lead:
+    if not frame.blocks_per_batch_head:
         return "\n".join(lines)
     key = "# full, + partial, . empty" + _notes(frame, _LETTERS, "character")
     drawn = np.array(list(".+#"))[_cells(found, frame, _LETTERS)]
@@ -108,7 +108,7 @@ def svg(found: BlockList, frame: Frame) -> str:
 def html(found: BlockList, frame: Frame) -> str:
     """The sizes of a layout and its `svg`, with a legend, for notebooks."""
     lines = _sizes(found, frame)
-    if not frame.blocks_per_lead:
+    if not frame.blocks_per_batch_head:
         return f"<div>{'<br>'.join(lines)}</div>"
     legend = ", ".join(
         f'<span style="color:{_COLOURS[kind]};background:{_COLOURS[kind]};border:1px solid #888">&#9632;</span> '
@@ -175,7 +175,7 @@ def _view(tokens: Any, frame: Frame) -> _View:
     return _View(one, sides[0], sides[1], is_zoom=True)
 
 
-def _leads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[str, BlockList]:
+def _batch_heads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[str, BlockList]:
     """Title -> block list of each head to draw: the chosen one, or all if they differ."""
     index = checks.position(batch, frame.batch, "batch", f"; the layout has {frame.batch}")
     of_batch = set_operations.pick(found, frame, "batch", index)
@@ -200,7 +200,7 @@ def plot(found: BlockList, frame: Frame, *, ax: Any, batch: Any, head: Any, toke
         import matplotlib.figure
     except ImportError as error:
         raise ImportError("layout.plot needs matplotlib: pip install 'blocksparse_flash[plot]'") from error
-    view, panels = _view(tokens, frame), _leads(found, frame, batch, head)
+    view, panels = _view(tokens, frame), _batch_heads(found, frame, batch, head)
     if ax is not None and not isinstance(ax, matplotlib.axes.Axes):
         raise TypeError(f"ax must be matplotlib Axes, or None for a figure of its own, got {type(ax).__name__}")
     if len(panels) > 1:

@@ -141,18 +141,18 @@ def evaluate(
     starts = range(0, len(chosen), step)
     for start in _with_progress(starts) if shows_progress else starts:
         part = chosen[start : start + step]
-        leads, rows, cols = (torch.from_numpy(index)[:, None, None] for index in frame.positions(keys[part]))
+        batch_heads, rows, cols = (torch.from_numpy(index)[:, None, None] for index in frame.positions(keys[part]))
         q_pos = (rows * block_q + q_step[:, None]).clamp_(max=frame.q_len - 1)
         kv_pos = (cols * block_kv + kv_step).clamp_(max=frame.kv_len - 1)
-        axes = [leads // frame.heads, leads % frame.heads] if by_head else []
+        axes = [batch_heads // frame.heads, batch_heads % frame.heads] if by_head else []
         bits = _checked(_evaluated(fn, [*axes, q_pos, kv_pos]), (len(part), block_q, block_kv))
         gathering.add(block_list.pack(bits.numpy()) & gathering.exists[kinds[part]], kinds[part])
     return gathering.settle(keys, number)
 
 
 def _representatives(dedup_key: DedupKey, keys: Array, kinds: Array, frame: Frame) -> tuple[Array, Array]:
-    """(which, number): index of one key per distinct (dedup key, edge kind, lead), and the number of each key's."""
-    leads, rows, cols = frame.positions(keys)
+    """(which, number): index of one key per distinct (dedup key, edge kind, batch_head), and the number of each's."""
+    batch_heads, rows, cols = frame.positions(keys)
     numbers = np.asarray(dedup_key(rows, cols))
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"dedup_key must give integers, one for each block, got {numbers.dtype}")
@@ -163,12 +163,12 @@ def _representatives(dedup_key: DedupKey, keys: Array, kinds: Array, frame: Fram
             f"dedup_key must give one number for each block, shape {keys.shape}, got shape {numbers.shape}"
         ) from None
     lowest = int(numbers.min())
-    n_numbers, n_leads = int(numbers.max()) - lowest + 1, int(leads[-1]) + 1
-    if n_numbers * n_leads * 4 >= 2**63:
+    n_numbers, n_batch_heads = int(numbers.max()) - lowest + 1, int(batch_heads[-1]) + 1
+    if n_numbers * n_batch_heads * 4 >= 2**63:
         numbers, lowest = np.unique(numbers, return_inverse=True)[1], 0
         n_numbers = len(numbers)
-    codes = ((numbers - lowest) * n_leads + leads) * 4 + kinds
-    values, number = block_list.distinct(codes, n_numbers * n_leads * 4)
+    codes = ((numbers - lowest) * n_batch_heads + batch_heads) * 4 + kinds
+    values, number = block_list.distinct(codes, n_numbers * n_batch_heads * 4)
     which = np.empty(len(values), np.int64)
     which[number] = np.arange(len(keys))
     return which, number

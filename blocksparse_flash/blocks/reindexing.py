@@ -104,12 +104,12 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
     if not len(found.keys) or (order == NONE).all():
         return block_list.full_list(found.keys[:0], frame.block_size)
     patches = _patches(order, frame.block_size[0])
-    # line = lead * n_rows + row; one entry per patch of each lead
-    leads = np.arange(frame.leads)[:, None]
-    offsets = np.searchsorted(found.keys, np.arange(frame.leads * frame.n_rows + 1) * frame.n_cols)
-    old_line = (leads * frame.n_rows + patches.source).reshape(-1)
-    new_line = (leads * new.n_rows + patches.row).reshape(-1)
-    pattern = np.tile(patches.pattern, frame.leads)
+    # line = batch_head * n_rows + row; one entry per patch of each batch_head
+    batch_heads = np.arange(frame.batch_heads)[:, None]
+    offsets = np.searchsorted(found.keys, np.arange(frame.batch_heads * frame.n_rows + 1) * frame.n_cols)
+    old_line = (batch_heads * frame.n_rows + patches.source).reshape(-1)
+    new_line = (batch_heads * new.n_rows + patches.row).reshape(-1)
+    pattern = np.tile(patches.pattern, frame.batch_heads)
     begin, counts = offsets[old_line], offsets[old_line + 1] - offsets[old_line]
 
     exists = block_list.existing(new)

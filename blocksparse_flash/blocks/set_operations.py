@@ -37,11 +37,13 @@ def broadcast(found: BlockList, frame: Frame, axes: Size) -> BlockList:
     """The list with its axes of size 1 repeated to (batch, heads) = axes."""
     if frame[:2] == axes:
         return found
-    leads = np.broadcast_to(np.arange(frame.leads).reshape(frame[:2]), axes).reshape(-1)
-    bounds = np.searchsorted(found.keys, np.arange(frame.leads + 1) * frame.blocks_per_lead)
-    counts = (bounds[1:] - bounds[:-1])[leads]
-    source = ranges(bounds[leads], counts)
-    keys = found.keys[source] + np.repeat((np.arange(len(leads)) - leads) * frame.blocks_per_lead, counts)
+    batch_heads = np.broadcast_to(np.arange(frame.batch_heads).reshape(frame[:2]), axes).reshape(-1)
+    bounds = np.searchsorted(found.keys, np.arange(frame.batch_heads + 1) * frame.blocks_per_batch_head)
+    counts = (bounds[1:] - bounds[:-1])[batch_heads]
+    source = ranges(bounds[batch_heads], counts)
+    keys = found.keys[source] + np.repeat(
+        (np.arange(len(batch_heads)) - batch_heads) * frame.blocks_per_batch_head, counts
+    )
     return renumber(keys, found.ids[source], found.bitmasks)
 
 
@@ -49,11 +51,11 @@ def keys_over(keys: Array, frame: Frame, axes: Size) -> Array:
     """The keys for (batch, heads) = axes: sizes of 1 in axes merge the keys, sizes of 1 in frame repeat them."""
     if frame[:2] == axes or not len(keys):
         return keys
-    lead, place = np.divmod(keys, frame.blocks_per_lead)
-    batch, head = np.divmod(lead, frame.heads)
+    batch_head, place = np.divmod(keys, frame.blocks_per_batch_head)
+    batch, head = np.divmod(batch_head, frame.heads)
     merged = frame._replace(batch=min(frame.batch, axes[0]), heads=min(frame.heads, axes[1]))
-    lead = np.minimum(batch, merged.batch - 1) * merged.heads + np.minimum(head, merged.heads - 1)
-    flags = full_list(np.unique(lead * frame.blocks_per_lead + place), frame.block_size)
+    batch_head = np.minimum(batch, merged.batch - 1) * merged.heads + np.minimum(head, merged.heads - 1)
+    flags = full_list(np.unique(batch_head * frame.blocks_per_batch_head + place), frame.block_size)
     return broadcast(flags, merged, axes).keys
 
 
@@ -114,7 +116,7 @@ def combine(a: BlockList, b: BlockList, op: Operation, frame: Frame) -> BlockLis
 
 
 def complement(found: BlockList, frame: Frame) -> BlockList:
-    """The existing pairs that are not in the list. O(leads * n_rows * n_cols)."""
+    """The existing pairs that are not in the list. O(batch_heads * n_rows * n_cols)."""
     is_full = found.ids == FULL
     stays = np.ones(frame.n_blocks, np.bool_)
     stays[found.keys[is_full]] = False
@@ -127,8 +129,8 @@ def complement(found: BlockList, frame: Frame) -> BlockList:
 def transpose(found: BlockList, frame: Frame) -> BlockList:
     """The list with queries and keys swapped, as of `frame.transposed`."""
     (block_q, block_kv), bitmasks = frame.block_size, found.bitmasks
-    leads, rows, cols = frame.positions(found.keys)
-    turned = (leads * frame.n_cols + cols) * frame.n_rows + rows
+    batch_heads, rows, cols = frame.positions(found.keys)
+    turned = (batch_heads * frame.n_cols + cols) * frame.n_rows + rows
     order = np.argsort(turned, kind="stable")
     words = np.empty((len(bitmasks), block_kv, words_per_query(block_q)), np.uint32)
     for part in chunks(len(bitmasks), block_q * block_kv):
@@ -144,10 +146,10 @@ def stack(lists: Sequence[BlockList], frames: Sequence[Frame], axis: Axis) -> tu
     total = sum(getattr(frame, axis) for frame in frames)
     keys, ids, before, n_words = [], [], 0, 0
     for found, frame in zip(lists, frames, strict=True):
-        lead, place = np.divmod(found.keys, max(frame.blocks_per_lead, 1))
-        batch, head = np.divmod(lead, frame.heads)
-        lead = batch * total + before + head if axis == "heads" else (before + batch) * frame.heads + head
-        keys.append(lead * frame.blocks_per_lead + place)
+        batch_head, place = np.divmod(found.keys, max(frame.blocks_per_batch_head, 1))
+        batch, head = np.divmod(batch_head, frame.heads)
+        batch_head = batch * total + before + head if axis == "heads" else (before + batch) * frame.heads + head
+        keys.append(batch_head * frame.blocks_per_batch_head + place)
         ids.append(np.where(found.ids >= 0, found.ids + n_words, found.ids))
         before += getattr(frame, axis)
         n_words += len(found.bitmasks)
@@ -160,10 +162,10 @@ def stack(lists: Sequence[BlockList], frames: Sequence[Frame], axis: Axis) -> tu
 
 def pick(found: BlockList, frame: Frame, axis: Axis, index: int) -> BlockList:
     """The list of one head, or of one batch."""
-    lead, place = np.divmod(found.keys, max(frame.blocks_per_lead, 1))
-    batch, head = np.divmod(lead, frame.heads)
+    batch_head, place = np.divmod(found.keys, max(frame.blocks_per_batch_head, 1))
+    batch, head = np.divmod(batch_head, frame.heads)
     chosen, stays = (head == index, batch) if axis == "heads" else (batch == index, head)
-    return renumber((stays * frame.blocks_per_lead + place)[chosen], found.ids[chosen], found.bitmasks)
+    return renumber((stays * frame.blocks_per_batch_head + place)[chosen], found.ids[chosen], found.bitmasks)
 
 
 # ---------------------------------------------------------------------------------------------------------------- pairs
@@ -182,7 +184,7 @@ def counts_of_pairs(found: BlockList, frame: Frame) -> Array:
 def first_pair(found: BlockList, frame: Frame) -> tuple[int, int, int, int]:
     """(batch, head, q_pos, kv_pos) of the first pair in lexicographic order; the list must not be empty."""
     block_q, block_kv = frame.block_size
-    leads, rows, cols = frame.positions(found.keys)
+    batch_heads, rows, cols = frame.positions(found.keys)
     # in the first row that has a block
     n_first = int(np.searchsorted(found.keys, (found.keys[0] // frame.n_cols + 1) * frame.n_cols))
     kinds = edge_kinds(found.keys[:n_first], frame)
@@ -190,5 +192,5 @@ def first_pair(found: BlockList, frame: Frame) -> tuple[int, int, int, int]:
     # [block_q, blocks, block_kv]
     bits = unpack(words, block_kv).swapaxes(0, 1)
     query, block, key = (int(i) for i in np.unravel_index(bits.argmax(), bits.shape))
-    batch, head = divmod(int(leads[0]), frame.heads)
+    batch, head = divmod(int(batch_heads[0]), frame.heads)
     return batch, head, int(rows[0]) * block_q + query, int(cols[block]) * block_kv + key

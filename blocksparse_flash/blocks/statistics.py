@@ -152,12 +152,12 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
     # each bitmask counts once per row
     n_ids = len(found.bitmasks) + 1
     pairs = np.unique(line * n_ids + np.where(ids == FULL, n_ids - 1, ids))
-    attends = np.zeros((frame.leads * frame.n_rows, block_q), np.bool_)
+    attends = np.zeros((frame.batch_heads * frame.n_rows, block_q), np.bool_)
     for part in block_list.chunks(len(pairs), block_q):
         here = pairs[part] // n_ids
         starts, _ = block_list.run_lengths(here)
         attends[here[starts]] |= np.logical_or.reduceat(has_key[pairs[part] % n_ids], starts, axis=0)
-    exists = attends.reshape(frame.leads, frame.n_rows * block_q)[:, : frame.q_len]
+    exists = attends.reshape(frame.batch_heads, frame.n_rows * block_q)[:, : frame.q_len]
     return int(exists.size - np.count_nonzero(exists))
 
 
@@ -168,9 +168,12 @@ def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: in
             raise ValueError(f"{name} must be at least 1, got {value}")
     nnz, n_blocks = len(found.keys), frame.n_blocks
     block_q, block_kv = frame.block_size
-    pairs, n_pairs = int(set_operations.counts_of_pairs(found, frame).sum()), frame.leads * frame.q_len * frame.kv_len
+    pairs, n_pairs = (
+        int(set_operations.counts_of_pairs(found, frame).sum()),
+        frame.batch_heads * frame.q_len * frame.kv_len,
+    )
     line, col = np.divmod(found.keys, max(frame.n_cols, 1))
-    queries = 2 * frame.leads * frame.q_len
+    queries = 2 * frame.batch_heads * frame.q_len
     return Description(
         **frame._asdict(),
         nnz=nnz,
@@ -179,14 +182,14 @@ def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: in
         pairs=pairs,
         pair_density=pairs / n_pairs if n_pairs else 0.0,
         distinct_bitmasks=len(found.bitmasks),
-        metadata_bytes=4 * (frame.leads * (frame.n_rows + 1) + 2 * nnz) + found.bitmasks.nbytes,
+        metadata_bytes=4 * (frame.batch_heads * (frame.n_rows + 1) + 2 * nnz) + found.bitmasks.nbytes,
         head_dim=head_dim,
         flops=4 * head_dim * nnz * block_q * block_kv,
         dense_flops=4 * head_dim * n_blocks * block_q * block_kv,
         bytes=head_dim * element_bytes * (queries + 2 * nnz * block_kv),
         dense_bytes=head_dim * element_bytes * (queries + 2 * n_blocks * block_kv),
-        rows=_balance(line, frame.leads * frame.n_rows),
-        cols=_balance(line // max(frame.n_rows, 1) * frame.n_cols + col, frame.leads * frame.n_cols),
+        rows=_balance(line, frame.batch_heads * frame.n_rows),
+        cols=_balance(line // max(frame.n_rows, 1) * frame.n_cols + col, frame.batch_heads * frame.n_cols),
         idle_queries=_idle_queries(found, frame),
         idle_keys=_idle_queries(set_operations.transpose(found, frame), frame.transposed),
         mixing=_mixing(found, frame) if frame.q_len == frame.kv_len else None,
@@ -205,8 +208,8 @@ def _mixing(found: BlockList, frame: Frame) -> Mixing:
     n = -(-frame.q_len // side)
     if n == 0:
         return Mixing(0, False, 1.0)
-    lead, place = np.divmod(keys, n * n)
-    batch = lead // frame.heads
+    batch_head, place = np.divmod(keys, n * n)
+    batch = batch_head // frame.heads
     joined = np.unique(batch * n * n + place)
     each = []
     for index in range(frame.batch):

@@ -44,14 +44,14 @@ def to_block_rows(tensors: Sequence[torch.Tensor], frame: Frame) -> BlockRows:
     indptr, indices, ids, bitmasks = _on_host(tensors)
     # a selection has unused entries after nnz
     nnz = indptr.item(-1)
-    return BlockRows(indptr.reshape(frame.leads, -1), indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
+    return BlockRows(indptr.reshape(frame.batch_heads, -1), indices[:nnz], ids[:nnz], bitmasks.view(np.uint32))
 
 
 def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[BlockList, Frame]:
-    """(block list of rows[0] .. rows[1] - 1 of every lead, its frame). O(nnz of these rows)."""
+    """(block list of rows[0] .. rows[1] - 1 of every batch_head, its frame). O(nnz of these rows)."""
     indptr, indices, ids, bitmasks = _on_host(tensors)
     first, stop = rows
-    ends = indptr.reshape(frame.leads, frame.n_rows + 1)[:, first : stop + 1].astype(np.int64)
+    ends = indptr.reshape(frame.batch_heads, frame.n_rows + 1)[:, first : stop + 1].astype(np.int64)
     counts = np.diff(ends, axis=1).reshape(-1)
     source = ranges(ends[:, :-1].reshape(-1), counts)
     keys = np.repeat(np.arange(len(counts)), counts) * frame.n_cols + indices[source]

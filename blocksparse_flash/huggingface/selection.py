@@ -18,7 +18,7 @@ from .mask import Mask
 from .names import KEY, running_layer
 
 EXAMPLE = "{'kind': 'moba', 'k_blocks': 4, 'block_size': 64}"
-# keys of each kind, of which by_group is optional
+# keys of each kind; by_group is optional
 _KEYS = {"moba": ("kind", "k_blocks", "block_size", "by_group"), "topk": ("kind", "k_blocks", "block_size")}
 # first blocks, and last blocks up to the query's own, that "topk" always selects
 _ALWAYS = 1, 2

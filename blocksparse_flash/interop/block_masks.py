@@ -41,8 +41,8 @@ def _block_mask_of(layout: BlockLayout, block_size: Size, peer: str, *, causal: 
         expected, _ = blocks_of(BlockLayout.from_block_mask(mask, **frame.sizes)._causal())
         wrong = set_operations.combine(expected, found, "^", frame).keys
     if len(wrong):
-        lead, row, col = frame.positions(wrong[0])
-        batch, head = divmod(int(lead), frame.heads)
+        batch_head, row, col = frame.positions(wrong[0])
+        batch, head = divmod(int(batch_head), frame.heads)
         raise ValueError(
             f"layout cannot be given to {peer}, which takes whole {block_size[0]} x {block_size[1]} blocks"
             f"{' cut by the causal diagonal alone' if causal else ''}: block (row {row}, col {col}) of batch {batch}, "
@@ -166,7 +166,7 @@ def _read_streaming(info: torch.Tensor | list[int] | None, types: Array) -> Arra
     """int64 (heads, 2): sink and local of each head."""
     if info is None:
         if (types == _STREAMING).any():
-            raise ValueError("streaming_info must be given: sink and local of each head, some of which are of type -1")
+            raise ValueError("streaming_info must be given: sink and local of each head, since some heads have type -1")
         return np.zeros((len(types), 2), np.int64)
     pairs = checks.integers(info, "streaming_info")
     if len(pairs) != 2 * len(types) or (pairs < 0).any():

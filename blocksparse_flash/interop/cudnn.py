@@ -1,7 +1,7 @@
 """Index lists of cuDNN's block-sparse attention (cudnn.block_sparse_attention), which FastVideo's kernels take too.
 
-Each block of queries lists its blocks of keys: q2k_block_index int32 (batch, heads, n_rows, width), of which the first
-q2k_block_nums (batch, heads, n_rows) count. Blocks are square and full.
+Each block of queries lists its blocks of keys: q2k_block_index int32 (batch, heads, n_rows, width). The first
+q2k_block_nums (batch, heads, n_rows) entries are used. Blocks are square and full.
 """
 
 from __future__ import annotations

@@ -141,12 +141,12 @@ def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | N
 
 
 def _named(line: int, layout: BlockLayout) -> str:
-    lead, key = divmod(line, layout.kv_len)
-    return f"{key} of batch {lead // layout.shape[1]}, head {lead % layout.shape[1]}"
+    batch_head, key = divmod(line, layout.kv_len)
+    return f"{key} of batch {batch_head // layout.shape[1]}, head {batch_head % layout.shape[1]}"
 
 
 def _gaps(layout: BlockLayout, causal: bool) -> Runs:
-    """The masked intervals of queries, in line = lead * kv_len + kv_pos; if causal, below the diagonal."""
+    """The masked intervals of queries, in line = batch_head * kv_len + kv_pos; if causal, below the diagonal."""
     q_len, kv_len = layout.q_len, layout.kv_len
     seen, n_lines = runs_of(layout.T), layout.shape[0] * layout.shape[1] * kv_len
     if causal:

@@ -19,7 +19,7 @@ from .block_arrays import blocks_of, layout_of
 
 
 class Runs(NamedTuple):
-    """Keys first .. stop - 1 of line = lead * q_len + q_pos, int64 (n,) each.
+    """Keys first .. stop - 1 of line = batch_head * q_len + q_pos, int64 (n,) each.
 
     Ascending by (line, first); the runs of a line neither overlap nor touch, and none is empty.
     """
@@ -64,9 +64,9 @@ def runs_of(layout: BlockLayout) -> Runs:
     (block_q, block_kv), is_full = frame.block_size, found.ids == FULL
     tile_lines, cols = np.divmod(found.keys[is_full], max(frame.n_cols, 1))
     spans = merged(tile_lines, cols, cols + 1, frame.n_cols)
-    leads, rows = np.divmod(spans.lines, max(frame.n_rows, 1))
+    batch_heads, rows = np.divmod(spans.lines, max(frame.n_rows, 1))
     heights = np.minimum(block_q, frame.q_len - rows * block_q)
-    full_lines = block_list.ranges(leads * frame.q_len + rows * block_q, heights)
+    full_lines = block_list.ranges(batch_heads * frame.q_len + rows * block_q, heights)
     full_first = np.repeat(spans.first * block_kv, heights)
     full_stop = np.repeat(np.minimum(spans.stop * block_kv, frame.kv_len), heights)
 
@@ -76,8 +76,8 @@ def runs_of(layout: BlockLayout) -> Runs:
     ids = found.ids[~is_full]
     counts = np.diff(bounds)[ids]
     source = block_list.ranges(bounds[ids], counts)
-    leads, rows, cols = frame.positions(found.keys[~is_full])
-    lines = np.repeat(leads * frame.q_len + rows * block_q, counts) + queries[source]
+    batch_heads, rows, cols = frame.positions(found.keys[~is_full])
+    lines = np.repeat(batch_heads * frame.q_len + rows * block_q, counts) + queries[source]
     origin = np.repeat(cols * block_kv, counts)
     return merged(
         np.concatenate([full_lines, lines]),
@@ -104,8 +104,8 @@ def _runs_of_bitmasks(bitmasks: Array, block_kv: int) -> list[Array]:
 def layout_of_runs(runs: Runs, frame: Frame) -> BlockLayout:
     """The layout of runs, on the host."""
     (block_q, block_kv), n_cols = frame.block_size, frame.n_cols
-    leads, q_pos = np.divmod(runs.lines, max(frame.q_len, 1))
-    lines = leads * frame.n_rows + q_pos // block_q
+    batch_heads, q_pos = np.divmod(runs.lines, max(frame.q_len, 1))
+    lines = batch_heads * frame.n_rows + q_pos // block_q
     # blocks with a pair that attends
     spans = merged(lines, runs.first // block_kv, (runs.stop - 1) // block_kv + 1, n_cols)
     keys = block_list.ranges(spans.lines * n_cols + spans.first, spans.stop - spans.first)

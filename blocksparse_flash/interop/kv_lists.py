@@ -46,7 +46,7 @@ def to_kv_lists(layout: BlockLayout, *, ragged_is_full: bool, width: int | None 
 
 def _padded(keys: Array, frame: Frame, width: int | None, device: torch.device) -> KvList:
     lines, cols = np.divmod(keys, max(frame.n_cols, 1))
-    counts = np.bincount(lines, minlength=frame.leads * frame.n_rows)
+    counts = np.bincount(lines, minlength=frame.batch_heads * frame.n_rows)
     width = max(1, int(counts.max(initial=0))) if width is None else width
     checks.check_nnz(len(counts) * width)
     padded = np.zeros((len(counts), width), np.int32)
@@ -180,7 +180,7 @@ def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -
             f"{name} must have {frame.n_rows} rows for {q_len} queries in blocks of {block_size[0]}, "
             f"got shape {count.shape}"
         )
-    count, index = count.reshape(-1), index.reshape(frame.leads * frame.n_rows, index.shape[-1])
+    count, index = count.reshape(-1), index.reshape(frame.batch_heads * frame.n_rows, index.shape[-1])
     checks.check_range(count, index.shape[1] + 1, f"{name} counts", "(width + 1)")
     cols = index[np.arange(index.shape[1]) < count[:, None]]
     checks.check_range(cols, frame.n_cols, f"{name} cols", "n_cols")
@@ -197,9 +197,9 @@ def _full_layout(keys: Array, frame: Frame) -> BlockLayout:
     fine_q, fine_kv = (next(size for size in range(256, 0, -16) if side % size == 0) for side in frame.block_size)
     fine = frame._replace(block_size=(fine_q, fine_kv))
     down, across = frame.block_size[0] // fine_q, frame.block_size[1] // fine_kv
-    leads, rows, cols = frame.positions(keys)
+    batch_heads, rows, cols = frame.positions(keys)
     heights = np.minimum(down, fine.n_rows - rows * down)
-    lines = block_list.ranges(leads * fine.n_rows + rows * down, heights)
+    lines = block_list.ranges(batch_heads * fine.n_rows + rows * down, heights)
     starts = lines * fine.n_cols + np.repeat(cols * across, heights)
     widths = np.repeat(np.minimum(across, fine.n_cols - cols * across), heights)
     keys = np.sort(block_list.ranges(starts, widths))

@@ -124,18 +124,19 @@ def check_scores(scores: Tensor, axes: Size, grid: Size) -> None:
         )
 
 
-def index_of_entries(indptr: Tensor, indices: Tensor, n_cols: int, leads: Size) -> tuple[Tensor, Tensor]:
-    """Where the entries of a layout's `indices` lie in scores (*leads, n_rows, n_cols), without waiting for a device.
+def index_of_entries(indptr: Tensor, indices: Tensor, n_cols: int, batch_heads: Size) -> tuple[Tensor, Tensor]:
+    """Where the entries of a layout's `indices` lie in scores (*batch_heads, n_rows, n_cols). Does not synchronize.
 
-    leads    axes of the scores, 1 where all batches or heads of the layout share them; (1, 1) for a layout with (1, 1)
+    batch_heads  axes of the scores, 1 where all batches or heads of the layout share them; (1, 1) for a layout with
+                 (1, 1)
     returns  int64 (capacity,) flat index, 0 for unused entries; bool (capacity,), whether an entry is used
     """
     (batch, heads), n_rows = indptr.shape[:2], indptr.shape[2] - 1
     axis, row, col = _blocks(indptr, indices, n_rows)
-    of_batch = axis // heads if leads[0] > 1 else torch.zeros_like(axis)
-    of_head = axis % heads if leads[1] > 1 else torch.zeros_like(axis)
+    of_batch = axis // heads if batch_heads[0] > 1 else torch.zeros_like(axis)
+    of_head = axis % heads if batch_heads[1] > 1 else torch.zeros_like(axis)
     is_used = axis < batch * heads
-    index = ((of_batch * leads[1] + of_head) * n_rows + row) * n_cols + col
+    index = ((of_batch * batch_heads[1] + of_head) * n_rows + row) * n_cols + col
     return index.where(is_used, torch.zeros_like(index)), is_used
 
 

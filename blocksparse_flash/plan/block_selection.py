@@ -105,7 +105,7 @@ def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
     bitmasks = tensors[3]
     if len(bitmasks):
         raise ValueError(f"bitmasks must be none for selected blocks, which are full, got {len(bitmasks)}")
-    n_lines, capacity = frame.leads * frame.n_rows, len(tensors[1])
+    n_lines, capacity = frame.batch_heads * frame.n_rows, len(tensors[1])
     k = capacity // max(1, n_lines)
     if k * n_lines != capacity:
         raise ValueError(
@@ -153,8 +153,8 @@ def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
         _is_on_gpu(selected)
         and 0 < frame.q_len <= MOST_LINES * max(TILE, frame.block_size[0])
         and 0 < n_cols <= MOST_LINES
-        and frame.leads * max(-(-frame.q_len // TILE), n_cols) <= MOST_OF_ALL_AXES
-        and frame.leads * n_rows <= MOST_ROWS
+        and frame.batch_heads * max(-(-frame.q_len // TILE), n_cols) <= MOST_OF_ALL_AXES
+        and frame.batch_heads * n_rows <= MOST_ROWS
         and k > 0
         and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * k
     )
@@ -175,7 +175,7 @@ def by_indices(indices: Tensor, frame: Frame) -> Selection:
     from ..kernels.triton import block_selection
 
     with tracing.on_device(indices.device):
-        rows = block_selection.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+        rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
         return _selected(block_selection.of_indices(indices.contiguous(), rows), frame)
 
 
@@ -195,7 +195,7 @@ def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selectio
     from ..kernels.triton import block_selection
 
     with tracing.on_device(scores.device):
-        rows = block_selection.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+        rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
         return _selected(block_selection.of_scores(scores.detach().contiguous(), rows, k, causal=causal), frame)
 
 
@@ -429,7 +429,7 @@ def _listed(
     ids: Tensor,
     is_full: Tensor,
     words: Tensor,
-    leads: Sequence[int],
+    batch_heads: Sequence[int],
     grid: Size,
 ) -> Plan:
     """The plan of these tiles, without those whose axis is past the last.
@@ -438,7 +438,7 @@ def _listed(
     the axis past the last has tile rows too, for unused entries. One sort orders both directions: sorts of a few long
     rows would leave most of a GPU idle.
     """
-    axes, n_major, n_entries = leads[0] * leads[1], max(grid), len(row)
+    axes, n_major, n_entries = batch_heads[0] * batch_heads[1], max(grid), len(row)
     majors = torch.stack([row, col])
     # (direction, axis, major, is full, minor) in one number, in the order of Plan
     line = 2 * PARTIAL
@@ -478,7 +478,7 @@ def _listed(
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):
-        sides.append(records[side, :, : grid[side]].reshape(*leads, grid[side], RECORD).contiguous())
+        sides.append(records[side, :, : grid[side]].reshape(*batch_heads, grid[side], RECORD).contiguous())
         sides += [lists[0, side, :n_indices], lists[1, side, : n_ids[side]]]
     return with_dynamic_lengths(Plan._make([*sides, words]))
 

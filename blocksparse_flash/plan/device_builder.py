@@ -25,12 +25,12 @@ def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool
     """Whether the kernels can build the plan, and faster: of at least WORTH_SENDING full blocks of 128 x 128."""
     if device.type != "cuda" or n_bitmasks or nnz < WORTH_SENDING or frame.block_size != (TILE, TILE):
         return False
-    n_rows, n_cols, leads = frame.n_rows, frame.n_cols, frame.leads
+    n_rows, n_cols, batch_heads = frame.n_rows, frame.n_cols, frame.batch_heads
     n_lines = max(n_rows, n_cols)
     return (
         n_lines <= MOST_LINES
-        and leads * n_lines <= MOST_OF_ALL_AXES
-        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (leads * n_rows))
+        and batch_heads * n_lines <= MOST_OF_ALL_AXES
+        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (batch_heads * n_rows))
         and not tracing.has_observers()
         and tracing.runs_triton(device.index)
     )
@@ -41,9 +41,9 @@ def _builder(frame: Frame) -> Callable[..., list[torch.Tensor]]:
     """The builder of the plan's tensors; cached, since importing it again takes microseconds."""
     from ..kernels.triton import block_selection, plan_builder
 
-    rows = block_selection.Rows(frame.leads, frame.n_rows, frame.n_cols, *frame[2:])
+    rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
     grid = plan_builder.Grid(rows, causal=False)
-    return functools.partial(plan_builder.build_from_blocks, grid=grid, leads=(frame.batch, frame.heads))
+    return functools.partial(plan_builder.build_from_blocks, grid=grid, batch_heads=(frame.batch, frame.heads))
 
 
 def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:

@@ -18,7 +18,7 @@ GATHERED_STEP = 1.25
 
 
 class Direction(NamedTuple):
-    """The lists of one direction, over the tile rows of all leads.
+    """The lists of one direction, over the tile rows of all batch_heads.
 
     steps      number of steps of each tile row
     n_partial  number of those with a partial or an empty tile
@@ -40,11 +40,11 @@ def build_gathered_plan(found: BlockList, frame: Frame, device: torch.device, *,
     non_blocking  as in transfer.sent
     """
     sides = _direction(found, frame), _direction(transpose(found, frame), frame.transposed)
-    long = [long_of(side.steps.reshape(frame.leads, -1), max(1, len(side.indices))) for side in sides]
+    long = [long_of(side.steps.reshape(frame.batch_heads, -1), max(1, len(side.indices))) for side in sides]
     shapes: list[tuple[int, ...]] = []
     for i, (side, (_, n_split)) in enumerate(zip(sides, long, strict=True)):
         n_indices, n_ids = list_lengths(len(side.indices), n_split, of_rows=i == 0)
-        n_lines = len(side.steps) // frame.leads
+        n_lines = len(side.steps) // frame.batch_heads
         shapes += (frame.batch, frame.heads, n_lines, RECORD), (n_indices, side.indices.shape[1]), (n_ids, PIECES)
     # bitmask 0 is empty
     shapes.append((1 + sum(len(side.bitmasks) for side in sides), FINE_TILE))
@@ -74,7 +74,7 @@ def _direction(found: BlockList, frame: Frame) -> Direction:
     is_partial = (ids != FULL) | (kinds > 0)
     ids = 1 + np.where(ids == FULL, len(bitmasks) + kinds, ids)
     words = np.concatenate([bitmasks, existing(tiles)])[:, :, 0]
-    n_lines = tiles.leads * tiles.n_rows
+    n_lines = tiles.batch_heads * tiles.n_rows
     steps = -(-np.bincount(line, minlength=n_lines) // PIECES)
     # first tiles of the steps of neighbors, which are aligned like tiles of 64 x 64
     begins = np.ones(len(keys), np.bool_)

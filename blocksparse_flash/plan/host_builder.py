@@ -45,7 +45,7 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     shapes: list[tuple[int, ...]] = []
     for side, (_, n_split) in zip((by_rows, by_cols), long, strict=True):
         n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows)
-        shapes += (frame.batch, frame.heads, side.n_lines // frame.leads, RECORD), (n_indices,), (n_ids,)
+        shapes += (frame.batch, frame.heads, side.n_lines // frame.batch_heads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(bitmasks) + 3, tile, tile // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
     row_records, row_indices, row_ids, col_records, col_indices, col_ids, words = views(packed, places)
@@ -83,9 +83,9 @@ def _edge_bitmasks(n_queries: int, n_keys: int, tile: int) -> Array:
 class Side(NamedTuple):
     """The tiles by tile row, or by tile column; both in the order of the block list.
 
-    line     lead * (tile rows of a lead) + tile row, of each tile
+    line     batch_head * (tile rows of a batch_head) + tile row, of each tile
     minor    its tile column
-    n_lines  tile rows of all leads
+    n_lines  tile rows of all batch_heads
     """
 
     line: Array
@@ -94,23 +94,23 @@ class Side(NamedTuple):
 
 
 def count_tiles(tiles: BlockRows, frame: Frame) -> tuple[Array, Array]:
-    """(tiles per tile row of all leads, then per tile column; lead * n_cols + col of each tile)."""
-    leads, n_cols, indptr, col_line = frame.leads, frame.n_cols, tiles.indptr, tiles.cols
-    if leads > 1:
-        col_line = col_line + (n_cols * np.arange(leads)).repeat(indptr[:, -1] - indptr[:, 0])
-    n_of_rows, n_of_cols = leads * frame.n_rows, leads * n_cols
+    """(tiles per tile row of all batch_heads, then per tile column; batch_head * n_cols + col of each tile)."""
+    batch_heads, n_cols, indptr, col_line = frame.batch_heads, frame.n_cols, tiles.indptr, tiles.cols
+    if batch_heads > 1:
+        col_line = col_line + (n_cols * np.arange(batch_heads)).repeat(indptr[:, -1] - indptr[:, 0])
+    n_of_rows, n_of_cols = batch_heads * frame.n_rows, batch_heads * n_cols
     # both directions in one array: on few elements, one operation costs as much as on twice as many
     work = np.empty(n_of_rows + n_of_cols, np.int64)
-    np.subtract(indptr[:, 1:], indptr[:, :-1], out=work[:n_of_rows].reshape(leads, frame.n_rows))
+    np.subtract(indptr[:, 1:], indptr[:, :-1], out=work[:n_of_rows].reshape(batch_heads, frame.n_rows))
     work[n_of_rows:] = np.bincount(col_line, minlength=n_of_cols)
     return work, col_line
 
 
 def _sides(tiles: BlockRows, frame: Frame, work: Array, col_line: Array) -> tuple[Side, Side]:
     """The tiles by tile row and by tile column; work, col_line from `count_tiles`."""
-    n_of_rows = frame.leads * frame.n_rows
+    n_of_rows = frame.batch_heads * frame.n_rows
     row_line = np.arange(n_of_rows).repeat(work[:n_of_rows])
-    row = row_line % frame.n_rows if frame.leads > 1 else row_line
+    row = row_line % frame.n_rows if frame.batch_heads > 1 else row_line
     return Side(row_line, tiles.cols, n_of_rows), Side(col_line, row, len(work) - n_of_rows)
 
 
@@ -142,13 +142,16 @@ def _write_list(side: Side, ids: Array, partial: Array, indices: Array, bitmask_
 
 
 def records_of(work: Array, n_partial: Array, most: int, n_long: Sequence[int], frame: Frame) -> Array:
-    """Records of all tile rows, then of all tile columns, (lines, RECORD), longest of each lead first.
+    """Records of all tile rows, then of all tile columns, (lines, RECORD), longest of each batch_head first.
 
     work     tiles of each line; at most `most`
     n_partial  partial tiles of each line
     n_long   of each direction
     """
-    n_of_rows, lead, number = frame.leads * frame.n_rows, *_numbered(frame.leads, frame.n_rows, frame.n_cols)
+    n_of_rows, batch_head, number = (
+        frame.batch_heads * frame.n_rows,
+        *_numbered(frame.batch_heads, frame.n_rows, frame.n_cols),
+    )
     begin = work.cumsum()
     begin -= work
     begin[n_of_rows:] -= begin[n_of_rows] if n_of_rows < len(work) else 0
@@ -156,23 +159,23 @@ def records_of(work: Array, n_partial: Array, most: int, n_long: Sequence[int], 
     fields[:, NUMBER], fields[:, BEGIN], fields[:, N_TILES], fields[:, N_PARTIAL] = number, begin, work, n_partial
     if any(n_long):
         fields[:n_of_rows, N_LONG], fields[n_of_rows:, N_LONG] = n_long
-    rank = lead * (most + 1)
+    rank = batch_head * (most + 1)
     rank -= work
-    order = order_of(rank, (2 * frame.leads + 1) * (most + 1))
+    order = order_of(rank, (2 * frame.batch_heads + 1) * (most + 1))
     records = fields.take(order, axis=0)
     records[order, POSITION] = number
     return records
 
 
 @functools.lru_cache(maxsize=4)
-def _numbered(leads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]:
-    """(lead, number) of the tile rows of all leads, then of their tile columns; leads count on, from 1. Read only.
+def _numbered(batch_heads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]:
+    """(batch_head, number) of the tile rows of all heads, then of their tile columns; from 1, read only.
 
     Few are cached: for long sequences with many heads these are megabytes.
     """
-    n_lines = np.repeat([n_rows, n_cols], leads)
-    lead = np.arange(2 * leads).repeat(n_lines)
-    return lead + 1, np.arange(len(lead)) - (n_lines.cumsum() - n_lines)[lead]
+    n_lines = np.repeat([n_rows, n_cols], batch_heads)
+    batch_head = np.arange(2 * batch_heads).repeat(n_lines)
+    return batch_head + 1, np.arange(len(batch_head)) - (n_lines.cumsum() - n_lines)[batch_head]
 
 
 # (long, worth splitting): see `long_of`
@@ -181,11 +184,11 @@ Long = tuple[int, int]
 
 def count_long(work: Array, n_tiles: int, frame: Frame) -> tuple[int, tuple[Long, Long]]:
     """(tiles of the longest tile row or column, (`long_of` of tile rows, of tile columns)); work from `count_tiles`."""
-    most, n_of_rows = int(np.maximum.reduce(work, initial=0)), frame.leads * frame.n_rows
+    most, n_of_rows = int(np.maximum.reduce(work, initial=0)), frame.batch_heads * frame.n_rows
     # the common case, found without a division: nothing is long
     if most * max(n_of_rows, len(work) - n_of_rows) <= 2 * n_tiles:
         return most, ((0, 0), (0, 0))
-    of_rows, of_cols = (part.reshape(frame.leads, -1) for part in (work[:n_of_rows], work[n_of_rows:]))
+    of_rows, of_cols = (part.reshape(frame.batch_heads, -1) for part in (work[:n_of_rows], work[n_of_rows:]))
     return most, (long_of(of_rows, n_tiles), long_of(of_cols, n_tiles))
 
 

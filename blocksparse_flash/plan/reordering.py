@@ -122,10 +122,10 @@ def find(found: BlockList, frame: Frame, n_groups: int) -> Orders | None:
     n_groups = n_groups if frame.heads > 1 else 1
     size = frame.heads // n_groups
     group_frame = frame._replace(batch=1, heads=size)
-    bounds = np.searchsorted(found.keys, np.arange(0, frame.leads + 1, size) * frame.blocks_per_lead)
+    bounds = np.searchsorted(found.keys, np.arange(0, frame.batch_heads + 1, size) * frame.blocks_per_batch_head)
     own, chosen = [], []
     for group, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        keys = found.keys[begin:end] - group * size * frame.blocks_per_lead
+        keys = found.keys[begin:end] - group * size * frame.blocks_per_batch_head
         blocks = block_list.renumber(keys, found.ids[begin:end].astype(np.int64), found.bitmasks)
         own.append(_Order(None, None, blocks, group_frame, _cost(blocks, group_frame)))
         chosen.append(min([own[-1], *_candidates(own[-1])], key=lambda order: order.cost))
@@ -160,8 +160,8 @@ def _joined(
     for group, (before, after) in enumerate(zip(own, chosen, strict=True)):
         blocks = after.blocks
         if all(old == now or old % TILE == 0 for old, now in zip(after.frame[2:4], new[2:4], strict=True)):
-            leads, rows, cols = after.frame.positions(blocks.keys)
-            blocks = blocks._replace(keys=(leads * new.n_rows + rows) * new.n_cols + cols)
+            batch_heads, rows, cols = after.frame.positions(blocks.keys)
+            blocks = blocks._replace(keys=(batch_heads * new.n_rows + rows) * new.n_cols + cols)
         else:
             # full blocks at a ragged edge become partial
             q_order = np.arange(frame.q_len) if q is None else q.reshape(-1, q.shape[2])[group]
@@ -277,7 +277,7 @@ def wide_keys(blocks: BlockList, frame: Frame) -> Array | None:
         n_wide = is_wide.sum(axis=1)
         end = np.cumsum(n_wide)
         begin = end - n_wide
-        marks = np.zeros((frame.leads * frame.n_rows, int(end[-1]) // TILE + 2), np.bool_)
+        marks = np.zeros((frame.batch_heads * frame.n_rows, int(end[-1]) // TILE + 2), np.bool_)
         lines, cols = line[reads_wide], col[reads_wide]
         marks[lines, begin[cols] // TILE] = True
         marks[lines, (end[cols] - 1) // TILE] = True
@@ -331,7 +331,7 @@ def wide_queries(blocks: BlockList, frame: Frame) -> Array | None:
         stays = ~is_wide[row_of_kind[changes]]
         n_saved = n_read[changes] - _n_read_by(blocks.bitmasks, id_of_kind[changes], stays) * n_alike[changes]
         # as if each tile row of wide queries read all keys
-        n = total - int(n_saved.sum()) + -(-n_wide // TILE) * frame.leads * frame.kv_len
+        n = total - int(n_saved.sum()) + -(-n_wide // TILE) * frame.batch_heads * frame.kv_len
         if n < fewest:
             best, fewest = is_wide, n
     if best is None:
@@ -410,12 +410,12 @@ def _read_by_any(blocks: BlockList, frame: Frame) -> Array:
 
 
 def _read_by(blocks: BlockList, frame: Frame, queries: Array) -> Array:
-    """Keys that some of the queries attend to: bool (leads, kv_len)."""
-    found = np.zeros((frame.leads, frame.n_cols, TILE // 32), np.uint32)
+    """Keys that some of the queries attend to: bool (batch_heads, kv_len)."""
+    found = np.zeros((frame.batch_heads, frame.n_cols, TILE // 32), np.uint32)
     by_row = queries // TILE
-    for lead in range(frame.leads):
+    for batch_head in range(frame.batch_heads):
         for row in np.unique(by_row):
-            begin, end = np.searchsorted(blocks.keys, (lead * frame.n_rows + row + np.arange(2)) * frame.n_cols)
+            begin, end = np.searchsorted(blocks.keys, (batch_head * frame.n_rows + row + np.arange(2)) * frame.n_cols)
             cols, ids = blocks.keys[begin:end] % frame.n_cols, blocks.ids[begin:end]
             words = np.full((end - begin, TILE // 32), 0xFFFFFFFF, np.uint32)
             partial, kinds = ids >= 0, np.maximum(ids, 0)
@@ -423,8 +423,8 @@ def _read_by(blocks: BlockList, frame: Frame, queries: Array) -> Array:
                 used, which = np.unique(kinds[partial], return_inverse=True)
                 of_queries = blocks.bitmasks[used][:, queries[by_row == row] % TILE]
                 words[partial] = np.bitwise_or.reduce(of_queries, axis=1)[which]
-            found[lead, cols] |= words
-    return block_list.unpack(found, TILE).reshape(frame.leads, -1)[:, : frame.kv_len]
+            found[batch_head, cols] |= words
+    return block_list.unpack(found, TILE).reshape(frame.batch_heads, -1)[:, : frame.kv_len]
 
 
 def period_of(blocks: BlockList, frame: Frame) -> int:
@@ -433,8 +433,8 @@ def period_of(blocks: BlockList, frame: Frame) -> int:
     periods = []
     for query in queries:
         reads = _read_by(blocks, frame, query[None])
-        for lead in reads:
-            starts = np.flatnonzero(lead & ~np.append(False, lead[:-1]))
+        for batch_head in reads:
+            starts = np.flatnonzero(batch_head & ~np.append(False, batch_head[:-1]))
             steps = np.diff(starts)
             if len(steps) < 4:
                 return 0

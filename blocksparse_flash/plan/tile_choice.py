@@ -137,11 +137,11 @@ def _n_tiles(cells: Array, units: Size, ids: Array, keys: Array, frame: Frame, s
         held = cells.reshape(n, down // per_q, per_q, across // per_kv, per_kv).any(axis=(2, 4)).sum(axis=(1, 2))
         return int(np.bincount(ids, minlength=n) @ held)
     tiled = frame._replace(block_size=side)
-    leads, *lines = frame.positions(keys)
+    batch_heads, *lines = frame.positions(keys)
     block, *places = cells[ids].nonzero()
     row, col = (
         (line[block] * of_block + place * unit) // of_tile
         for line, of_block, place, unit, of_tile in zip(lines, frame.block_size, places, units, side, strict=True)
     )
-    found = np.sort((leads[block] * tiled.n_rows + row) * tiled.n_cols + col)
+    found = np.sort((batch_heads[block] * tiled.n_rows + row) * tiled.n_cols + col)
     return int(np.count_nonzero(found[1:] != found[:-1])) + 1

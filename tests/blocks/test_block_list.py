@@ -24,12 +24,12 @@ def assert_same(actual: BlockList, expected: BlockList) -> None:
 
 def assert_canonical(found: BlockList, frame: Frame) -> None:
     """The definition in block_list.py, block by block."""
-    (q_len, kv_len, block_size), leads = frame[2:], frame.leads
+    (q_len, kv_len, block_size), batch_heads = frame[2:], frame.batch_heads
     assert (found.keys.dtype, found.ids.dtype, found.bitmasks.dtype) == (np.int64, np.int32, np.uint32)
     assert found.bitmasks.shape[1:] == (block_size[0], -(-block_size[1] // 32))
     n_rows, n_cols = -(-q_len // block_size[0]), -(-kv_len // block_size[1])
     assert (np.diff(found.keys) > 0).all()
-    assert not len(found.keys) or (found.keys[0] >= 0 and found.keys[-1] < leads * n_rows * n_cols)
+    assert not len(found.keys) or (found.keys[0] >= 0 and found.keys[-1] < batch_heads * n_rows * n_cols)
     seen: list[int] = []
     for key, number in zip(found.keys.tolist(), found.ids.tolist(), strict=True):
         if number == FULL:
@@ -90,9 +90,9 @@ def test_existing_pairs_are_those_inside_the_lengths(problem: Problem) -> None:
 @given(problems())
 def test_positions_take_keys_apart(problem: Problem) -> None:
     frame = framed(problem.mask, problem.block_size)
-    leads, rows, cols = frame.positions(np.arange(frame.n_blocks))
-    places = np.indices((frame.leads, frame.n_rows, frame.n_cols)).reshape(3, -1)
-    np.testing.assert_array_equal([leads, rows, cols], places)
+    batch_heads, rows, cols = frame.positions(np.arange(frame.n_blocks))
+    places = np.indices((frame.batch_heads, frame.n_rows, frame.n_cols)).reshape(3, -1)
+    np.testing.assert_array_equal([batch_heads, rows, cols], places)
 
 
 @given(problems())
@@ -157,9 +157,9 @@ def test_canonical_undoes_any_other_way_to_store_a_mask(problem: Problem) -> Non
     mask, (block_q, block_kv) = problem.mask, problem.block_size
     frame = framed(mask, problem.block_size)
     keys = np.arange(frame.n_blocks)
-    padded = np.ones((frame.leads, frame.n_rows * block_q, frame.n_cols * block_kv), np.bool_)
-    padded[:, : frame.q_len, : frame.kv_len] = mask.reshape(frame.leads, *mask.shape[2:])
-    split = padded.reshape(frame.leads, frame.n_rows, block_q, frame.n_cols, block_kv)
+    padded = np.ones((frame.batch_heads, frame.n_rows * block_q, frame.n_cols * block_kv), np.bool_)
+    padded[:, : frame.q_len, : frame.kv_len] = mask.reshape(frame.batch_heads, *mask.shape[2:])
+    split = padded.reshape(frame.batch_heads, frame.n_rows, block_q, frame.n_cols, block_kv)
     words = block_list.pack(split.swapaxes(2, 3).reshape(len(keys), block_q, block_kv))
     order = problem.random.permutation(len(keys))
     ids = np.empty(len(keys), np.int32)
@@ -273,14 +273,14 @@ def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 5), (4, 3, 2), (2, 1, 7), (2, 0, 3), (3, 2, 0)])
 def test_full_blocks_by_rows(shape: tuple[int, int, int]) -> None:
-    """Each lead ends where the next begins, even without blocks."""
-    leads, n_rows, n_cols = shape
+    """Each batch_head ends where the next begins, even without blocks."""
+    batch_heads, n_rows, n_cols = shape
     mask = np.random.default_rng(0).random(shape) < 0.4
-    mask[leads // 2 :, :1] = False
-    keys, frame = np.flatnonzero(mask), Frame(1, leads, 16 * n_rows, 32 * n_cols, (16, 32))
+    mask[batch_heads // 2 :, :1] = False
+    keys, frame = np.flatnonzero(mask), Frame(1, batch_heads, 16 * n_rows, 32 * n_cols, (16, 32))
     indptr, cols, ids, bitmasks = block_list.by_rows(block_list.full_list(keys, (16, 32)), frame)
-    ends = mask.sum(axis=2).reshape(-1).cumsum().reshape(leads, n_rows)
-    firsts = np.append(0, ends[:-1, -1]) if n_rows else np.zeros(leads)
+    ends = mask.sum(axis=2).reshape(-1).cumsum().reshape(batch_heads, n_rows)
+    firsts = np.append(0, ends[:-1, -1]) if n_rows else np.zeros(batch_heads)
     assert np.array_equal(indptr, np.column_stack([firsts, ends])) and np.array_equal(cols, mask.nonzero()[2])
     assert indptr.dtype == cols.dtype == ids.dtype == np.int32 and (ids == FULL).all() and bitmasks.shape == (0, 16, 1)
 

@@ -141,9 +141,9 @@ def test_to_flashmask_says_it_or_names_the_first_key(problem: Problem, causal: b
         found = to_flashmask(layout, causal=causal)
         np.testing.assert_array_equal(flashmask(found.numpy(), q_len, causal), mask)
         return
-    lead, key = divmod(int(np.argmax(np.array(counted) > limit)), kv_len)
-    batch, head = divmod(lead, mask.shape[1])
-    n_intervals = counted[lead * kv_len + key]
+    batch_head, key = divmod(int(np.argmax(np.array(counted) > limit)), kv_len)
+    batch, head = divmod(batch_head, mask.shape[1])
+    n_intervals = counted[batch_head * kv_len + key]
     words = f"masks {n_intervals} separate intervals of queries for key {key} of batch {batch}, head {head}"
     with pytest.raises(ValueError, match=words):
         to_flashmask(layout, causal=causal)

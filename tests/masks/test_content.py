@@ -39,8 +39,8 @@ def fewest(scores: list[float], cols: list[int], p: float) -> set[int]:
 def drawn(seed: int, block_size: tuple[int, int]) -> tuple[int, int, np.ndarray]:
     random = np.random.default_rng(seed)
     q_len, kv_len = (int(length) for length in random.integers(1, 900, 2))
-    leads = [(), (3,), (2, 3)][seed % 3]
-    scores = random.normal(0, 2, (*leads, -(-q_len // block_size[0]), -(-kv_len // block_size[1])))
+    batch_heads = [(), (3,), (2, 3)][seed % 3]
+    scores = random.normal(0, 2, (*batch_heads, -(-q_len // block_size[0]), -(-kv_len // block_size[1])))
     if seed % 2:
         # many equal ones
         scores = np.round(scores)

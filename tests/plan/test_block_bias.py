@@ -27,8 +27,8 @@ def random_layout(block_size: Any, heads: int = 2, q_len: int = 300, kv_len: int
 def blocks_of(layout: BlockLayout) -> dict[tuple[int, int, int], int]:
     """(batch_head, row, col) -> index of the stored block."""
     found = {}
-    for batch_head, lead in enumerate(layout.indptr.reshape(-1, layout.n_rows + 1).tolist()):
-        for row, (begin, end) in enumerate(itertools.pairwise(lead)):
+    for batch_head, pointers in enumerate(layout.indptr.reshape(-1, layout.n_rows + 1).tolist()):
+        for row, (begin, end) in enumerate(itertools.pairwise(pointers)):
             found |= {(batch_head, row, int(layout.indices[entry])): entry for entry in range(begin, end)}
     return found
 
@@ -94,28 +94,28 @@ def test_the_index_is_cached_per_device_and_causal() -> None:
 # ---- gather: scores of a grid of blocks -> one value per stored block ----
 
 
-@pytest.mark.parametrize("leads", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("batch_heads", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize("axes", [(1, 1), (1, 3), (2, 1), (2, 3)], ids=str)
-def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], leads: tuple[int, int]) -> None:
+def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], batch_heads: tuple[int, int]) -> None:
     """Compared block by block. A layout shared by all heads keeps the batch and head axes of the scores."""
     draw = torch.Generator().manual_seed(0)
     layout = BlockLayout.from_dense(torch.rand(*axes, 300, 270, generator=draw) < 0.0005, block_size=(32, 64))
-    scores = torch.randn(*leads, layout.n_rows, layout.n_cols, generator=draw, requires_grad=True)
-    if axes != (1, 1) and any(lead > size for lead, size in zip(leads, axes, strict=True)):
+    scores = torch.randn(*batch_heads, layout.n_rows, layout.n_cols, generator=draw, requires_grad=True)
+    if axes != (1, 1) and any(batch_head > size for batch_head, size in zip(batch_heads, axes, strict=True)):
         with pytest.raises(ValueError, match="block_scores must have shape"):
             layout.gather(scores)
         return
     found = layout.gather(scores)
     blocks = blocks_of(layout)
     assert 0 < len(blocks) == layout.nnz < layout.n_rows * layout.n_cols * axes[0] * axes[1]
-    assert found.shape == ((*leads, layout.nnz) if axes == (1, 1) else (layout.nnz,))
+    assert found.shape == ((*batch_heads, layout.nnz) if axes == (1, 1) else (layout.nnz,))
     counts = torch.zeros(scores.shape)
     for (batch_head, row, col), entry in blocks.items():
         if axes == (1, 1):
             assert torch.equal(found[..., entry], scores[..., row, col])
             counts[..., row, col] += 1
         else:
-            batch, head = (batch_head // axes[1]) % leads[0], batch_head % axes[1] % leads[1]
+            batch, head = (batch_head // axes[1]) % batch_heads[0], batch_head % axes[1] % batch_heads[1]
             assert found[entry] == scores[batch, head, row, col]
             counts[batch, head, row, col] += 1
     found.sum().backward()

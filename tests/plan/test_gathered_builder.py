@@ -30,12 +30,12 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     words = plan.bitmasks.numpy().view(np.uint32)
     assert np.array_equal(words >> 16, words & 0xFFFF) and not words[0].any()
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(len(words), 64, 32)[:, :, :16]
-    leads = masks.reshape(-1, *masks.shape[2:])
-    n_lines, pieces, begin = -(-leads.shape[1] // 64), indices.shape[1], 0
+    batch_heads = masks.reshape(-1, *masks.shape[2:])
+    n_lines, pieces, begin = -(-batch_heads.shape[1] // 64), indices.shape[1], 0
     assert pieces == pieces_of(plan)[not of_rows] and ids.shape[1] == 4
-    steps = records_of.reshape(len(leads), n_lines, 8)[:, :, N_TILES]
+    steps = records_of.reshape(len(batch_heads), n_lines, 8)[:, :, N_TILES]
     over = steps * steps.size > 2 * steps.sum()
-    for mask, records in zip(leads, records_of.reshape(len(leads), n_lines, 8), strict=True):
+    for mask, records in zip(batch_heads, records_of.reshape(len(batch_heads), n_lines, 8), strict=True):
         expected, found = tiles_of(mask), {}
         assert (np.diff(records[:, N_TILES]) <= 0).all()
         assert (records[:, N_LONG] == min(over.sum(1).max(initial=0), n_lines - 1)).all()

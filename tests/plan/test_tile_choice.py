@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 
 def pairs_in(masks: np.ndarray, side_q: int, side_kv: int) -> int:
     """Pairs in the tiles of side_q x side_kv tokens with an attending pair, of masks (batch, heads, q_len, kv_len)."""
-    *leads, q_len, kv_len = masks.shape
-    padded = np.zeros((*leads, -(-q_len // side_q), side_q, -(-kv_len // side_kv), side_kv), bool)
-    flat = padded.reshape(*leads, padded.shape[2] * side_q, padded.shape[4] * side_kv)
+    *batch_heads, q_len, kv_len = masks.shape
+    padded = np.zeros((*batch_heads, -(-q_len // side_q), side_q, -(-kv_len // side_kv), side_kv), bool)
+    flat = padded.reshape(*batch_heads, padded.shape[2] * side_q, padded.shape[4] * side_kv)
     flat[:, :, :q_len, :kv_len] = masks
     return int(padded.any(axis=(3, 5)).sum()) * side_q * side_kv
 

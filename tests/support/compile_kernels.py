@@ -214,9 +214,9 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
     gather_scatter.add([x, x], [x, x], two, [[x, x]], table, order, 0)
     gather_scatter.add([x], [x], one, [], table, None, 0)
     gather_scatter.merge(x, lse, (x, lse), result, table, order, 0)
-    for leads in ((1, 1), (2, 2)):
+    for batch_heads in ((1, 1), (2, 2)):
         for tokens in (x, lse[..., None]):
-            gather_tokens.gather_tokens(tokens, torch.zeros(*leads, length, dtype=torch.int32))
+            gather_tokens.gather_tokens(tokens, torch.zeros(*batch_heads, length, dtype=torch.int32))
 
 
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:

@@ -265,8 +265,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "(np.arange(len(leads)) - leads) * frame.blocks_per_lead",
-            "np.arange(len(leads)) * frame.blocks_per_lead",
+            "(np.arange(len(batch_heads)) - batch_heads) * frame.blocks_per_batch_head",
+            "np.arange(len(batch_heads)) * frame.blocks_per_batch_head",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -277,8 +277,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "turned = (leads * frame.n_cols + cols)",
-            "turned = (leads * frame.n_rows + cols)",
+            "turned = (batch_heads * frame.n_cols + cols)",
+            "turned = (batch_heads * frame.n_rows + cols)",
             "tests/blocks/test_block_list.py",
         ),
         (
@@ -289,8 +289,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/set_operations.py",
-            "lead = batch * total + before + head if",
-            "lead = batch * frame.heads + before + head if",
+            "batch_head = batch * total + before + head if",
+            "batch_head = batch * frame.heads + before + head if",
             "tests/blocks/test_set_operations.py",
         ),
         (
@@ -373,8 +373,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/host_builder.py",
-            "(n_cols * np.arange(leads)).repeat",
-            "(frame.n_rows * np.arange(leads)).repeat",
+            "(n_cols * np.arange(batch_heads)).repeat",
+            "(frame.n_rows * np.arange(batch_heads)).repeat",
             "tests/plan/test_host_builder.py",
         ),
         (
@@ -397,8 +397,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/tile_choice.py",
-            "(leads[block] * tiled.n_rows + row)",
-            "(leads[block] + row)",
+            "(batch_heads[block] * tiled.n_rows + row)",
+            "(batch_heads[block] + row)",
             "tests/plan/test_tile_choice.py",
         ),
         (
@@ -419,8 +419,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/reordering.py", "2 * counts.max() < len(steps)", "2 * counts.max() > len(steps)", ORDERS),
         (
             "plan/reordering.py",
-            "- group * size * frame.blocks_per_lead",
-            "- group * frame.blocks_per_lead",
+            "- group * size * frame.blocks_per_batch_head",
+            "- group * frame.blocks_per_batch_head",
             f"{REORDERED} same_pairs",
         ),
         ("layout.py", "layout = self._causal() if causal else self", "layout = self", f"{REORDERED} same_pairs"),
@@ -1021,14 +1021,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         PACKAGE,
         (
             "plan/block_bias.py",
-            "of_head = axis % heads if leads[1] > 1 else torch.zeros_like(axis)",
+            "of_head = axis % heads if batch_heads[1] > 1 else torch.zeros_like(axis)",
             "of_head = axis % heads",
             GATES,
         ),
         (
             "plan/block_bias.py",
-            "of_batch = axis // heads if leads[0] > 1",
-            "of_batch = axis // batch if leads[0] > 1",
+            "of_batch = axis // heads if batch_heads[0] > 1",
+            "of_batch = axis // batch if batch_heads[0] > 1",
             GATES,
         ),
         ("layout.py", "return values if is_used is None else values.masked_fill(~is_used, 0)", "return values", GATES),

@@ -105,7 +105,7 @@ def in_register_order(b_sum):
 
 @gluon.jit
 def atomic_add_sum(ptr, b_sum):
-    """Adds a vector, of which each thread has four consecutive values, to memory."""
+    """Adds a vector to memory; each thread has four consecutive values of it."""
     o_value = gl.arange(0, b_sum.shape[0], layout=b_sum.type.layout)
     gl.atomic_add(ptr + o_value, b_sum, sem="relaxed")
 

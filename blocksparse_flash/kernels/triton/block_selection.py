@@ -65,7 +65,7 @@ def fill_behind(ptr, begin, length, value, i_program, n_programs, CHUNK: tl.cons
 # fmt: off
 @triton.jit(do_not_specialize=["n_cols", "n_words", "k"])
 def mark_indices_kernel(
-    # inputs: integers (lines, k), of which 0 .. n_cols - 1 are cols
+    # inputs: integers (lines, k); 0 .. n_cols - 1 are cols, others are ignored
     indices_ptr,
     # outputs: int32 (lines, n_words), (lines,)
     bits_ptr, counts_ptr,

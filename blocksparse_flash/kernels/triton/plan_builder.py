@@ -483,12 +483,12 @@ def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: AR
 
 
 def build_from_bits(
-    bits: torch.Tensor, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
+    bits: torch.Tensor, grid: Grid, batch_heads: tuple[int, int], lengths: tuple[int, int, int]
 ) -> list[torch.Tensor]:
     """The tensors of a Plan.
 
     bits     int32 (axes, n_rows, n_words), see block_selection.py
-    leads    (batch | 1, heads | 1), axes in all
+    batch_heads  (batch | 1, heads | 1), axes in all
     lengths  of the lists: indices, ids of rows, ids of columns
     """
     new = allocator(bits)
@@ -498,7 +498,7 @@ def build_from_bits(
 
     n_indices, *n_ids = lengths
     sides = [
-        (empty(*leads, n_lines, RECORD.value), empty(n_indices), empty(n))
+        (empty(*batch_heads, n_lines, RECORD.value), empty(n_indices), empty(n))
         for n_lines, n in zip(grid.shape, n_ids, strict=True)
     ]
     launches = plan_launches(grid, bits.device)
@@ -509,7 +509,7 @@ def build_from_bits(
 
 
 def build_from_blocks(
-    listed: torch.Tensor, *, grid: Grid, leads: tuple[int, int], lengths: tuple[int, int, int]
+    listed: torch.Tensor, *, grid: Grid, batch_heads: tuple[int, int], lengths: tuple[int, int, int]
 ) -> list[torch.Tensor]:
     """`build_from_bits` of blocks given by indptr and indices, concatenated: see block_selection.of_rows."""
-    return build_from_bits(of_rows(listed, grid.rows), grid, leads, lengths)
+    return build_from_bits(of_rows(listed, grid.rows), grid, batch_heads, lengths)

@@ -196,7 +196,7 @@ def find_line_record(records_ptr, record_strides, i_batch, i_head, i_line):
 
 @triton.jit
 def tile_start(indices_ptr, i_step, side: tl.constexpr, TILE: tl.constexpr):
-    """First token of step `i_step` of `side` tokens, TILE / side of which are a listed tile.
+    """First token of step `i_step` of `side` tokens; a listed tile has TILE / side steps.
 
     Negative if the tile is partial: `& (PARTIAL * TILE - 1)` restores the token.
     """
