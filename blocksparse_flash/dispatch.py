@@ -34,8 +34,9 @@ FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
 NO_BLOCK_BIAS = "it has no block_bias"
-# of `hopper`, whose tanh has an absolute error of 1e-7: that of scores is the softcap times as large
-MAX_SOFTCAP = 1000.0
+# of `hopper`, whose tanh has an absolute error of 1e-7: that of scores is the softcap times as large, and with larger
+# softcaps lse misses the tolerance of the tests
+MAX_SOFTCAP = 50.0
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"

@@ -1098,7 +1098,7 @@ def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype
         ({"interpret": True}, "interpreter"),
         ({"has_dropout": True}, "it has no dropout"),
         ({"has_block_bias": True}, "it has no block_bias"),
-        ({"softcap": 1001.0}, "its softcap is accurate up to 1000, got 1001"),
+        ({"softcap": 51.0}, "its softcap is accurate up to 50, got 51"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
