@@ -863,15 +863,6 @@ def test_hashes_are_the_same_in_another_process() -> None:
     assert int(other.stdout) == hash(_GOOD)
 
 
-def test_importing_the_package_loads_no_optional_library() -> None:
-    program = (
-        "import sys, blocksparse_flash; "
-        "print([name for name in ('scipy', 'triton', 'matplotlib', 'masks') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=_ROOT)
-    assert done.stdout.strip() == "[]"
-
-
 def test_layouts_are_frozen() -> None:
     layout = BlockLayout.from_blocks([0], [0], 64, 64, block_size=64)
     for name in (*TENSORS, "q_len", "kv_len", "block_size", "anything"):

@@ -109,6 +109,8 @@ def test_the_command_line_is_found_behind_another_masks(tmp_path: Path) -> None:
     assert "\nlocal(window, block_size=128)\n" in said
 
 
+# importing transformers takes seconds
+@pytest.mark.thorough
 def test_huggingface_builds_specifications_behind_another_masks(tmp_path: Path) -> None:
     code = """
 import torch, transformers

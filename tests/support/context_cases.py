@@ -609,7 +609,8 @@ def a_missing_rank_is_an_error(what: str) -> None:
     dist.barrier()
 
 
-def cases(n_ranks: int) -> Cases:
+def cases(n_ranks: int, has_kernels: bool = True) -> Cases:
+    """has_kernels: with the cases that run kernels in the interpreter, whose truth takes seconds."""
     found: Cases = {}
     n_tiles = -(-LENGTH // 128)
     for i, (layout, order) in enumerate(itertools.product(LAYOUTS, orders(n_ranks, n_tiles))):
@@ -657,7 +658,7 @@ def cases(n_ranks: int) -> Cases:
     in_half("global", (n_ranks, n_ranks))
     for scheme in ("exchange", "ulysses", "all_gather"):
         found[f"half types: {scheme}"] = partial(half_types, scheme)
-    if n_ranks == 2:
+    if n_ranks == 2 and has_kernels:
         interpreted("narrow", 560)
         found["kernels equal one process"] = kernels_equal_one_process
         found["kernels use pass-Q"] = kernels_use_pass_q

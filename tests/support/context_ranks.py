@@ -83,7 +83,7 @@ if __name__ == "__main__":
 
     n_ranks = int(sys.argv[1])
     which = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-v" else "all"
-    known: Cases = context_cases.cases(n_ranks)
+    known: Cases = context_cases.cases(n_ranks, has_kernels=which != "quick")
     slow = {name for name in known if name.startswith(SLOW)}
     names = {"all": set(known), "slow": slow, "quick": set(known) - slow}.get(which, {n for n in known if which in n})
     chosen = {name: case for name, case in known.items() if name in names}

@@ -477,7 +477,8 @@ def check_run(check, monkeypatch):
     return check_run
 
 
-@pytest.mark.sweep(by=lambda run: {run.tile, run.splits is None, run.config.warpgroups})
+# test_protocol.py has such runs
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "run", [pytest.param(run, id=f"{name}-{i}") for name, runs in CORRECT_RUNS.items() for i, run in enumerate(runs)]
 )
