@@ -201,7 +201,7 @@ def _constants(tensors: Iterable[Tensor], q: Tensor, specs: TensorSpecs | None) 
 
 def _dense(layout: BlockLayout, q: Tensor) -> Tensor:
     """The layout's mask, for the reference."""
-    with tracing.outside_transforms(layout._tensors.indptr):
+    with tracing.outside_transforms(layout._anchor):
         mask = layout.to_dense()
     return tracing.as_graph_constants([mask], q)[0].to(q.device)
 

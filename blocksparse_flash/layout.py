@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -422,8 +422,7 @@ class BlockLayout:
                 digest.update(np.ascontiguousarray(array).data)
             # 60 bits, which hash() returns unchanged
             found = int.from_bytes(digest.digest(), "little") >> 4
-            # a CUDA graph may change the tensors of a selection
-            if "selection" not in self._cache:
+            if self._is_constant:
                 self._cache["hash"] = found
         return found
 
@@ -559,7 +558,7 @@ class BlockLayout:
         found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = self._cache["gather_indices"]
         entries = found.get((device, batch_heads))
         if entries is None:
-            with tracing.outside_transforms(self._tensors.indptr):
+            with tracing.outside_transforms(self._anchor):
                 index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, batch_heads)
                 entries = index.to(device), is_used.to(device)
             # a CUDA graph may change the tensors of a selection
@@ -713,7 +712,7 @@ class BlockLayout:
         if key not in plans:
             # a plan on the meta device has shapes alone
             elsewhere = [plan for at, plan in plans.items() if at[1:] == key[1:] and at[0].type != "meta"]
-            with tracing.outside_transforms(self._tensors.indptr):
+            with tracing.outside_transforms(self._anchor):
                 if elsewhere:
                     plans[key] = elsewhere[0].to(device, non_blocking=non_blocking)
                 else:
@@ -741,8 +740,8 @@ class BlockLayout:
 
         While torch.compile traces it is None unless it was made before, with its plan.
         """
-        # made anew in each step
-        if "selection" in self._cache:
+        # others are made anew in each step
+        if not self._is_constant:
             return None
         found: dict[tuple[torch.device, bool, int], Reordered | None] = self._cache["orders"]
         key = device, causal, 1 if self.shape[1] == 1 else kv_heads
@@ -752,7 +751,7 @@ class BlockLayout:
             return known if any((device, False, tile) in plans for tile in (TILE, FINE_TILE, PIECE)) else None
         if key not in found:
             elsewhere = [order for at, order in found.items() if at[1:] == key[1:]]
-            with tracing.outside_transforms(self._tensors.indptr):
+            with tracing.outside_transforms(self._anchor):
                 host = elsewhere[0] if elsewhere else self._new_order(*key[1:])
                 found[key] = None if host is None else host.to(device)
         return found[key]
@@ -769,7 +768,7 @@ class BlockLayout:
             return tile_choice.WHOLE
         found: Shares | None = self._cache.get("shares")
         if found is None:
-            with tracing.outside_transforms(self._tensors.indptr):
+            with tracing.outside_transforms(self._anchor):
                 found = self._cache["shares"] = self._counted_shares()
         return Shares(found.fine if fine else 1.0, found.gathered if gathered else 1.0)
 
@@ -787,7 +786,7 @@ class BlockLayout:
                     f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
                 )
             plan = self.plan(device, causal=causal)
-            with tracing.outside_transforms(self._tensors.indptr):
+            with tracing.outside_transforms(self._anchor):
                 found[device, causal] = block_bias.build(*self._tensors[:2], plan, **self._frame.sizes, device=device)
         return found[device, causal]
 
@@ -812,10 +811,12 @@ class BlockLayout:
     def _set(self, *fields: Any) -> None:
         tensors = storage.Tensors(*fields[:4])
         object.__setattr__(self, "_tensors", tensors)
-        for name, value in zip(storage.NUMBERS, fields[4:], strict=True):
-            object.__setattr__(self, name, value)
         # axes as numbers: torch.compile would guard the whole shape of the tensor
-        axes = tensors.indptr.shape[0], tensors.indptr.shape[1]
+        self._set_sizes(fields[4:], (tensors.indptr.shape[0], tensors.indptr.shape[1]))
+
+    def _set_sizes(self, sizes: Sequence[Any], axes: Size) -> None:
+        for name, value in zip(storage.NUMBERS, sizes, strict=True):
+            object.__setattr__(self, name, value)
         # no number while torch.compile traces: it cannot follow weak references
         number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
         cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}, "orders": {}}
@@ -848,6 +849,16 @@ class BlockLayout:
     def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
         """The layout of a canonical block list, with this layout's frame and these changes."""
         return self._from_block_list(found, self._frame._replace(**changes), self.device)
+
+    @property
+    def _anchor(self) -> torch.Tensor:
+        """A tensor of the layout: others are on its device, and traced and transformed alike."""
+        return self._tensors.indptr
+
+    @property
+    def _is_constant(self) -> bool:
+        """False for layouts made on a device, whose tensors a CUDA graph may change."""
+        return "selection" not in self._cache
 
     @property
     def _frame(self) -> Frame:

@@ -145,7 +145,9 @@ def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
     if missing:
         raise spec.wrong(node, f"{name} needs {' and '.join(missing)}. It takes {arguments_line(builder)}")
     values = {"block_size": spec.block_size, **{word: _literal(spec, part) for word, part in given.items()}}
-    takes_length = "length" in inspect.signature(builder).parameters
+    length = inspect.signature(builder).parameters.get("length")
+    # where it has a default, it is that of the mask's other arguments, which must give the right one
+    takes_length = length is not None and length.default is length.empty
     if takes_length:
         values["length"] = spec.length
     try:

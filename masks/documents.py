@@ -1,7 +1,7 @@
 """Packed documents, laid end to end and given by cumulative lengths.
 
 Bitmasks are written word by word instead of through a predicate: document boundaries differ in almost every block, so
-that a predicate would be evaluated for every pair.
+that a predicate would be evaluated for every pair. Boundaries on a GPU stay there (blocksparse_flash/packed.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.packed import PackedLayout, layout_on_host
+from blocksparse_flash.plan.packed_builder import MOST_TOKENS, Documents, can_build
 
-from .canvas import BlockSize, Canvas, check_nnz, read_canvas, spread
-from .checks import read_integers, read_switch
+from .canvas import BlockSize, Canvas, Length, check_nnz, read_canvas, spread
+from .checks import read_integer, read_integers, read_switch
 from .kinds import kinds_of_sides
+from .local import Window, read_window
 from .public import public
 
 # LOW_BITS[n] has its n lowest bits set
@@ -36,22 +39,22 @@ class Packed(NamedTuple):
     ends: np.ndarray
 
 
-def _read_bounds(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
-    bounds = read_integers("cu_seqlens", cu_seqlens)
+def _read_bounds(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, name: str = "cu_seqlens") -> np.ndarray:
+    bounds = read_integers(name, cu_seqlens)
     if not bounds.size:
-        raise ValueError("cu_seqlens: expected at least one entry, 0, got none")
+        raise ValueError(f"{name}: expected at least one entry, 0, got none")
     if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens: expected 0 as the first entry, got {bounds[0]}. Lengths want a cumulative sum")
+        raise ValueError(f"{name}: expected 0 as the first entry, got {bounds[0]}. Lengths want a cumulative sum")
     drops = np.flatnonzero(np.diff(bounds) < 0)
     if drops.size:
         place = drops[0]
         raise ValueError(
-            f"cu_seqlens: expected entries that never decrease, got {bounds[place]} at place {place} "
+            f"{name}: expected entries that never decrease, got {bounds[place]} at place {place} "
             f"and {bounds[place + 1]} after it. Lengths want a cumulative sum"
         )
     if bounds.size >= 16 and bounds[-1] < bounds.size // 2 and np.diff(bounds).max() == 1:
         raise ValueError(
-            f"cu_seqlens: expected where documents begin and end, got {bounds.size} entries from 0 to {bounds[-1]}, "
+            f"{name}: expected where documents begin and end, got {bounds.size} entries from 0 to {bounds[-1]}, "
             "which look like the document of each token. Write "
             "[*numpy.flatnonzero(numpy.diff(ids, prepend=-1)), len(ids)]"
         )
@@ -111,12 +114,19 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
 
 @public
 def documents(
-    cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, *, causal: bool = False, block_size: BlockSize = 128
+    cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    kv_cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor | None = None,
+    length: Length | None = None,
+    max_seqlen: int | None = None,
+    block_size: BlockSize = 128,
 ) -> BlockLayout:
     """Each token attends to the tokens of its own document.
 
     Documents are packed end to end; document i holds the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, as in varlen
-    attention calls. An empty document has no effect.
+    attention calls. An empty document has no effect. Tokens after the last document attend to nothing.
 
     cu_seqlens=[0, 2, 5], plain and causal:
         1 1 0 0 0     1 0 0 0 0
@@ -125,25 +135,117 @@ def documents(
         0 0 1 1 1     0 0 1 1 0
         0 0 1 1 1     0 0 1 1 1
 
-    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length
-    causal      True also requires kv_pos <= q_pos
+    If cu_seqlens is a CUDA tensor, it stays on the GPU: kernels make the plan from it there, no call waits for the GPU,
+    and a CUDA graph can capture the building of the layout, so that each replay uses the boundaries of that time. The
+    lists of such a plan have room for the longest document, so give max_seqlen for long inputs: without it, a plan
+    takes 16 bytes for each of the (length / 128)^2 tiles. Invalid boundaries there end in an assertion of the device.
+
+    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at most at the length
+    causal      True also requires that the key is not after the query: kv_pos <= q_pos, where positions are counted
+                from the end of the document
+    window      also requires that the key is at most `window` tokens before or after the query, or (left, right), where
+                None is unlimited
+    kv_cu_seqlens  boundaries of the documents among the keys, as many; cu_seqlens is then that of the queries. Default:
+                the same documents
+    length      tokens, or (q_len, kv_len); default cu_seqlens[-1]. Required for CUDA tensors
+    max_seqlen  tokens of the longest document, at most. Default: not limited
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
-    returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
-                exact to the token
-    raises      ValueError if cu_seqlens is empty, does not start at 0 or decreases, or if it looks like the
-                document of each token: steps of 0 and 1, mostly 0; TypeError unless all are ints
+    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    raises      ValueError if cu_seqlens is empty, does not start at 0, decreases or exceeds the length, if a document
+                is longer than max_seqlen, or if it looks like the document of each token: steps of 0 and 1, mostly 0;
+                TypeError unless all are ints
 
     Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (masking).
 
     >>> documents([0, 256, 512, 1024]).density
     0.375
     """
-    bounds = _read_bounds(cu_seqlens)
     causal = read_switch("causal", causal)
-    canvas = read_canvas(int(bounds[-1]), block_size)
+    left, right = (None, None) if window is None else read_window(window)
+    right = 0 if causal else right
+    if max_seqlen is not None:
+        max_seqlen = read_integer("max_seqlen", max_seqlen, at_least=0, unit="tokens")
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.is_cuda:
+        on_device = _on_device(cu_seqlens, kv_cu_seqlens, length, left, right, max_seqlen)
+        if can_build(on_device):
+            return PackedLayout.of(on_device, read_canvas(on_device[2:4], block_size).block_size)
+    bounds = _read_bounds(cu_seqlens)
+    kv_bounds = bounds if kv_cu_seqlens is None else _read_bounds(kv_cu_seqlens, "kv_cu_seqlens")
+    if len(kv_bounds) != len(bounds):
+        raise ValueError(
+            f"kv_cu_seqlens: expected as many entries as cu_seqlens, {len(bounds)}, got {len(kv_bounds)}. A document "
+            "without keys repeats its entry"
+        )
+    if length is None:
+        length = int(bounds[-1]), int(kv_bounds[-1])
+    canvas = read_canvas(length, block_size)
+    for name, each, most in (("cu_seqlens", bounds, canvas.q_len), ("kv_cu_seqlens", kv_bounds, canvas.kv_len)):
+        if each[-1] > most:
+            raise ValueError(f"{name}: expected boundaries up to the length, {most}, got {each[-1]}")
+        if max_seqlen is not None and np.diff(each).max(initial=0) > max_seqlen:
+            raise ValueError(
+                f"max_seqlen: expected at least the tokens of the longest document of {name}, "
+                f"{np.diff(each).max()}, got {max_seqlen}"
+            )
     # lower bound: the full blocks of each document, half of them if causal
-    within = [np.maximum(np.diff(bounds) // side - 1, 0) for side in canvas.block_size]
-    check_nnz(int((within[0] * within[1]).sum()) // (2 if causal else 1), least="at least ")
+    rows, cols = (
+        np.maximum(np.diff(bounds) // canvas.block_q - 1, 0),
+        np.maximum(np.diff(kv_bounds) // canvas.block_kv - 1, 0),
+    )
+    if left is None and right in (None, 0):
+        check_nnz(int((rows * cols).sum()) // (1 if right is None else 2), least="at least ")
+    if left is None and right in (None, 0) and kv_bounds is bounds and canvas.q_len == canvas.kv_len == bounds[-1]:
+        return _without_window(canvas, bounds, causal=right == 0)
+    cu_q, cu_kv = (torch.from_numpy(np.ascontiguousarray(each)) for each in (bounds, kv_bounds))
+    return layout_on_host(Documents(cu_q, cu_kv, canvas.q_len, canvas.kv_len, left, right, None), canvas.block_size)
+
+
+def _on_device(
+    cu_seqlens: torch.Tensor,
+    kv_cu_seqlens: object,
+    length: Length | None,
+    left: int | None,
+    right: int | None,
+    max_seqlen: int | None,
+) -> Documents:
+    """Documents on a GPU. Only what needs no copy of the boundaries is checked."""
+    both = {"cu_seqlens": cu_seqlens}
+    if kv_cu_seqlens is not None:
+        if not isinstance(kv_cu_seqlens, torch.Tensor) or kv_cu_seqlens.device != cu_seqlens.device:
+            raise ValueError(
+                f"kv_cu_seqlens: expected a tensor on {cu_seqlens.device}, like cu_seqlens, got "
+                f"{kv_cu_seqlens.device if isinstance(kv_cu_seqlens, torch.Tensor) else type(kv_cu_seqlens).__name__}"
+            )
+        both["kv_cu_seqlens"] = kv_cu_seqlens
+    for name, each in both.items():
+        if each.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected int32 or int64, got {each.dtype}")
+        if each.dim() != 1 or len(each) != max(1, len(cu_seqlens)):
+            raise ValueError(
+                f"{name}: expected shape ({max(1, len(cu_seqlens))},), one entry more than documents, "
+                f"got {tuple(each.shape)}"
+            )
+    if length is None:
+        raise ValueError(
+            "length: expected the number of tokens, such as length=q.shape[2], since cu_seqlens is on a GPU: reading "
+            "its last entry would wait for the GPU. Got none"
+        )
+    q_len, kv_len = read_canvas(length, 128)[:2]
+    if max(q_len, kv_len) > MOST_TOKENS:
+        raise ValueError(
+            f"length: expected at most {MOST_TOKENS} tokens for boundaries on a GPU, got {max(q_len, kv_len)}"
+        )
+    if kv_cu_seqlens is None and q_len != kv_len:
+        raise ValueError(
+            f"length: expected one number for the same documents on both sides, got {length}: give kv_cu_seqlens"
+        )
+    cu_q = cu_seqlens.contiguous()
+    cu_kv = cu_q if kv_cu_seqlens is None else both["kv_cu_seqlens"].contiguous()
+    return Documents(cu_q, cu_kv, q_len, kv_len, left, right, max_seqlen)
+
+
+def _without_window(canvas: Canvas, bounds: np.ndarray, *, causal: bool) -> BlockLayout:
+    """The layout of the same documents on both sides, which fill the length."""
     packed = _pack(canvas, bounds)
     rows, cols = _candidates(canvas, packed, causal=causal)
     _, representatives, ids = np.unique(

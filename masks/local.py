@@ -14,7 +14,7 @@ from .public import public
 Window = int | tuple[int | None, int | None]
 
 
-def _read_window(window: Window) -> tuple[int | None, int | None]:
+def read_window(window: Window) -> tuple[int | None, int | None]:
     if isinstance(window, tuple | list):
         if len(window) != 2:
             raise ValueError(f"window: expected an int or (left, right), got {len(window)} entries: {window!r}")
@@ -84,7 +84,7 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
     0.625
     """
     canvas = read_canvas(length, block_size)
-    left, right = _read_window(window)
+    left, right = read_window(window)
     return _band(canvas, left=left, right=right)
 
 

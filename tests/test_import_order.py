@@ -26,6 +26,7 @@ MODULES = [
     ["functional"],
     ["selection"],
     ["interop", "masks"],
+    ["packed"],
     ["layout_crops"],
     ["nn"],
     ["distributed", "huggingface"],

@@ -361,6 +361,53 @@ def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("mean_length", [60, 1000])
+def test_a_cuda_graph_captures_packed_documents_and_their_attention(mean_length: int) -> None:
+    """A CUDA graph of layout, plan, forward and backward follows new boundaries, without synchronisation."""
+    length, n_documents = 3000, 3000 // mean_length
+    torch.manual_seed(0)
+    q, key, v = (torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    dout, boundaries = torch.randn_like(q), torch.zeros(n_documents + 1, dtype=torch.int32, device="cuda")
+
+    def new_boundaries(end: int) -> None:
+        inner = torch.randint(0, end, (n_documents - 1,)).sort().values
+        boundaries.copy_(torch.cat([torch.tensor([0]), inner, torch.tensor([end])]))
+
+    def step(causal: bool) -> tuple[Tensor, ...]:
+        layout = masks.documents(boundaries, causal=causal, length=length, window=None if causal else 700)
+        out = attention(q, key, v, layout, deterministic=True)
+        return out, *torch.autograd.grad(out, (q, key, v), dout)
+
+    for causal in (False, True):
+        new_boundaries(length)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(causal)
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            step(causal)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(causal)
+        for end in (length, length - 500):
+            with torch.no_grad():
+                for tensor in (q, key, v, dout):
+                    tensor.normal_()
+            new_boundaries(end)
+            graph.replay()
+            window = None if causal else 700
+            on_host = masks.documents(boundaries.cpu(), causal=causal, length=length, window=window)
+            out = attention(q, key, v, on_host.to("cuda"), deterministic=True)
+            for replayed, expected in zip(captured, (out, *torch.autograd.grad(out, (q, key, v), dout)), strict=True):
+                assert torch.allclose(replayed, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_cuda_graph_captures_a_selection_and_its_attention() -> None:
     """A CUDA graph of selection, plan, forward and backward follows new scores, without synchronisation."""
     length, block_size, k = 1100, 64, 4

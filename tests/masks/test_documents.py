@@ -139,3 +139,81 @@ def test_refused(cu_seqlens, error, message):
 def test_refused_causal():
     with pytest.raises(TypeError, match="causal: expected a bool, got 1"):
         masks.documents([0, 10], causal=1)
+
+
+# ---- windows, other boundaries for the keys, and a length
+
+
+def position(cu_q: list[int], cu_kv: list[int], q_pos: int) -> tuple[int, int] | None:
+    """(document, key at the position of the query with the ends of the document aligned); None after the documents."""
+    if q_pos >= cu_q[-1]:
+        return None
+    document = document_of(cu_q, q_pos)
+    return document, cu_kv[document + 1] - (cu_q[document + 1] - q_pos)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=6),
+    gap=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    window=st.sampled_from([None, 0, 7, (3, None), (None, 2), (20, 5)]),
+    causal=st.booleans(),
+    is_same=st.booleans(),
+    block_size=st.sampled_from([16, 64, (32, 128)]),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_documents_with_windows_and_other_keys(lengths, gap, window, causal, is_same, block_size):
+    cu_q, cu_kv = ([0, *np.cumsum([pair[side] for pair in lengths]).tolist()] for side in (0, 1))
+    if is_same:
+        cu_kv, gap = cu_q, (gap[0], gap[0])
+    left, right = (window, window) if isinstance(window, int) else (window or (None, None))
+    size = cu_q[-1] + gap[0], cu_kv[-1] + gap[1]
+    layout = masks.documents(
+        cu_q,
+        causal=causal,
+        window=window,
+        kv_cu_seqlens=None if is_same else cu_kv,
+        length=size,
+        block_size=block_size,
+    )
+    assert layout.shape[2:] == size
+
+    def attends(q_pos: int, kv_pos: int) -> bool:
+        found = position(cu_q, cu_kv, q_pos)
+        if found is None or not cu_kv[found[0]] <= kv_pos < cu_kv[found[0] + 1]:
+            return False
+        distance = found[1] - kv_pos
+        return (
+            (left is None or distance <= left)
+            and (right is None or -distance <= right)
+            and (distance >= 0 or not causal)
+        )
+
+    expected = np.array([[attends(i, j) for j in range(size[1])] for i in range(size[0])], bool).reshape(size)
+    assert np.array_equal(layout.to_dense()[0, 0].numpy(), expected)
+
+
+def test_a_window_is_that_of_local():
+    bounds = [0, 40, 200]
+    for window in (30, (30, 0), (None, 12)):
+        assert masks.documents(bounds, window=window) == masks.documents(bounds) & masks.local(200, window=window)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 9}, "cu_seqlens: expected boundaries up to the length, 9, got 10"),
+        ({"kv_cu_seqlens": [0, 5]}, "kv_cu_seqlens: expected as many entries as cu_seqlens, 3, got 2"),
+        (
+            {"kv_cu_seqlens": [0, 5, 20], "length": 10},
+            "kv_cu_seqlens: .* up to the length, 10, got 20",
+        ),
+        ({"kv_cu_seqlens": [1, 5, 20]}, "kv_cu_seqlens: expected 0 as the first entry, got 1"),
+        ({"max_seqlen": 5}, "max_seqlen: expected at least the tokens of the longest document of cu_seqlens, 6, got 5"),
+        ({"max_seqlen": -1}, "max_seqlen: expected int, a number of tokens, of at least 0"),
+        ({"window": -1}, "window: expected int, a number of tokens, of at least 0"),
+    ],
+    ids=str,
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        masks.documents([0, 4, 10], **options)

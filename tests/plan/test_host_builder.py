@@ -42,8 +42,11 @@ def tiles_of(mask: np.ndarray, side: int) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
-    """Checks one direction of a plan against masks (batch, heads, q_len, kv_len)."""
+def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | None = None) -> None:
+    """Checks one direction of a plan against masks (batch, heads, q_len, kv_len).
+
+    capacity  room of every list, if they do not follow each other; such plans know no long lines
+    """
     records_of, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
     side = plan.tile
     assert plan.bitmasks.shape[1:] == (side, side // 32)
@@ -58,6 +61,11 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
         # longest first; ties keep their order
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
+            if capacity is not None:
+                begin = line * capacity
+                assert work[line] <= capacity
+                # kernels read one entry ahead
+                assert work[line] == capacity or indices[begin + work[line]] == 0 == ids[begin + work[line]]
             position = records[line, 4]
             number, first, n_tiles, n_partial, _, n_long, *rest = records[position].tolist()
             assert (number, first, n_tiles, rest) == (line, begin, work[line], [0, 0])
@@ -83,6 +91,8 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
             for key, tile in found.items():
                 assert np.array_equal(tile, expected[key]) and tile.all() == (key[of_rows] in minors[n_partial:])
             begin += n_tiles
+    if capacity is not None:
+        begin, is_long = capacity * n_lines, np.zeros_like(is_long)
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
     assert len(ids) == len(indices) + 8 * is_long.sum(1).max() + (2 if of_rows else 4)
     assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_long.sum(1).max()

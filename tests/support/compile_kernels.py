@@ -45,6 +45,7 @@ from blocksparse_flash.kernels.triton import (
     gather_scatter,
     gather_tokens,
     group_weights,
+    packed_plan,
     plan_builder,
     split_kv,
 )
@@ -222,6 +223,8 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     """Select blocks of `side` tokens by scores and by indices, and build plans of 128 x 128 and of 64 x 64 tiles.
 
+    Also the plans of packed documents.
+
     Causal if a block is smaller than 128 x 128.
     """
     n = length // side
@@ -235,6 +238,12 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for dim in (64, 128) if dtype.itemsize == 2 else ():
         queries, keys = torch.empty(1, 2, 4, 256, dim, dtype=dtype), torch.empty(1, 2, 128, dim, dtype=dtype)
         group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
+    boundaries = torch.empty(9, dtype=torch.int32 if side == 64 else torch.int64)
+    for tile, causal in ((TILE, True), (FINE_TILE, False)):
+        packing = packed_plan.Packing(
+            length, length, 8, 256, 0, tile == TILE, (length, length), causal, tile, 5, (4, 4)
+        )
+        packed_plan.build(boundaries, boundaries, packing)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16
     for group in (1, 4, 16) if side < 128 else ():
         by_token = block_selection.Rows(4, length, n, length * group, length, (group, side))

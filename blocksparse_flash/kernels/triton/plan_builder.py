@@ -361,6 +361,36 @@ def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.c
 
 
 @triton.jit
+def write_records(
+    counts_ptr, records_ptr, o_line, b_begin, b_tiles, b_partial, n_long, n_major,
+    LINES: tl.constexpr, MINORS: tl.constexpr,
+):
+    """Writes the records of some lines of a head.
+
+    counts_ptr, records_ptr     of the head; counts are the tiles of each line
+    b_begin, b_tiles, b_partial  of each line: first entry of its list, tiles, partial tiles
+    """
+    m_line = o_line < n_major
+    # position in the launch order: longest first, then by index
+    b_position = tl.zeros([LINES], tl.int32)
+    for first in range(0, n_major, MINORS):
+        o_other = first + tl.arange(0, MINORS)
+        b_other = tl.load(counts_ptr + o_other, mask=o_other < n_major, other=-1)[None, :]
+        b_sooner = (b_other > b_tiles[:, None]) | ((b_other == b_tiles[:, None]) & (o_other[None, :] < o_line[:, None]))
+        b_position += tl.sum(b_sooner.to(tl.int32), 1)
+    p_record = records_ptr + b_position * RECORD
+    tl.store(p_record + NUMBER, o_line, mask=m_line)
+    tl.store(p_record + BEGIN, b_begin, mask=m_line)
+    tl.store(p_record + N_TILES, b_tiles, mask=m_line)
+    tl.store(p_record + N_PARTIAL, b_partial, mask=m_line)
+    tl.store(records_ptr + o_line * RECORD + POSITION, b_position, mask=m_line)
+    # never all lines: see find_work_record
+    tl.store(p_record + N_LONG, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
+    for word in tl.static_range(N_LONG + 1, RECORD):
+        tl.store(p_record + word, o_line * 0, mask=m_line)
+
+
+@triton.jit
 def list_lines(
     bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
@@ -384,24 +414,10 @@ def list_lines(
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
-    # position in the launch order: longest first, then by index
-    b_position = tl.zeros([LINES], tl.int32)
-    for first in range(0, n_major, MINORS):
-        o_other = first + tl.arange(0, MINORS)
-        b_other = tl.load(p_tiles + o_other, mask=o_other < n_major, other=-1)[None, :]
-        b_sooner = (b_other > b_tiles[:, None]) | ((b_other == b_tiles[:, None]) & (o_other[None, :] < o_line[:, None]))
-        b_position += tl.sum(b_sooner.to(tl.int32), 1)
-    p_head = records_ptr + batch_head.to(tl.int64) * n_major * RECORD
-    p_record = p_head + b_position * RECORD
-    tl.store(p_record + NUMBER, o_line, mask=m_line)
-    tl.store(p_record + BEGIN, b_begin, mask=m_line)
-    tl.store(p_record + N_TILES, b_tiles, mask=m_line)
-    tl.store(p_record + N_PARTIAL, b_partial, mask=m_line)
-    tl.store(p_head + o_line * RECORD + POSITION, b_position, mask=m_line)
-    # never all lines: see find_work_record
-    tl.store(p_record + N_LONG, o_line * 0 + tl.minimum(n_long, n_major - 1), mask=m_line)
-    for word in tl.static_range(N_LONG + 1, RECORD):
-        tl.store(p_record + word, o_line * 0, mask=m_line)
+    write_records(
+        p_tiles, records_ptr + batch_head.to(tl.int64) * n_major * RECORD, o_line, b_begin, b_tiles, b_partial,
+        n_long, n_major, LINES, MINORS,
+    )
 
     b_next_partial, b_next_full = b_begin, b_begin + b_partial
     for first in range(0, n_minor, MINORS):

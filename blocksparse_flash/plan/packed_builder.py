@@ -1,0 +1,152 @@
+"""Builds plans of packed documents on the GPU that holds their boundaries, without waiting for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks.block_list import Frame
+from ..plan_format import FINE_TILE, TILE, Plan, with_dynamic_lengths
+from ..runtime import tracing
+from .tile_choice import Shares
+
+# tokens of a side: positions and sums of two of them are int32
+MOST_TOKENS = (1 << 30) - 1
+# entries of the lists, words of the bitmasks: offsets are int32
+MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
+
+
+class Documents(NamedTuple):
+    """Packed documents, and which keys of its document a query attends to.
+
+    cu_q, cu_kv  integers (documents + 1,), contiguous: where documents begin and end among the queries and the keys
+    left, right  tokens before and after the query's own position, or None for all. Positions are aligned at the end of
+                 each document
+    max_seqlen   tokens of the longest document, at most; None if not known
+    """
+
+    cu_q: Tensor
+    cu_kv: Tensor
+    q_len: int
+    kv_len: int
+    left: int | None
+    right: int | None
+    max_seqlen: int | None
+
+    @property
+    def number(self) -> int:
+        """Documents, including empty ones."""
+        return self.cu_q.shape[0] - 1
+
+    @property
+    def is_square(self) -> bool:
+        """Whether queries and keys have the same documents."""
+        return self.cu_q is self.cu_kv
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a document, at most."""
+        most = max(self.q_len, self.kv_len)
+        return most if self.max_seqlen is None else min(most, self.max_seqlen)
+
+    def reach(self, causal: bool) -> tuple[int, int]:
+        """Keys before and after its own position that a query attends to, at most, if `is_square`."""
+        most = max(0, self.longest - 1)
+        left, right = (most if side is None else min(most, side) for side in (self.left, self.right))
+        return left, 0 if causal else right
+
+
+def can_build(documents: Documents) -> bool:
+    """Whether kernels can be launched on the boundaries: plain GPU tensors, with no tracing active."""
+    cu_seqlens = documents.cu_q
+    return (
+        cu_seqlens.is_cuda
+        and not tracing.has_observers()
+        and type(cu_seqlens) in tracing.PLAIN
+        and tracing.runs_triton(cu_seqlens.device.index)
+        and min(documents.q_len, documents.kv_len) > 0
+    )
+
+
+def shares_of(documents: Documents) -> Shares:
+    """The shares of documents of equal lengths, since counting the tiles would wait for the device."""
+    length = documents.q_len / max(1, documents.number)
+    left, right = documents.reach(causal=False)
+    keys = min(length, left + right + 1)
+    waste = [(tokens + FINE_TILE) / (tokens + TILE) for tokens in (length, keys)]
+    return Shares(waste[0] * waste[1], 1.0)
+
+
+def _n_runs(documents: Documents, causal: bool, tile: int) -> int:
+    """Runs of a tile row, at most: one less than the tiles at which the pairs of its tiles may change.
+
+    A boundary inside a tile changes this tile and the next one; consecutive positions, one for each query of the tile
+    row, change three.
+    """
+    n_left, n_right = 3 * (documents.left is not None), 3 * (documents.right is not None)
+    if not documents.is_square:
+        # each query has at most two boundaries; the last two are those after the documents
+        of_documents = min(tile, documents.number) * (4 + n_left + n_right)
+        return min(4 * tile, of_documents + 3 * causal) + 1
+    # the begin of the first document, the tile of the queries themselves, and the end of the last document
+    edges = 4 + n_left
+    if not causal and documents.right != 0:
+        edges += 2 + n_right
+    return edges - 1
+
+
+def _capacity(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:
+    """Tiles of a tile row and of a tile column, at most."""
+    q_tiles, kv_tiles = -(-documents.q_len // tile), -(-documents.kv_len // tile)
+    if not documents.is_square:
+        return kv_tiles, q_tiles
+    most = 1 + sum(-(-side // tile) for side in documents.reach(causal))
+    return min(kv_tiles, most), min(q_tiles, most)
+
+
+def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
+    """The plan of packed documents; lists have room for the longest documents, and some bitmasks are unused.
+
+    causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
+    tile    tokens per side of a tile, TILE or FINE_TILE
+    raises  ValueError if the lists or the bitmasks are too long. Later, on the device, RuntimeError if the boundaries
+            do not start at 0, decrease, exceed the length, or if a document is longer than max_seqlen
+    """
+    from ..kernels.triton import packed_plan
+
+    frame = Frame(1, 1, documents.q_len, documents.kv_len, (tile, tile))
+    n_runs, capacity = _n_runs(documents, causal, tile), _capacity(documents, causal, tile)
+    most = max(frame.n_rows * capacity[0], frame.n_cols * capacity[1])
+    n_words = frame.n_rows * n_runs * tile * (tile // 32)
+    if most >= MOST_ENTRIES or n_words >= MOST_WORDS:
+        raise ValueError(
+            f"max_seqlen: expected documents short enough for a plan of {MOST_ENTRIES} tiles, got {documents.longest} "
+            f"tokens of {documents.q_len} x {documents.kv_len}: give the longest one, or boundaries on the CPU"
+        )
+    # `reach` limits what a window can reach
+    side = max(documents.q_len, documents.kv_len)
+    longest = (documents.longest,) * 2 if documents.is_square else (documents.q_len, documents.kv_len)
+    packing = packed_plan.Packing(
+        q_len=documents.q_len,
+        kv_len=documents.kv_len,
+        n_documents=documents.number,
+        left=side if documents.left is None else min(side, documents.left),
+        right=side if documents.right is None else min(side, documents.right),
+        has_window=documents.left is not None or documents.right is not None,
+        max_seqlen=longest,
+        causal=causal,
+        tile=tile,
+        n_runs=n_runs,
+        capacity=capacity,
+    )
+    with tracing.on_device(documents.cu_q.device):
+        tensors, is_valid = packed_plan.build(documents.cu_q, documents.cu_kv, packing)
+        # on a GPU an assertion of the device, which ends the process that goes on without a check
+        torch._assert_async(
+            is_valid,
+            "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than "
+            "max_seqlen",
+        )
+    return with_dynamic_lengths(Plan._make(tensors))
