@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import dispatch, explanation, gathering, ops, reference, validation
+from . import dispatch, explanation, gathering, ops, packed, reference, validation
+from .blocks import checks
 from .dispatch import CallSpec
 from .explanation import Explanation
 from .explanation.call import Call
@@ -39,6 +40,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments, choose a backend, and run it."""
     is_direct = tracing.can_launch_directly(q, k, v, kv_lengths, seed)
+    if not is_direct and packed.is_jagged(q, k, v):
+        return _attend_jagged(
+            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores
+        )
     is_plain = is_direct and tracing.is_without_autocast(q)
     # None for a call that torch traces or transforms
     specs = specs_of(q, k, v) if is_direct else None
@@ -64,6 +69,43 @@ def _attend(
         return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs and specs_of(q, k, v))
 
 
+def _attend_jagged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None,
+    causal: bool,
+    scale: float | None,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    deterministic: bool | None,
+    backend: str,
+    scores: ScoreOptions | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention within each sequence of jagged tensors, as of one packed sequence."""
+    for name, value in (("layout", layout), ("kv_lengths", kv_lengths), ("block_bias", scores and scores.block_bias)):
+        if value is not None:
+            raise ValueError(
+                f"{name} must be None with nested tensors, whose sequences attend to themselves, got "
+                f"{type(value).__name__}: for masks within sequences, pack them and use masks.documents(q.offsets(), "
+                "window=...)"
+            )
+    checks.boolean(causal, "causal")
+    packing = packed.Jagged.of(q, k, v, causal=causal)
+    if scores is not None and scores.alibi_slopes is not None and not packing.is_square:
+        raise ValueError(
+            "alibi_slopes must be None for nested tensors with other sequences of queries than of keys: distances "
+            "would be those of the packed tokens. k with the offsets of q has the same sequences"
+        )
+    results = _attend(
+        packing.q, packing.k, packing.v, packing.layout, False, scale, None, dropout_p, seed, deterministic, backend,
+        scores,
+    )  # fmt: skip
+    out, lse = (packing.unpacked(result) for result in results)
+    return out, lse
+
+
 def _run(
     q: Tensor,
     k: Tensor,
@@ -75,7 +117,7 @@ def _run(
     scores: ScoreOptions | None,
     specs: TensorSpecs | None,
 ) -> tuple[Tensor, Tensor]:
-    """Make a tensor of the seed, choose the order of the tokens, and call the operator or the reference."""
+    """Turn the seed into a tensor, choose the order of the tokens, and call the operator or the reference."""
     is_reference = spec.backend == "reference"
     if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
@@ -193,7 +235,7 @@ def _plan_device(q: Tensor) -> torch.device:
 
 
 def _constants(tensors: Iterable[Tensor], q: Tensor, specs: TensorSpecs | None) -> list[Tensor]:
-    """Tensors of a layout as an operator takes them together with q."""
+    """Tensors of a layout in a form that operators accept together with q (fake, or constants of a graph)."""
     if specs is not None or torch.compiler.is_compiling():
         return list(tensors)
     return [tensor.to(q.device) for tensor in tracing.as_graph_constants(tensors, q)]
@@ -272,7 +314,7 @@ def attention(
     """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
 
     q          (batch, heads, q_len, head_dim); head_dim 1 to 256. The last stride of q, k and v must be 1
-    k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads kv head
+    k          (batch, kv_heads, kv_len, head_dim), heads % kv_heads == 0; query head h reads KV head
                h // (heads // kv_heads)
     v          (batch, kv_heads, kv_len, v_head_dim); v_head_dim 1 to 256, may differ from head_dim;
                all three float16, bfloat16 or float32 (float64 for backends reference and eager), on one device
@@ -291,8 +333,8 @@ def attention(
     kv_lengths int32 or int64 (batch,), on q's device: keys and values from kv_lengths[b] on are not read, and may hold
                NaN. `causal` stays aligned to kv_len. Lengths out of range raise an error on the CPU, and are clamped on
                a GPU and under torch.compile
-    dropout_p  probability to drop an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are divided
-               by 1 - dropout_p
+    dropout_p  probability of dropping an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are
+               divided by 1 - dropout_p
     seed       dropout seed: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's
                CPU generator. The same seed drops the same pairs for every layout, backend and device
     deterministic  True makes results bitwise identical in every run, forward and backward; None follows
@@ -321,6 +363,10 @@ def attention(
 
     raises     TypeError, ValueError for arguments that do not fit, before anything is computed
 
+    q, k and v may also be jagged tensors (torch.nested, layout=torch.jagged) of (batch, heads, tokens of each sequence,
+    head_dim), without a layout. Each sequence attends to itself, with causal=True aligned at its end, and out and lse
+    are jagged. They are computed as one packed sequence, without padding and without waiting for the GPU.
+
     If the attended keys are scattered, as the columns of a vertical-slash mask are, `hopper` and `triton` may copy q, k
     and v into an order in which such keys share tiles; see `explain`. This changes results by rounding alone.
 
@@ -329,7 +375,7 @@ def attention(
     scores     -inf (as from a block_bias of -inf) means that the pair does not attend. A query whose scores are all
                -inf has no keys: out 0, lse -inf, gradients 0. If an attending pair has the score NaN or +inf, out and
                lse of its query are NaN; other queries are not affected. A sink of +inf or NaN, and an infinite slope at
-               distance 0, have the same effect. A sink of -inf is no sink
+               distance 0, have the same effect. A sink of -inf has no effect
     unread     keys and values beyond kv_lengths are not read. A tile of 128 keys (0 to 127, 128 to 255, ...) is not
                read either if no query of the heads that share it attends to any of its keys. Unread keys and values may
                hold anything, and their gradients are 0

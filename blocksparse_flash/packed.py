@@ -1,36 +1,38 @@
-"""Layouts of packed documents whose boundaries are on a GPU; `masks.documents` makes them."""
+"""Packed documents: their layouts, with boundaries on a GPU (`masks.documents` makes those), and jagged tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .blocks import storage
 from .blocks.block_list import Array, Frame, Size
-from .interop.key_runs import layout_of_runs, merged
+from .blocks.key_runs import blocks_of_runs, merged
 from .layout import BlockLayout, Reordered
-from .plan.packed_builder import Documents, build_packed_plan, shares_of
+from .plan.packed_builder import Documents, build_packed_plan, can_build, shares_of
 from .plan.tile_choice import Shares
-from .plan_format import PIECE, Plan
+from .plan_format import PIECE, TILE, Plan
+from .runtime import tracing
 
 
 def layout_on_host(documents: Documents, block_size: Size, *, is_causal: bool = False) -> BlockLayout:
     """The same layout made on the CPU, from boundaries there; is_causal drops kv_pos > q_pos + kv_len - q_len."""
-    first, stop = _key_ranges(documents)
-    q_pos = np.arange(documents.q_len)
-    if is_causal:
-        stop = np.minimum(stop, q_pos + documents.kv_len - documents.q_len + 1)
-    frame = Frame(1, 1, documents.q_len, documents.kv_len, block_size)
-    return layout_of_runs(merged(q_pos, first, stop, documents.kv_len), frame)
-
-
-def _key_ranges(documents: Documents) -> tuple[Array, Array]:
-    """(first, stop) of the keys of each query, int64; none if stop <= first."""
+    q_pos, (batch, q_len, kv_len) = np.arange(documents.q_len), (documents.batch, documents.q_len, documents.kv_len)
     cu_q, cu_kv = (cu.cpu().numpy().astype(np.int64) for cu in documents[:2])
-    q_pos = np.arange(documents.q_len)
+    ranges = [_key_ranges(q_pos, *each, documents) for each in zip(cu_q, cu_kv, strict=True)]
+    first, stop = (np.stack(side) for side in zip(*ranges, strict=True))
+    if is_causal:
+        stop = np.minimum(stop, q_pos + kv_len - q_len + 1)
+    frame = Frame(batch, 1, q_len, kv_len, block_size)
+    runs = merged(np.arange(batch * q_len), first.reshape(-1), stop.reshape(-1), kv_len)
+    return BlockLayout._from_block_list(blocks_of_runs(runs, frame), frame)
+
+
+def _key_ranges(q_pos: Array, cu_q: Array, cu_kv: Array, documents: Documents) -> tuple[Array, Array]:
+    """(first, stop) of the keys of each query of a sequence with these boundaries, int64; none if stop <= first."""
     document = np.searchsorted(cu_q, q_pos, side="right") - 1
     is_inside = document < documents.number
     document = np.minimum(document, max(0, documents.number - 1))
@@ -61,7 +63,7 @@ class PackedLayout(BlockLayout):
         """The layout of documents; block_size is that of its tensors, plans have tiles."""
         layout = object.__new__(cls)
         object.__setattr__(layout, "_documents", documents)
-        layout._set_sizes((documents.q_len, documents.kv_len, block_size), (1, 1))
+        layout._set_sizes((documents.q_len, documents.kv_len, block_size), (documents.batch, 1))
         return layout
 
     # ---- what plans need, without waiting for the device
@@ -114,3 +116,91 @@ class PackedLayout(BlockLayout):
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
         return self._on_host().__reduce__()
+
+
+# ---- jagged tensors
+
+
+def is_jagged(*tensors: object) -> bool:
+    """Whether all of them are nested tensors of layout torch.jagged."""
+    return all(isinstance(t, torch.Tensor) and t.is_nested and t.layout is torch.jagged for t in tensors)
+
+
+def check_jagged(name: str, tensor: torch.Tensor, *, sizes: str, ragged: int) -> None:
+    """Refuse jagged tensors of other dimensions, or whose sequences leave gaps between them.
+
+    sizes, ragged  the dimensions in words, and which of them differs between sequences
+    """
+    if tensor.dim() != sizes.count(",") + 1 or not isinstance(tensor.size(ragged), torch.SymInt):
+        raise ValueError(
+            f"{name} must have the dimensions ({sizes}), of which dimension {ragged} is jagged, got "
+            f"{tuple(tensor.shape)}: transpose() exchanges two dimensions"
+        )
+    # missing in PyTorch's stubs
+    if tensor.lengths() is not None:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must be without gaps between its sequences; {name}.contiguous() has none")
+
+
+def offsets_of(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 (batch + 1,): where the sequences of a jagged tensor begin and end."""
+    # missing in PyTorch's stubs
+    return tensor.offsets()  # type: ignore[attr-defined]
+
+
+@tracing.untraced
+def jagged_layout(q: torch.Tensor, k: torch.Tensor, q_len: int, kv_len: int, *, causal: bool) -> BlockLayout:
+    """The layout of the sequences of jagged tensors, each of which attends to itself.
+
+    q_len, kv_len  tokens of all sequences
+    causal         aligned at the end of each sequence
+    """
+    cu_q, cu_kv = offsets_of(q), offsets_of(k)
+    is_square = cu_q is cu_kv
+    # known if the tensor was made of a list
+    longest = getattr(q, "_maybe_max_seqlen", None) if is_square else None
+    rows_q = cu_q.contiguous()[None]
+    rows_kv = rows_q if is_square else cu_kv.contiguous()[None]
+    documents = Documents(rows_q, rows_kv, q_len, kv_len, None, 0 if causal else None, longest)
+    return PackedLayout.of(documents, (TILE, TILE)) if can_build(documents) else layout_on_host(documents, (TILE, TILE))
+
+
+class Jagged(NamedTuple):
+    """Jagged tensors as one packed sequence.
+
+    q, k, v    (1, heads, tokens of all sequences, head_dim)
+    is_square  whether queries and keys have the same sequences
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: BlockLayout
+    is_square: bool
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Jagged:
+        """The packed sequence of jagged tensors (batch, heads, tokens of each sequence, head_dim)."""
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_jagged(name, tensor, sizes="batch, heads, tokens, head_dim", ragged=2)
+        if q.size(0) != k.size(0):
+            raise ValueError(f"k must have as many sequences as q, {q.size(0)}, got {k.size(0)}")
+        if k.size(2) != v.size(2):
+            raise ValueError(
+                "v must have the sequences of k: make both with the same offsets, as "
+                "torch.nested.nested_tensor_from_jagged(values, k.offsets()) does"
+            )
+        packed_q, packed_k, packed_v = (t.transpose(1, 2).values().transpose(0, 1)[None] for t in (q, k, v))
+        layout = jagged_layout(q, k, packed_q.shape[2], packed_k.shape[2], causal=causal)
+        offsets = offsets_of(q)
+        return cls(packed_q, packed_k, packed_v, layout, offsets is offsets_of(k), offsets)
+
+    def unpacked(self, result: torch.Tensor) -> torch.Tensor:
+        """A result (1, heads, tokens of all sequences, ...) as a jagged tensor (batch, heads, tokens, ...)."""
+        return torch.nested.nested_tensor_from_jagged(result[0].transpose(0, 1), self.offsets).transpose(1, 2)
+
+
+def jagged_positions(offsets: torch.Tensor, n_tokens: int) -> torch.Tensor:
+    """int64 (n_tokens,): position of each token in its sequence; does not wait for the device."""
+    begins = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=n_tokens)
+    return torch.arange(n_tokens, device=offsets.device) - begins

@@ -7,7 +7,7 @@ that a predicate would be evaluated for every pair. Boundaries on a GPU stay the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from .kinds import kinds_of_sides
 from .local import Window, read_window
 from .public import public
 
+# of one sequence, or of each sequence of a batch
+Boundaries = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | torch.Tensor
 # LOW_BITS[n] has its n lowest bits set
 LOW_BITS = ((np.uint64(1) << np.arange(33, dtype=np.uint64)) - np.uint64(1)).astype(np.uint32)
 
@@ -39,18 +41,20 @@ class Packed(NamedTuple):
     ends: np.ndarray
 
 
-def _read_bounds(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, name: str = "cu_seqlens") -> np.ndarray:
+def _read_bounds(cu_seqlens: Any, name: str) -> np.ndarray:
     bounds = read_integers(name, cu_seqlens)
     if not bounds.size:
         raise ValueError(f"{name}: expected at least one entry, 0, got none")
     if bounds[0] != 0:
-        raise ValueError(f"{name}: expected 0 as the first entry, got {bounds[0]}. Lengths want a cumulative sum")
+        raise ValueError(
+            f"{name}: expected 0 as the first entry, got {bounds[0]}. For lengths, pass their cumulative sum"
+        )
     drops = np.flatnonzero(np.diff(bounds) < 0)
     if drops.size:
         place = drops[0]
         raise ValueError(
-            f"{name}: expected entries that never decrease, got {bounds[place]} at place {place} "
-            f"and {bounds[place + 1]} after it. Lengths want a cumulative sum"
+            f"{name}: expected entries that never decrease, got {bounds[place]} at index {place} "
+            f"and {bounds[place + 1]} after it. For lengths, pass their cumulative sum"
         )
     if bounds.size >= 16 and bounds[-1] < bounds.size // 2 and np.diff(bounds).max() == 1:
         raise ValueError(
@@ -59,6 +63,22 @@ def _read_bounds(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, name: st
             "[*numpy.flatnonzero(numpy.diff(ids, prepend=-1)), len(ids)]"
         )
     return bounds
+
+
+def _read_rows(cu_seqlens: Boundaries, name: str) -> np.ndarray:
+    """int64 (batch, documents + 1): boundaries of each sequence; one row for boundaries without a batch."""
+    if isinstance(cu_seqlens, np.ndarray | torch.Tensor):
+        is_batch = cu_seqlens.ndim == 2 and cu_seqlens.shape[0] > 0
+    else:
+        is_batch = isinstance(cu_seqlens, list | tuple) and isinstance((cu_seqlens or [0])[0], list | tuple)
+    if not is_batch:
+        return _read_bounds(cu_seqlens, name)[None]
+    rows = [_read_bounds(row, f"{name}[{i}]") for i, row in enumerate(cu_seqlens)]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(
+            f"{name}: expected as many entries for each sequence, got {[len(row) for row in rows]}: repeat the last one"
+        )
+    return np.stack(rows)
 
 
 def _pack(canvas: Canvas, bounds: np.ndarray) -> Packed:
@@ -114,11 +134,11 @@ def _bitmasks(canvas: Canvas, packed: Packed, rows: np.ndarray, cols: np.ndarray
 
 @public
 def documents(
-    cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor,
+    cu_seqlens: Boundaries,
     *,
     causal: bool = False,
     window: Window | None = None,
-    kv_cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor | None = None,
+    kv_cu_seqlens: Boundaries | None = None,
     length: Length | None = None,
     max_seqlen: int | None = None,
     block_size: BlockSize = 128,
@@ -140,17 +160,18 @@ def documents(
     lists of such a plan have room for the longest document, so give max_seqlen for long inputs: without it, a plan
     takes 16 bytes for each of the (length / 128)^2 tiles. Invalid boundaries there end in an assertion of the device.
 
-    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at most at the length
+    cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at most at the length. Or int (batch,
+                documents + 1), for sequences with boundaries of their own; repeat the last entry if one has fewer
     causal      True also requires that the key is not after the query: kv_pos <= q_pos, where positions are counted
                 from the end of the document
     window      also requires that the key is at most `window` tokens before or after the query, or (left, right), where
                 None is unlimited
     kv_cu_seqlens  boundaries of the documents among the keys, as many; cu_seqlens is then that of the queries. Default:
                 the same documents
-    length      tokens, or (q_len, kv_len); default cu_seqlens[-1]. Required for CUDA tensors
+    length      tokens, or (q_len, kv_len); default the last entry of cu_seqlens. Required for CUDA tensors
     max_seqlen  tokens of the longest document, at most. Default: not limited
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
-    returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token
+    returns     BlockLayout of shape (1 or batch, 1, q_len, kv_len), shared by every head, exact to the token
     raises      ValueError if cu_seqlens is empty, does not start at 0, decreases or exceeds the length, if a document
                 is longer than max_seqlen, or if it looks like the document of each token: steps of 0 and 1, mostly 0;
                 TypeError unless all are ints
@@ -169,19 +190,20 @@ def documents(
         on_device = _on_device(cu_seqlens, kv_cu_seqlens, length, left, right, max_seqlen)
         if can_build(on_device):
             return PackedLayout.of(on_device, read_canvas(on_device[2:4], block_size).block_size)
-    bounds = _read_bounds(cu_seqlens)
-    kv_bounds = bounds if kv_cu_seqlens is None else _read_bounds(kv_cu_seqlens, "kv_cu_seqlens")
-    if len(kv_bounds) != len(bounds):
+    bounds = _read_rows(cu_seqlens, "cu_seqlens")
+    kv_bounds = bounds if kv_cu_seqlens is None else _read_rows(kv_cu_seqlens, "kv_cu_seqlens")
+    if kv_bounds.shape != bounds.shape:
+        sizes = [each.shape[-1] if len(bounds) == len(kv_bounds) == 1 else each.shape for each in (bounds, kv_bounds)]
         raise ValueError(
-            f"kv_cu_seqlens: expected as many entries as cu_seqlens, {len(bounds)}, got {len(kv_bounds)}. A document "
-            "without keys repeats its entry"
+            f"kv_cu_seqlens: expected as many entries as cu_seqlens, {sizes[0]}, got {sizes[1]}. A document without "
+            "keys repeats its entry"
         )
     if length is None:
-        length = int(bounds[-1]), int(kv_bounds[-1])
+        length = int(bounds[:, -1].max()), int(kv_bounds[:, -1].max())
     canvas = read_canvas(length, block_size)
     for name, each, most in (("cu_seqlens", bounds, canvas.q_len), ("kv_cu_seqlens", kv_bounds, canvas.kv_len)):
-        if each[-1] > most:
-            raise ValueError(f"{name}: expected boundaries up to the length, {most}, got {each[-1]}")
+        if each[:, -1].max() > most:
+            raise ValueError(f"{name}: expected boundaries up to the length, {most}, got {each[:, -1].max()}")
         if max_seqlen is not None and np.diff(each).max(initial=0) > max_seqlen:
             raise ValueError(
                 f"max_seqlen: expected at least the tokens of the longest document of {name}, "
@@ -194,8 +216,9 @@ def documents(
     )
     if left is None and right in (None, 0):
         check_nnz(int((rows * cols).sum()) // (1 if right is None else 2), least="at least ")
-    if left is None and right in (None, 0) and kv_bounds is bounds and canvas.q_len == canvas.kv_len == bounds[-1]:
-        return _without_window(canvas, bounds, causal=right == 0)
+    fills_the_length = kv_bounds is bounds and canvas.q_len == canvas.kv_len == bounds[0, -1]
+    if left is None and right in (None, 0) and fills_the_length and len(bounds) == 1:
+        return _without_window(canvas, bounds[0], causal=right == 0)
     cu_q, cu_kv = (torch.from_numpy(np.ascontiguousarray(each)) for each in (bounds, kv_bounds))
     return layout_on_host(Documents(cu_q, cu_kv, canvas.q_len, canvas.kv_len, left, right, None), canvas.block_size)
 
@@ -220,10 +243,13 @@ def _on_device(
     for name, each in both.items():
         if each.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: expected int32 or int64, got {each.dtype}")
-        if each.dim() != 1 or len(each) != max(1, len(cu_seqlens)):
+        if each.dim() not in (1, 2) or 0 in each.shape:
             raise ValueError(
-                f"{name}: expected shape ({max(1, len(cu_seqlens))},), one entry more than documents, "
-                f"got {tuple(each.shape)}"
+                f"{name}: expected shape (documents + 1,) or (batch, documents + 1), got {tuple(each.shape)}"
+            )
+        if each.shape != cu_seqlens.shape:
+            raise ValueError(
+                f"{name}: expected the shape of cu_seqlens, {tuple(cu_seqlens.shape)}, got {tuple(each.shape)}"
             )
     if length is None:
         raise ValueError(
@@ -239,8 +265,8 @@ def _on_device(
         raise ValueError(
             f"length: expected one number for the same documents on both sides, got {length}: give kv_cu_seqlens"
         )
-    cu_q = cu_seqlens.contiguous()
-    cu_kv = cu_q if kv_cu_seqlens is None else both["kv_cu_seqlens"].contiguous()
+    cu_q = torch.atleast_2d(cu_seqlens).contiguous()
+    cu_kv = cu_q if kv_cu_seqlens is None else torch.atleast_2d(both["kv_cu_seqlens"]).contiguous()
     return Documents(cu_q, cu_kv, q_len, kv_len, left, right, max_seqlen)
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from .. import layout_crops
 from ..layout import BlockLayout, number_of
+from ..packed import PackedLayout, layout_on_host
+from ..plan.packed_builder import Documents, can_build
 from .config_layouts import Layout, index_of, layouts_of
 from .mask import Mask
-from .names import KEY, owner_of
+from .names import CONFIG_KEY, owner_of
 from .selection import Selection
 
 MaskFunction = Callable[..., Tensor]
@@ -28,24 +30,34 @@ STATIC_CACHE = (
 )
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two functions have the same code and closure values; transformers builds its masks as closures."""
+def _tensors_in(a: Any, b: Any) -> list[tuple[Tensor, Tensor]] | None:
+    """The tensors that two functions hold in the same places; None if the functions differ otherwise.
+
+    Compares code and closure values: transformers builds its masks as closures.
+    """
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
         held = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (a, b)]
-        return a.__code__ is b.__code__ and _is_same(*held)
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_is_same, a, b))
+        return _tensors_in(*held) if a.__code__ is b.__code__ else None
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        found = [_tensors_in(*pair) for pair in zip(a, b, strict=True)]
+        return None if None in found else [pair for pairs in found for pair in pairs or ()]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
-    return type(a) is type(b) and isinstance(a, int) and a == b
+        return [(a, b)] if a.shape == b.shape else None
+    return [] if type(a) is type(b) and isinstance(a, int) and a == b else None
 
 
-def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunction:
-    """The mask function that transformers makes if each pack holds one document, as when torch.compile traces."""
+def _is_same(a: MaskFunction, b: MaskFunction) -> bool:
+    """Whether two functions compute the same; waits for the device of the tensors that they hold."""
+    found = _tensors_in(a, b)
+    return found is not None and all(torch.equal(one.cpu(), other.cpu()) for one, other in found)
+
+
+def _packed(function: MaskFunction, document: Tensor) -> MaskFunction:
+    """The mask function that transformers makes for packed documents: document (batch, q_len) of each token."""
     from transformers import masking_utils
 
     known: Any = masking_utils
-    document = torch.zeros(batch, q_len, dtype=torch.int64, device="cpu")
+    batch, q_len = document.shape
     if not hasattr(known, "packed_sequence_compatibility_function"):
         # transformers 5.10 to 5.16
         return known.and_masks(function, known.packed_sequence_mask_function(document))
@@ -54,8 +66,14 @@ def _packed_alone(function: MaskFunction, batch: int, q_len: int) -> MaskFunctio
     )
 
 
-def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_len: int) -> tuple[str, int | None]:
-    """(kind, window) of a mask function of transformers, see `Mask`; ("other", None) for any other function."""
+def _meaning(
+    mask_function: MaskFunction, local_size: int | None, batch: int, q_len: int
+) -> tuple[str, int | None, Tensor | None]:
+    """(kind, window, documents) of a mask function of transformers; ("other", None, None) for any other function.
+
+    kind, window  see `Mask`
+    documents     integers (batch, q_len), the document of each token; None if each sequence is one document
+    """
     from transformers import masking_utils
 
     # Any, since the annotations of transformers allow single numbers only
@@ -67,10 +85,16 @@ def _meaning(mask_function: MaskFunction, local_size: int | None, batch: int, q_
     if local_size is not None:
         meanings["causal", local_size] = known.sliding_window_causal_mask_function(local_size)
         meanings["bidirectional", local_size] = known.sliding_window_bidirectional_mask_function(local_size)
-    for meaning, function in meanings.items():
-        if _is_same(mask_function, function) or _is_same(mask_function, _packed_alone(function, batch, q_len)):
-            return meaning
-    return "other", None
+    # as when torch.compile traces
+    alone = torch.zeros(batch, q_len, dtype=torch.int64, device="cpu")
+    for (kind, window), function in meanings.items():
+        packed_alone = _packed(function, alone)
+        if _is_same(mask_function, function) or _is_same(mask_function, packed_alone):
+            return kind, window, None
+        for documents, other in _tensors_in(mask_function, packed_alone) or ():
+            if other is alone:
+                return kind, window, documents
+    return "other", None, None
 
 
 class _Request(NamedTuple):
@@ -110,14 +134,14 @@ class _Request(NamedTuple):
         needed = max(self.q_stop, self.kv_stop)
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(layout, BlockLayout):
-            length, whose = layout.q_len, f"config.{KEY} is of"
+            length, whose = layout.q_len, f"config.{CONFIG_KEY} is of"
         elif isinstance(longest, int) and (layout is not None or longest >= needed):
-            length, whose = longest, f"config.{KEY} is built for config.max_position_embeddings ="
+            length, whose = longest, f"config.{CONFIG_KEY} is built for config.max_position_embeddings ="
         elif layout is None or self.is_square:
             return needed
         else:
             raise ValueError(
-                f"config.{KEY} is built for config.max_position_embeddings, which this config lacks: give it a "
+                f"config.{CONFIG_KEY} is built for config.max_position_embeddings, which this config lacks: give it a "
                 "BlockLayout of the longest sequence"
             )
         if needed > length:
@@ -126,7 +150,7 @@ class _Request(NamedTuple):
 
 
 def _of_many(mask_function: MaskFunction) -> MaskFunction:
-    """Vectorises a mask function of one pair."""
+    """Vectorizes a mask function of one pair."""
 
     def of_many(*places: Tensor) -> Tensor:
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -177,6 +201,28 @@ def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
     return None
 
 
+def _by_documents(request: _Request, documents: Tensor) -> Mask:
+    """The mask of packed documents without padding; made on the device if there is no layout."""
+    kind, window, q_len = request.kind, request.window, request.crop.q_len
+    left, right = (window, window) if kind == "bidirectional" or window is None else (window - 1, 0)
+    right = 0 if kind == "causal" else right
+    # where each document begins, without waiting for their number: those that do not exist are empty
+    numbers = torch.arange(q_len + 1, device=documents.device)
+    begins = torch.searchsorted(documents.contiguous(), numbers.expand(len(documents), -1).contiguous())
+    packs = Documents(begins, begins, q_len, q_len, left, right, None)
+    full = None if request.layout is None else request.full_layout()
+    layout: BlockLayout
+    if full is None and can_build(packs):
+        layout = PackedLayout.of(packs, (layout_crops.BLOCK, layout_crops.BLOCK))
+    else:
+        within = None if full is None else layout_crops.cropped(full, request.crop)
+        size = (layout_crops.BLOCK, layout_crops.BLOCK) if within is None else within.block_size
+        layout = layout_on_host(packs, size)
+        layout = layout if within is None else layout & within.to("cpu")
+    layout._plan_all(request.crop.device)
+    return Mask(layout, False, "other")
+
+
 def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFunction) -> Mask:
     """The mask from evaluated pairs, per batch on the host: O(blocks of the layout), or all blocks without one."""
     kind, window, crop, full = request.kind, request.window, request.crop, request.full_layout()
@@ -213,17 +259,21 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
 
 @torch.compiler.disable(
     reason="windows, packed sequences and padding in a cache make a mask on the host: compile without fullgraph=True. "
-    "Where none of these is meant, attention_mask=torch.ones_like(input_ids) says so"
+    "If you use none of these, pass attention_mask=torch.ones_like(input_ids)"
 )
 def _on_the_host(
     request: _Request, is_token: Tensor | None, mask_function: MaskFunction, local_size: int | None, takes_pairs: bool
 ) -> Mask:
     if request.kind == "other":
-        kind, window = _meaning(mask_function, local_size, request.batch, request.crop.q_len)
-        request = request._replace(kind=kind, window=window)
-        mask = _by_rule(request, is_token)
-        if mask is not None:
-            return mask
+        kind, window, documents = _meaning(mask_function, local_size, request.batch, request.crop.q_len)
+        known = request._replace(kind=kind, window=window)
+        if documents is not None and is_token is None and request.is_square:
+            return _by_documents(known, documents)
+        if documents is None:
+            request = known
+            mask = _by_rule(request, is_token)
+            if mask is not None:
+                return mask
     return _by_pairs(request, is_token, _of_many(mask_function) if takes_pairs else mask_function)
 
 
@@ -325,7 +375,7 @@ def mask_of_layer(
         return Mask(None, is_causal, kind, owner=owner)
     if not request.is_square:
         raise ValueError(
-            f"config.{KEY} needs the positions of {q_len} queries and {kv_len} keys, but the model made no mask"
+            f"config.{CONFIG_KEY} needs the positions of {q_len} queries and {kv_len} keys, but the model made no mask"
         )
     if full is None:
         return Mask(None, is_causal, kind, owner=owner, selection=selection)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..blocks import checks
+from ..blocks import checks, key_runs
 from ..blocks.block_list import Array, BlockList, Frame
+from ..blocks.key_runs import Runs
 from ..layout import BlockLayout
 
 
@@ -37,12 +38,22 @@ def layout_of(found: BlockList, frame: Frame) -> BlockLayout:
     return BlockLayout._from_block_list(found, frame)
 
 
+def runs_of(layout: BlockLayout) -> Runs:
+    """The runs of keys of a layout."""
+    return key_runs.runs_of(*blocks_of(layout))
+
+
+def layout_of_runs(runs: Runs, frame: Frame) -> BlockLayout:
+    """The layout of runs of keys, on the host."""
+    return layout_of(key_runs.blocks_of_runs(runs, frame), frame)
+
+
 def one_head(layout: BlockLayout, batch: int, head: int) -> BlockLayout:
     """One batch and head of a layout, as a layout of shape (1, 1, q_len, kv_len)."""
     check_layout(layout)
-    way_out = f"; the layout has shape {layout.shape}"
-    batch = checks.position(batch, layout.shape[0], "batch", way_out)
-    return layout.batch(batch).head(checks.position(head, layout.shape[1], "head", way_out))
+    hint = f"; the layout has shape {layout.shape}"
+    batch = checks.position(batch, layout.shape[0], "batch", hint)
+    return layout.batch(batch).head(checks.position(head, layout.shape[1], "head", hint))
 
 
 def axes_of_call(layout: BlockLayout, batch: int | None, heads: int | None) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def to_block_sparse_attention(
     returns  BlockSparseAttentionMask(base_blockmask, head_mask_type)
     raises   ValueError naming the first partial block of 128 x 128 tokens, or a size that does not match the layout
     """
-    causal = checks.switch(causal, "causal")
+    causal = checks.boolean(causal, "causal")
     mask = _block_mask_of(layout, (_MIT_BLOCK, _MIT_BLOCK), "Block-Sparse-Attention", causal=causal)
     shape = axes_of_call(layout, batch, heads)
     base = np.array(np.broadcast_to(mask, (*shape, *mask.shape[2:])), order="C")
@@ -102,13 +102,13 @@ def from_block_sparse_attention(
     head_mask_type   int (heads,): 0, 1 or -1
     q_len, kv_len    tokens of every sequence; convert sequences of different lengths (cu_seqlens) one at a time
     streaming_info   int (2 * heads,): sink, local of each head; required if a head is of type -1
-    causal           is_causal of the call, aligned at the ends
+    causal           is_causal of the call, aligned bottom-right
     exact_streaming  True counts sink and local in tokens; requires causal=True
     returns          BlockLayout of shape (batch, heads, q_len, kv_len)
     raises           ValueError for wrong types, shapes or missing masks
     """
     frame = checks.frame(q_len, kv_len, _MIT_BLOCK)
-    causal, exact_streaming = checks.switch(causal, "causal"), checks.switch(exact_streaming, "exact_streaming")
+    causal, exact_streaming = checks.boolean(causal, "causal"), checks.boolean(exact_streaming, "exact_streaming")
     types = checks.integers(head_mask_type, "head_mask_type")
     strange = ~np.isin(types, (_DENSE, _STREAMING, _SPARSE))
     if strange.any() or not len(types):
@@ -225,7 +225,7 @@ def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: boo
     raises           ValueError for a wrong shape or values other than 0 and 1
     """
     layout = _from_square(sparsity_layout, block_size, "block_size")
-    return layout._causal() if checks.switch(causal, "causal") else layout
+    return layout._causal() if checks.boolean(causal, "causal") else layout
 
 
 def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: bool = False) -> torch.Tensor:
@@ -236,7 +236,7 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
     returns     int64 (heads | 1, n, n)
     raises      ValueError as to_deepspeed
     """
-    causal = checks.switch(causal, "causal")
+    causal = checks.boolean(causal, "causal")
     return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
 
 

@@ -14,9 +14,9 @@ import torch
 
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, BlockList, Frame, Size
+from ..blocks.key_runs import merged
 from ..layout import BlockLayout
-from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of, one_head
-from .key_runs import layout_of_runs, merged, runs_of
+from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of, layout_of_runs, one_head, runs_of
 
 
 def _read_rows(indptr: Any, indices: Any, n_rows: int, n_cols: int) -> tuple[Array, Array]:
@@ -48,7 +48,7 @@ def _pairs_of(found: BlockList, frame: Frame) -> Array:
     """The pairs of each block, bool (nnz, block_q, block_kv)."""
     is_full, block_kv = found.ids == FULL, frame.block_size[1]
     pairs = np.empty((len(found.ids), *frame.block_size), np.bool_)
-    exists = block_list.unpack(block_list.existing(frame), block_kv)
+    exists = block_list.unpack(block_list.in_bounds_bitmasks(frame), block_kv)
     pairs[is_full] = exists[block_list.edge_kinds(found.keys[is_full], frame)]
     pairs[~is_full] = block_list.unpack(found.bitmasks, block_kv)[found.ids[~is_full]]
     return pairs
@@ -130,7 +130,7 @@ def to_flashinfer(layout: BlockLayout, batch: int = 0, head: int = 0, *, packed:
     returns      FlashInferBsr
     raises       ValueError if kv_len is not a multiple of block_kv: FlashInfer would read keys beyond the last
     """
-    single, packed = one_head(layout, batch, head), checks.switch(packed, "packed")
+    single, packed = one_head(layout, batch, head), checks.boolean(packed, "packed")
     block_q, block_kv = single.block_size
     if single.kv_len % block_kv:
         raise ValueError(
@@ -172,7 +172,7 @@ def from_flashinfer(
     """
     frame = checks.frame(q_len, kv_len, block_size)
     if mask is not None and packed_mask is not None:
-        raise ValueError("mask and packed_mask must not both be given: they say the same")
+        raise ValueError("mask and packed_mask must not both be given: they describe the same mask")
     rows, cols = _read_rows(indptr, indices, frame.n_rows, frame.n_cols)
     shape, pairs = (len(cols), *frame.block_size), None
     for tensor, name in ((mask, "mask"), (packed_mask, "packed_mask")):

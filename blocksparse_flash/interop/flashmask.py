@@ -8,7 +8,7 @@ FlashMask (Wang et al., arXiv:2410.01359, section 4.1) gives for each key the ro
     False   2          [LTS, q_len) and [0, UTE)
     False   4          [LTS, LTE) and [UTS, UTE)        in the order LTS, LTE, UTS, UTE
 
-Where q_len != kv_len, the diagonal is aligned at the ends, as in this library.
+Where q_len != kv_len, the diagonal is aligned bottom-right, as in this library.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from ..blocks import checks
 from ..blocks.block_list import Array, Frame, Size
+from ..blocks.key_runs import Runs, complement, merged
 from ..layout import BlockLayout
-from .block_arrays import check_layout, host
-from .key_runs import Runs, complement, layout_of_runs, merged, runs_of
+from .block_arrays import check_layout, host, layout_of_runs, runs_of
 
 _BOUNDS = {True: (1, 2), False: (2, 4)}
 
@@ -41,11 +41,11 @@ def from_flashmask(
     q_len       query tokens
     causal      as in flashmask_attention: True also masks above the diagonal, and selects the meaning of the bounds
     block_size  tokens per side of a block of the layout, or (block_q, block_kv)
-    heads       query heads, over which the masks of the key heads are repeated; None: the heads of the tensor
+    heads       query heads, over which the masks of the KV heads are repeated; None: the heads of the tensor
     returns     BlockLayout of shape (batch, heads, q_len, kv_len)
     raises      ValueError for a wrong shape, dtype, negative bounds or heads; TypeError if causal is not a bool
     """
-    q_len, sides, causal = checks.length(q_len, "q_len"), checks.sides(block_size), checks.switch(causal, "causal")
+    q_len, sides, causal = checks.length(q_len, "q_len"), checks.sides(block_size), checks.boolean(causal, "causal")
     bounds = _read_bounds(startend_row_indices, causal, q_len)
     if heads is not None:
         group, rest = divmod(checks.axis(heads, "heads"), bounds.shape[1])
@@ -103,12 +103,12 @@ def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | N
 
     causal    causal of the call to flashmask_attention. True: no pair of the layout may lie above the diagonal, and
               each key may have one masked interval below it. False: each key may have two masked intervals
-    kv_heads  key heads; all query heads of a key head must have equal masks. None: one key head per query head
+    kv_heads  KV heads; all query heads of a KV head must have equal masks. None: one KV head per query head
     returns   int32 (batch | 1, heads | 1, kv_len, 1 | 2 | 4), with as few bounds as possible
     raises    ValueError naming the first key with more masked intervals than FlashMask can express
     """
     check_layout(layout)
-    causal = checks.switch(causal, "causal")
+    causal = checks.boolean(causal, "causal")
     batch, heads, q_len, kv_len = layout.shape
     lines, begin, end = _gaps(layout, causal)
     counts = np.bincount(lines, minlength=batch * heads * kv_len)
@@ -117,7 +117,7 @@ def to_flashmask(layout: BlockLayout, *, causal: bool = False, kv_heads: int | N
         where = int((counts > limit).argmax())
         raise ValueError(
             f"layout masks {counts[where]} separate intervals of queries for key {_named(where, layout)}"
-            f"{', besides those above the diagonal' if causal else ''}, but FlashMask can say {limit} with "
+            f"{', besides those above the diagonal' if causal else ''}, but FlashMask can express only {limit} with "
             f"causal={causal}: use to_flex_attention, or attention() of this library"
         )
     is_second = np.zeros(len(lines), np.bool_)

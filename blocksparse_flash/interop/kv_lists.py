@@ -127,7 +127,7 @@ def from_kv_lists(
     elif len(keys) or axes != (None, None):
         raise ValueError(
             f"mask_mod must be given: {names[0]} names {len(keys)} blocks whose pairs it decides"
-            + ("" if axes == (None, None) else ", and batch and heads are what it is evaluated for")
+            + ("" if axes == (None, None) else "; batch= and heads= only apply to mask_mod")
         )
     if full is None:
         return layout
@@ -144,7 +144,7 @@ def from_kv_lists(
 
 
 def _by_position(mask_mod: MaskMod, device: torch.device) -> MaskMod:
-    """mask_mod, which takes single positions, for tensors that broadcast; vectorised by create_mask."""
+    """mask_mod, which takes single positions, for tensors that broadcast; vectorized by create_mask."""
     from torch.nn.attention.flex_attention import create_mask
 
     def fn(batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ import torch
 
 from ..blocks import block_list, checks
 from ..blocks.block_list import Array, Size
+from ..blocks.key_runs import Runs, merged
 from ..layout import BlockLayout
-from .block_arrays import check_layout, host
-from .key_runs import Runs, layout_of_runs, merged, runs_of
+from .block_arrays import check_layout, host, layout_of_runs, runs_of
 
 # steps of a run's first key and end from one query to the next, by type
 _STEPS = np.array([(0, 0), (0, 1), (1, 0), (1, 1)])

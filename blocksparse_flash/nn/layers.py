@@ -11,7 +11,8 @@ from torch import Tensor, nn
 # imports the compiler at the first call; torch.compiler.disable would import it here, which takes seconds
 from torch._compile import _disable_dynamo
 
-from ..blocks.checks import switch
+from .. import packed
+from ..blocks.checks import boolean
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import MAX_HEAD_DIM, checked_softcap
@@ -33,7 +34,7 @@ class SelfAttention(HoldsLayout):
     causal     True keeps only kv_pos <= q_pos
     rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
                a token is its index, unless `positions` are passed to forward
-    dropout_p  probability to drop an attention weight in training; drawn from PyTorch's CPU generator
+    dropout_p  probability of dropping an attention weight in training; drawn from PyTorch's CPU generator
     head_dim   features per head; None means embed_dim // num_heads
     sinks      True learns a sink logit per head, the parameter `sinks` (num_heads,): one more term in the softmax
                denominator, without a value. It starts at 0 (the Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss
@@ -82,11 +83,11 @@ class SelfAttention(HoldsLayout):
             raise ValueError(f"num_heads must be a multiple of kv_heads, got {num_heads} and {kv_heads}")
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
         if rope is not None and self.head_dim % 2:
-            raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {self.head_dim}")
+            raise ValueError(f"rope rotates pairs of features, so head_dim must be even, got {self.head_dim}")
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: take more heads")
         self.rope = None if rope is None else rotary_base("rope", rope)
-        self.causal, self.dropout_p = switch(causal, "causal"), probability("dropout_p", dropout_p, below_one=True)
+        self.causal, self.dropout_p = boolean(causal, "causal"), probability("dropout_p", dropout_p, below_one=True)
         self.layout = checked_layout(layout)
         if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[1] not in (1, num_heads)):
             raise ValueError(
@@ -96,10 +97,10 @@ class SelfAttention(HoldsLayout):
         # one projection for queries, keys and values
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(num_heads * self.head_dim, embed_dim, bias=False)
-        learns_sinks = switch(sinks, "sinks", "a layout of first tokens that all attend to is masks.sink_window")
+        learns_sinks = boolean(sinks, "sinks", "a layout of first tokens that all attend to is masks.sink_window")
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if learns_sinks else None
         self.softcap = checked_softcap(softcap)
-        self.alibi = switch(alibi, "alibi", "slopes of your own are for `attention`")
+        self.alibi = boolean(alibi, "alibi", "slopes of your own are for `attention`")
         # a buffer, so that it moves with the weights
         self.register_buffer("alibi_slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
         self._place_layout()
@@ -235,6 +236,9 @@ class SelfAttention(HoldsLayout):
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape.
 
+        A jagged tensor x (torch.nested, layout=torch.jagged) is computed as one packed sequence without padding, in
+        which each sequence attends to itself; it needs a layer without a layout.
+
         kv_lengths  int32 or int64 (batch,): tokens from kv_lengths[b] on are padding: no token attends to them, and
                     their outputs are meaningless. x must be finite there, since NaN would reach the gradients
         positions   positions for rope: numbers (length,) or (length, axes), such as rows and columns of pixels, in any
@@ -244,6 +248,8 @@ class SelfAttention(HoldsLayout):
                     a causal layer, and no gradients. Under torch.compile, attention with a cache runs outside the
                     compiled graph (a graph break)
         """
+        if packed.is_jagged(x):
+            return self._forward_jagged(x, kv_lengths, positions, cache)
         if cache is None:
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))
         if not isinstance(cache, KVCache):
@@ -252,6 +258,23 @@ class SelfAttention(HoldsLayout):
             )
         q, k, v = self.project(x, positions, first=cache.length)
         return self.unite(self.attend(q, k, v, kv_lengths, cache=cache))
+
+    def _forward_jagged(
+        self, x: Tensor, kv_lengths: Tensor | None, positions: Tensor | RotaryTable | None, cache: KVCache | None
+    ) -> Tensor:
+        for name, value in (("kv_lengths", kv_lengths), ("cache", cache), ("the layer's layout", self.layout)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None for a nested tensor, whose sequences attend to themselves, got "
+                    f"{type(value).__name__}; torch.nested.to_padded_tensor(x, 0.0) pads the sequences"
+                )
+        packed.check_jagged("x", x, sizes="batch, tokens, embed_dim", ragged=1)
+        values, offsets = x.values()[None], packed.offsets_of(x)
+        if positions is None and self.rope is not None:
+            positions = packed.jagged_positions(offsets, values.shape[1])
+        layout = packed.jagged_layout(x, x, values.shape[1], values.shape[1], causal=self.causal)
+        heads = self._attention(*self.project(values, positions), layout, False, None)
+        return torch.nested.nested_tensor_from_jagged(self.unite(heads)[0], offsets)
 
     def extra_repr(self) -> str:
         if isinstance(self.layout, BlockLayout):
@@ -270,7 +293,7 @@ class EncoderBlock(nn.Module):
 
     attention   a module from (batch, length, embed_dim) to the same shape, such as SelfAttention
     hidden_dim  features between the dense layers; None is 4 embed_dim
-    dropout_p   probability, 0 to 1, to drop a hidden feature or a feature of either residual branch in training
+    dropout_p   probability, 0 to 1, of dropping a hidden feature or a feature of either residual branch in training
     raises      TypeError, ValueError
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..blocks.block_list import Frame
 from ..plan_format import FINE_TILE, TILE, Plan, with_dynamic_lengths
 from ..runtime import tracing
-from .tile_choice import Shares
+from .tile_choice import WHOLE, Shares
 
 # tokens of a side: positions and sums of two of them are int32
 MOST_TOKENS = (1 << 30) - 1
@@ -21,7 +21,8 @@ MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
 class Documents(NamedTuple):
     """Packed documents, and which keys of its document a query attends to.
 
-    cu_q, cu_kv  integers (documents + 1,), contiguous: where documents begin and end among the queries and the keys
+    cu_q, cu_kv  integers (batch, documents + 1), contiguous: where the documents of each sequence begin and end, among
+                 its queries and its keys
     left, right  tokens before and after the query's own position, or None for all. Positions are aligned at the end of
                  each document
     max_seqlen   tokens of the longest document, at most; None if not known
@@ -36,9 +37,14 @@ class Documents(NamedTuple):
     max_seqlen: int | None
 
     @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.cu_q.shape[0]
+
+    @property
     def number(self) -> int:
-        """Documents, including empty ones."""
-        return self.cu_q.shape[0] - 1
+        """Documents of a sequence, including empty ones."""
+        return self.cu_q.shape[1] - 1
 
     @property
     def is_square(self) -> bool:
@@ -64,7 +70,7 @@ def can_build(documents: Documents) -> bool:
     return (
         cu_seqlens.is_cuda
         and not tracing.has_observers()
-        and type(cu_seqlens) in tracing.PLAIN
+        and type(cu_seqlens) in tracing.PLAIN_TYPES
         and tracing.runs_triton(cu_seqlens.device.index)
         and min(documents.q_len, documents.kv_len) > 0
     )
@@ -72,6 +78,9 @@ def can_build(documents: Documents) -> bool:
 
 def shares_of(documents: Documents) -> Shares:
     """The shares of documents of equal lengths, since counting the tiles would wait for the device."""
+    # boundaries with room for documents that a sequence does not have say nothing about their length
+    if documents.number > documents.q_len // FINE_TILE * 8:
+        return WHOLE
     length = documents.q_len / max(1, documents.number)
     left, right = documents.reach(causal=False)
     keys = min(length, left + right + 1)
@@ -116,10 +125,10 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     """
     from ..kernels.triton import packed_plan
 
-    frame = Frame(1, 1, documents.q_len, documents.kv_len, (tile, tile))
+    frame = Frame(documents.batch, 1, documents.q_len, documents.kv_len, (tile, tile))
     n_runs, capacity = _n_runs(documents, causal, tile), _capacity(documents, causal, tile)
-    most = max(frame.n_rows * capacity[0], frame.n_cols * capacity[1])
-    n_words = frame.n_rows * n_runs * tile * (tile // 32)
+    most = frame.batch * max(frame.n_rows * capacity[0], frame.n_cols * capacity[1])
+    n_words = frame.batch * frame.n_rows * n_runs * tile * (tile // 32)
     if most >= MOST_ENTRIES or n_words >= MOST_WORDS:
         raise ValueError(
             f"max_seqlen: expected documents short enough for a plan of {MOST_ENTRIES} tiles, got {documents.longest} "
@@ -129,6 +138,7 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     side = max(documents.q_len, documents.kv_len)
     longest = (documents.longest,) * 2 if documents.is_square else (documents.q_len, documents.kv_len)
     packing = packed_plan.Packing(
+        batch=documents.batch,
         q_len=documents.q_len,
         kv_len=documents.kv_len,
         n_documents=documents.number,
@@ -145,7 +155,7 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         tensors, is_valid = packed_plan.build(documents.cu_q, documents.cu_kv, packing)
         # on a GPU an assertion of the device, which ends the process that goes on without a check
         torch._assert_async(
-            is_valid,
+            is_valid if documents.batch == 1 else is_valid.all(),
             "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than "
             "max_seqlen",
         )

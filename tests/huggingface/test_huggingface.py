@@ -1,6 +1,6 @@
 """Models of transformers with a layout, against their eager attention with the same mask as a dense additive mask.
 
-Every mask is spelled out pair by pair, in Python. Models are small and randomly initialised, in float64; transformers'
+Every mask is spelled out pair by pair, in Python. Models are small and randomly initialized, in float64; transformers'
 eager attention takes its softmax in float32, its sdpa does not, so the two are held to the closeness of those types.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout, huggingface, layout_crops
 from blocksparse_flash.huggingface import attention, mask_builder, model_hooks
+from blocksparse_flash.packed import PackedLayout
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -185,7 +186,7 @@ def test_encoders_and_decoders_are_dense_over_what_is_no_padding() -> None:
     inputs = {"input_ids": ids(4), "attention_mask": padded(), "decoder_input_ids": ids(4, 30)}
     theirs = logits_and_gradients(model(family, "sdpa"), **inputs)
     assert_equal(logits_and_gradients(model(family, "blocksparse"), **inputs), theirs, "sdpa")
-    with pytest.raises(ValueError, match="cannot say for which attentions"):
+    with pytest.raises(ValueError, match="does not say which attentions"):
         model(family, "blocksparse", LAYOUT)(**inputs)
 
 
@@ -388,6 +389,13 @@ def test_a_layout_in_the_config_of_the_wrong_part_is_refused() -> None:
         made(inputs)
 
 
+@pytest.mark.parametrize(("former", "name"), [("KEY", "CONFIG_KEY"), ("NAME", "ATTENTION_NAME")])
+def test_former_names_warn(former: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{former} is now {name}"):
+        assert getattr(huggingface, former) == getattr(huggingface, name)
+    assert not hasattr(huggingface, "OTHER")
+
+
 def test_masks_are_no_tensors() -> None:
     """Every computation with a Mask raises; passing it on does not."""
     mask, scores = huggingface.Mask(None, True, "causal", shape=(2, 1, 4, 4)), torch.zeros(4, 4)
@@ -438,7 +446,7 @@ def test_decoders_become_encoders_with_their_layout() -> None:
 
 
 def test_each_head_has_its_own_layout() -> None:
-    """One mask per query head; two query heads share a key head."""
+    """One mask per query head; two query heads share a KV head."""
     functions = [attends, lambda q, kv: q - kv < 5, lambda q, kv: kv % 3 == 0 or q == kv, lambda q, kv: True]
     layout = BlockLayout.stack_heads([layout_of(function) for function in functions])
     everywhere = torch.ones(1, LENGTH, dtype=torch.bool)
@@ -480,7 +488,7 @@ def test_a_specification_is_saved_with_the_model(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, [LAYOUT, None]])
-def test_a_layout_that_cannot_be_saved_gets_a_way_out(layout: Any, tmp_path: Any) -> None:
+def test_a_layout_that_cannot_be_saved_gets_a_hint(layout: Any, tmp_path: Any) -> None:
     explained = transformers.PreTrainedConfig.to_json_string
     huggingface.register()
     assert transformers.PreTrainedConfig.to_json_string is explained
@@ -709,6 +717,27 @@ def test_packed_sequences_stay_apart(layout: BlockLayout | None) -> None:
     assert_equal(ours, theirs, "sdpa")
 
 
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "kernels"])
+def test_packed_sequences_need_no_pairs_on_the_host(is_on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in layers with a sliding window; each document gives what it gives alone."""
+    monkeypatch.setattr(mask_builder, "_by_pairs", lambda *_: pytest.fail("pairs were evaluated"))
+    made_by: list[PackedLayout] = []
+    if is_on_device:
+        pytest.importorskip("triton", reason="needs Triton")
+        monkeypatch.setattr(mask_builder, "can_build", lambda _: True)
+        make = PackedLayout.of
+        monkeypatch.setattr(PackedLayout, "of", lambda *arguments: made_by.append(make(*arguments)) or made_by[-1])
+    lengths = [20, 25, LENGTH - 45]
+    place = torch.cat([torch.arange(length) for length in lengths])[None]
+    tokens = ids(1)
+    made = model("Mistral", "blocksparse", sliding_window=16)
+    together = made(tokens, position_ids=place, use_cache=False).logits
+    alone = [made(part, use_cache=False).logits for part in tokens.split(lengths, dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1))
+    # one mask for all layers
+    assert len(made_by) == (1 if is_on_device else 0)
+
+
 @pytest.mark.parametrize("family", [GPT_OSS, GRANITE_SWA], ids=["GptOss", "GraniteSWA"])
 def test_sinks_take_their_share(family: tuple[str, dict[str, Any]]) -> None:
     """They have a sink logit per head, and a window in the first layer."""
@@ -850,7 +879,7 @@ def forward(made: Any, **inputs: Any) -> Any:
         ("Llama", {}, {"position_bias": 30.0}, ValueError, r"position_bias, which is 30\.0"),
         ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError,
          r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
-        ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: it is not known"),
+        ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: its meaning is unknown"),
         ("Llama", {"layout": 7}, {}, TypeError, r"config\.attention_layout must be a BlockLayout.*got int"),
         ("Llama", {"layout": "lokal(window=5)"}, {}, ValueError, "local"),
         ("Llama", {"layout": layout_of(attends, 40)}, {}, ValueError,

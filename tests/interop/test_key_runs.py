@@ -1,4 +1,4 @@
-"""interop/key_runs.py, flashmask.py and magi.py, against loops over the formats' own definitions, pair by pair."""
+"""blocks/key_runs.py, interop/flashmask.py and magi.py, against loops over the definitions of the formats, by pair."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.blocks.key_runs import complement, merged
 from blocksparse_flash.interop import from_flashmask, from_magi, to_flashmask, to_magi
-from blocksparse_flash.interop.key_runs import complement, layout_of_runs, merged, runs_of
+from blocksparse_flash.interop.block_arrays import layout_of_runs, runs_of
 from tests.support.dense_masks import Problem, problem, problems
 
 seeds = st.integers(0, 2**32 - 1)
@@ -259,7 +260,7 @@ good = torch.tensor([[[[2], [3], [4]]]], dtype=torch.int32)
         (
             lambda: to_flashmask(layout_where(lambda q, kv: (q % 4 < 2) | (kv != 7), 30, 40, 16)),
             ValueError,
-            "masks 7 separate intervals of queries for key 7 of batch 0, head 0, but FlashMask can say 2",
+            "masks 7 separate intervals of queries for key 7 of batch 0, head 0, but FlashMask can express only 2",
         ),
         (lambda: to_flashmask(good), TypeError, "layout must be a BlockLayout, got Tensor"),
     ],

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import masks
+from blocksparse_flash import BlockLayout
 from tests.support.double_loop import assert_attends
 
 # one; aligned to blocks; ragged; many in a block; empty at the start, inside and at the end; of one token; ending one
@@ -86,7 +87,7 @@ def test_equal_documents_share_their_bitmasks():
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("lengths", [[100, 156], [3] * 20, [1, 1, 40]])
-def test_the_document_of_each_token_is_refused_with_the_way_out(lengths, make):
+def test_the_document_of_each_token_is_refused_with_a_hint(lengths, make):
     ids = np.repeat(np.arange(len(lengths)), lengths).tolist()
     with pytest.raises(ValueError, match=r"look like the document of each token\. Write ") as caught:
         masks.documents(make(ids))
@@ -120,12 +121,12 @@ def test_no_documents_have_no_blocks():
     [
         ([], ValueError, "cu_seqlens: expected at least one entry, 0, got none"),
         ([5, 10], ValueError, "cu_seqlens: expected 0 as the first entry, got 5"),
-        ([0, 10, 7, 20], ValueError, "cu_seqlens: .* never decrease, got 10 at place 1 and 7 after it"),
-        ([0, -1], ValueError, "cu_seqlens: .* never decrease, got 0 at place 0 and -1 after it"),
+        ([0, 10, 7, 20], ValueError, "cu_seqlens: .* never decrease, got 10 at index 1 and 7 after it"),
+        ([0, -1], ValueError, "cu_seqlens: .* never decrease, got 0 at index 0 and -1 after it"),
         ([0, 10.0], TypeError, "cu_seqlens: expected ints, got 10.0"),
         ([False, 10], TypeError, "cu_seqlens: expected ints, got False"),
         (torch.tensor([0.0, 1.0]), TypeError, "cu_seqlens: expected ints, got Tensor of torch.float32"),
-        (np.zeros((1, 2), dtype=int), ValueError, "cu_seqlens: expected one axis"),
+        (np.zeros((1, 1, 2), dtype=int), ValueError, "cu_seqlens: expected one axis"),
         (10, TypeError, "cu_seqlens: expected ints in a sequence"),
         (None, TypeError, "cu_seqlens: expected ints in a sequence"),
     ],
@@ -198,11 +199,32 @@ def test_a_window_is_that_of_local():
         assert masks.documents(bounds, window=window) == masks.documents(bounds) & masks.local(200, window=window)
 
 
+def test_each_sequence_of_a_batch_has_its_own_documents():
+    bounds = [[0, 40, 200], [0, 130, 170]]
+    layout = masks.documents(bounds, causal=True, length=210)
+    for make in (torch.tensor, np.array):
+        assert masks.documents(make(bounds), causal=True, length=210) == layout
+    alone = [masks.documents(row, causal=True, length=210) for row in bounds]
+    assert layout == BlockLayout.stack_batches(alone) and layout.shape == (2, 1, 210, 210)
+
+
+def test_the_last_tokens_of_a_cache_attend_to_what_was_before():
+    """Each sequence has its own number of keys; the last query is at the last of them."""
+    layout = masks.documents(
+        [[0, 3], [0, 3]], kv_cu_seqlens=[[0, 5], [0, 4]], causal=True, length=(3, 6), block_size=16
+    )
+    expected = [["111000", "111100", "111110"], ["110000", "111000", "111100"]]
+    rows = [["".join("01"[int(pair)] for pair in row) for row in head[0]] for head in layout.to_dense()]
+    assert rows == expected
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"length": 9}, "cu_seqlens: expected boundaries up to the length, 9, got 10"),
         ({"kv_cu_seqlens": [0, 5]}, "kv_cu_seqlens: expected as many entries as cu_seqlens, 3, got 2"),
+        ({"kv_cu_seqlens": [[0, 5], [0, 5, 6]]}, r"kv_cu_seqlens: .* entries for each sequence, got \[2, 3\]"),
+        ({"kv_cu_seqlens": [[0, 5, 3]]}, r"kv_cu_seqlens\[0\]: .* never decrease, got 5 at index 1"),
         (
             {"kv_cu_seqlens": [0, 5, 20], "length": 10},
             "kv_cu_seqlens: .* up to the length, 10, got 20",

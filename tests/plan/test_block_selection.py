@@ -267,7 +267,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scores": torch.zeros(1, 1, 2, 2, dtype=torch.int64)}, ValueError, r"scores must be floats, got torch.int64"),
     ({"scores": torch.zeros(1, 1, 2, 3)}, ValueError, r"n_rows = 2, n_cols = 2\), got \(1, 1, 2, 3\)"),
     ({"scores": None}, TypeError, r"scores must be a torch.Tensor, got NoneType"),
-    ({"k": 0}, ValueError, r"k must be at least 1 col a row, got 0"),
+    ({"k": 0}, ValueError, r"k must be at least 1 col per row, got 0"),
     ({"k": 1.5}, TypeError, r"k must be an int, got 1.5"),
 ]
 

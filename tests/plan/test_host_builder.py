@@ -57,12 +57,13 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | 
     over = counts * counts.size > 2 * counts.sum()
     is_long = over & (counts * LONG > counts.sum(1, keepdims=True))
     begin = 0
-    for tiles, work, records in zip(axes, counts, records_of.reshape(len(axes), n_lines, 8), strict=True):
+    for i_axis, (tiles, work) in enumerate(zip(axes, counts, strict=True)):
+        records = records_of.reshape(len(axes), n_lines, 8)[i_axis]
         # longest first; ties keep their order
         assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
         for line in range(n_lines):
             if capacity is not None:
-                begin = line * capacity
+                begin = (i_axis * n_lines + line) * capacity
                 assert work[line] <= capacity
                 # kernels read one entry ahead
                 assert work[line] == capacity or indices[begin + work[line]] == 0 == ids[begin + work[line]]
@@ -92,7 +93,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | 
                 assert np.array_equal(tile, expected[key]) and tile.all() == (key[of_rows] in minors[n_partial:])
             begin += n_tiles
     if capacity is not None:
-        begin, is_long = capacity * n_lines, np.zeros_like(is_long)
+        begin, is_long = capacity * n_lines * len(axes), np.zeros_like(is_long)
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
     assert len(ids) == len(indices) + 8 * is_long.sum(1).max() + (2 if of_rows else 4)
     assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_long.sum(1).max()

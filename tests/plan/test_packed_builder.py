@@ -34,7 +34,7 @@ def packed(
     dtype: torch.dtype = torch.int32,
 ) -> Documents:
     """Documents that are the same ones on both sides."""
-    boundaries = torch.tensor(cu_seqlens, dtype=dtype, device=device)
+    boundaries = torch.tensor([cu_seqlens], dtype=dtype, device=device)
     size = cu_seqlens[-1] if length is None else length
     return Documents(boundaries, boundaries, size, size, *window, max_seqlen)
 
@@ -75,14 +75,18 @@ def test_tiles_are_those_of_the_host(cu_seqlens, length, window, causal, tile, d
 def random_documents(seed: int, device: torch.device) -> Documents:
     """Documents of equal or different boundaries on both sides, some of them empty, with a window or without."""
     numbers = random.Random(seed)
-    n_documents = numbers.choice([1, 2, 3, 7, 40])
+    n_documents, batch = numbers.choice([1, 2, 3, 7, 40]), numbers.choice([1, 1, 3])
 
-    def boundaries(length: int) -> torch.Tensor:
+    def row(length: int) -> list[int]:
         end = numbers.choice([length, numbers.randint(0, length)])
         cuts = sorted(
             numbers.randint(0, end) // (side := numbers.choice([1, 64])) * side for _ in range(n_documents - 1)
         )
-        return torch.tensor([0, *cuts, end], dtype=numbers.choice([torch.int32, torch.int64]), device=device)
+        return [0, *cuts, end]
+
+    def boundaries(length: int) -> torch.Tensor:
+        dtype = numbers.choice([torch.int32, torch.int64])
+        return torch.tensor([row(length) for _ in range(batch)], dtype=dtype, device=device)
 
     q_len, kv_len = (numbers.choice([1, 100, 128, 300, 700]) for _ in "qk")
     cu_q = boundaries(q_len)
@@ -164,7 +168,7 @@ def test_boundaries_are_read_when_a_layout_is_used():
     documents = packed(torch.device("cpu"), [0, 70, 300])
     layout = PackedLayout.of(documents, BLOCK_SIZE)
     before = hash(layout)
-    documents.cu_q[1] = 200
+    documents.cu_q[0, 1] = 200
     assert layout == masks.documents([0, 200, 300]) and hash(layout) != before
 
 
@@ -198,10 +202,14 @@ def refused(**changes):
         ({"length": (10, 12)}, ValueError, "length: expected one number for the same documents on both sides"),
         ({"length": 1 << 30}, ValueError, "length: expected at most 1073741823 tokens"),
         ({"cu_seqlens": torch.tensor([0.0])}, TypeError, "cu_seqlens: expected int32 or int64, got torch.float32"),
-        ({"cu_seqlens": torch.zeros(1, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: expected shape"),
-        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens: expected shape \(1,\)"),
+        ({"cu_seqlens": torch.zeros(1, 2, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: expected shape"),
+        (
+            {"cu_seqlens": torch.zeros(0, dtype=torch.int32)},
+            ValueError,
+            r"cu_seqlens: expected shape \(documents \+ 1,\)",
+        ),
         ({"kv_cu_seqlens": [0, 10]}, ValueError, "kv_cu_seqlens: expected a tensor on cpu, like cu_seqlens, got list"),
-        ({"kv_cu_seqlens": torch.tensor([0, 1, 2])}, ValueError, r"kv_cu_seqlens: expected shape \(2,\)"),
+        ({"kv_cu_seqlens": torch.tensor([0, 1, 2])}, ValueError, r"kv_cu_seqlens: expected the shape of"),
     ],
     ids=str,
 )
@@ -217,7 +225,8 @@ def test_masks_keep_boundaries_on_their_gpu(monkeypatch):
     boundaries = torch.tensor([0, 70, 300], dtype=torch.int32)
     layout = masks.documents(boundaries, causal=True, length=320, window=64, max_seqlen=256, block_size=64)
     assert isinstance(layout, PackedLayout) and layout.block_size == (64, 64)
-    assert layout._documents[2:] == (320, 320, 64, 0, 256) and layout._documents.cu_q is boundaries
+    assert layout._documents[2:] == (320, 320, 64, 0, 256)
+    assert layout._documents.cu_q.data_ptr() == boundaries.data_ptr()
     monkeypatch.undo()
     assert layout == masks.documents([0, 70, 300], causal=True, length=320, window=64, block_size=64)
 

@@ -131,7 +131,7 @@ def run_both(
              at a time; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
              select blocks
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
-    group    query heads per key head
+    group    query heads per KV head
     limited  whether there are kv_lengths
     scores   score mods, in the words of `scores_of`
     """
@@ -238,10 +238,10 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for dim in (64, 128) if dtype.itemsize == 2 else ():
         queries, keys = torch.empty(1, 2, 4, 256, dim, dtype=dtype), torch.empty(1, 2, 128, dim, dtype=dtype)
         group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
-    boundaries = torch.empty(9, dtype=torch.int32 if side == 64 else torch.int64)
+    boundaries = torch.empty(2, 9, dtype=torch.int32 if side == 64 else torch.int64)
     for tile, causal in ((TILE, True), (FINE_TILE, False)):
         packing = packed_plan.Packing(
-            length, length, 8, 256, 0, tile == TILE, (length, length), causal, tile, 5, (4, 4)
+            2, length, length, 8, 256, 0, tile == TILE, (length, length), causal, tile, 5, (4, 4)
         )
         packed_plan.build(boundaries, boundaries, packing)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16
@@ -485,8 +485,8 @@ def compile_launch(launch: Launch, arch: int) -> tuple[dict[str, Any], str, byte
         "wgmma_waits": len(re.findall(r"wgmma\.wait_group", ptx)),
         "early_arrivals": early_arrivals(ptx),
         "async_copies": len(re.findall(r"cp\.async\.(?:ca|cg|bulk\.tensor)", ptx)),
-        # warnings of ptxas that it has serialised wgmma
-        "serialised": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),
+        # warnings of ptxas that it has serialized wgmma
+        "serialized": sorted(set(re.findall(r"C75\d\d", log.getvalue()))),
     }
     return record, ptx, compiled.asm["cubin"]
 
@@ -513,7 +513,7 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
         for head_dim in (64, 128)
         for option in ({}, {"dropout_p": 0.1}, {"scores": "softcap"}, {"q_len": 16, "group": 4})
     ]
-    # split-KV: q_len * group is 4, 32, 64 and 256 rows per key head
+    # split-KV: q_len * group is 4, 32, 64 and 256 rows per KV head
     grid += [
         {"head_dim": head_dim, "dtype": half, "q_len": q_len, "group": 4}
         for head_dim, q_len in itertools.product((64, 128), (1, 8, 16, 64))
@@ -573,7 +573,7 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half, "scores": EVERYTHING} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
     grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
-    # split-KV with score mods that differ between heads: 4 and 64 rows per key head
+    # split-KV with score mods that differ between heads: 4 and 64 rows per KV head
     grid += [{**few, "head_dim": 128, "q_len": q_len, "scores": EVERYTHING} for q_len in (1, 16)]
     return grid
 

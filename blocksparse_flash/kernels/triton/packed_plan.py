@@ -23,7 +23,7 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
 from .block_selection import CHUNK, sums_before
-from .plan_builder import PARTIAL, first_bits, most_long, write_records
+from .plan_builder import AXES, PARTIAL, first_bits, max_long_lines, write_records
 from .tile import RECORD
 
 # tile rows or tile columns of a program of records_kernel, tiles of a step
@@ -37,7 +37,8 @@ NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 class Packing(NamedTuple):
     """What determines the launches of a plan, and its sizes.
 
-    n_documents   boundaries of each side, less one
+    batch         sequences, each with boundaries of its own
+    n_documents   boundaries of each side of a sequence, less one
     left, right   tokens before and after the own position that a query attends to; less than 2^30
     has_window    whether left and right limit anything
     max_seqlen    tokens of the longest document of each side, at most
@@ -47,6 +48,7 @@ class Packing(NamedTuple):
     capacity      (tiles of a tile row, tiles of a tile column), at most
     """
 
+    batch: int
     q_len: int
     kv_len: int
     n_documents: int
@@ -66,7 +68,7 @@ class Packing(NamedTuple):
 
     def lengths(self) -> list[tuple[int, int]]:
         """(length of indices, length of bitmask_ids) of tile rows and of tile columns."""
-        sizes = [n_lines * room for n_lines, room in zip(self.grid, self.capacity, strict=True)]
+        sizes = [self.batch * n_lines * room for n_lines, room in zip(self.grid, self.capacity, strict=True)]
         return [plan_format.list_lengths(size, 0, of_rows=i == 0) for i, size in enumerate(sizes)]
 
     def sizes(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class Packing(NamedTuple):
         }
 
 
-LIST_SIZES = ["q_tiles", "kv_tiles", "n_runs", "row_tiles", "col_tiles"]
+LIST_SIZES = ["batch", "q_tiles", "kv_tiles", "n_runs", "row_tiles", "col_tiles"]
 LIST_SIZES += ["n_row_indices", "n_row_ids", "n_col_indices", "n_col_ids"]
 SIZES = ["n_documents", "q_len", "kv_len", "q_tiles", "left", "right", "longest_q", "longest_kv", "n_runs"]
 
@@ -157,19 +159,23 @@ def are_boundaries_valid(cu_ptr, n_documents, length, longest, CHUNK: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def runs_kernel(
-    # inputs: integers (n_documents + 1,)
+    # inputs: integers (batch, n_documents + 1)
     cu_q_ptr, cu_kv_ptr,
-    # outputs: int32 (q_tiles, n_runs + 1), where each run begins and the last one ends; (q_tiles, n_runs); tiles and
-    # partial tiles of tile rows, then of tile columns, (2 * (q_tiles + kv_tiles),); bitmasks; bool ()
+    # outputs: int32 (batch, q_tiles, n_runs + 1), where each run begins and the last one ends; (batch, q_tiles,
+    # n_runs); tiles of all tile rows, partial tiles of all tile rows, the same of tile columns; bitmasks; bool (batch,)
     starts_ptr, kinds_ptr, counts_ptr, words_ptr, is_valid_ptr,
     n_documents, q_len, kv_len, q_tiles, left, right, longest_q, longest_kv, n_runs,
     HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    i_row = tl.program_id(0)
+    # one more program of each sequence checks its boundaries
+    i_row, i_batch = tl.program_id(0) % (q_tiles + 1), tl.program_id(0) // (q_tiles + 1)
+    n_rows = tl.num_programs(0) // (q_tiles + 1) * q_tiles
+    cu_q_ptr += i_batch * (n_documents + 1)
+    cu_kv_ptr += i_batch * (n_documents + 1)
     if i_row == q_tiles:
         is_valid = are_boundaries_valid(cu_q_ptr, n_documents, q_len, longest_q, CHUNK)
         is_valid &= are_boundaries_valid(cu_kv_ptr, n_documents, kv_len, longest_kv, CHUNK)
-        tl.store(is_valid_ptr, is_valid != 0)
+        tl.store(is_valid_ptr + i_batch, is_valid != 0)
     else:
         WORDS: tl.constexpr = TILE // 32
         o_row = tl.arange(0, TILE)
@@ -181,7 +187,8 @@ def runs_kernel(
         )
         o_word = tl.arange(0, WORDS)
         start = next_edge(b_first, b_stop, -1, TILE)
-        p_starts = starts_ptr + i_row * (n_runs + 1)
+        row = i_batch * q_tiles + i_row
+        p_starts = starts_ptr + row * (n_runs + 1)
         tl.store(p_starts, start)
         n_tiles, n_partial = i_row * 0, i_row * 0
         for run in range(n_runs):
@@ -196,19 +203,19 @@ def runs_kernel(
             n_all = tl.sum((b_words == -1).to(tl.int32))
             kind = tl.where(n_all == TILE * WORDS, ALL, tl.where(n_some > 0, SOME, NONE))
             kind = tl.where(stop > start, kind, NONE)
-            tl.store(kinds_ptr + i_row * n_runs + run, kind)
-            p_words = words_ptr + (i_row * n_runs + run) * (TILE * WORDS) + o_row[:, None] * WORDS + o_word[None, :]
+            tl.store(kinds_ptr + row * n_runs + run, kind)
+            p_words = words_ptr + (row * n_runs + run) * (TILE * WORDS) + o_row[:, None] * WORDS + o_word[None, :]
             tl.store(p_words, b_words, mask=(o_row >= 0)[:, None] & (kind == SOME))
             n_tiles += tl.where(kind != NONE, stop - start, 0)
             n_partial += tl.where(kind == SOME, stop - start, 0)
             start = stop
-        tl.store(counts_ptr + i_row, n_tiles)
-        tl.store(counts_ptr + q_tiles + i_row, n_partial)
+        tl.store(counts_ptr + row, n_tiles)
+        tl.store(counts_ptr + n_rows + row, n_partial)
 
 
 @triton.jit
 def write_padding(indices_ptr, ids_ptr, line, n_lines, n_tiles, capacity, n_indices, n_ids, CHUNK: tl.constexpr):
-    """Zeros behind the tiles of a list, where kernels read one entry ahead, and behind the last list."""
+    """Zeros after the tiles of a list, where kernels read one entry ahead, and after the last list."""
     place = line * capacity + n_tiles
     tl.store(indices_ptr + place, 0, mask=n_tiles < capacity)
     tl.store(ids_ptr + place, 0, mask=n_tiles < capacity)
@@ -221,10 +228,11 @@ def write_padding(indices_ptr, ids_ptr, line, n_lines, n_tiles, capacity, n_indi
 
 @triton.jit
 def list_row(
-    starts_ptr, kinds_ptr, counts_ptr, indices_ptr, ids_ptr, row, q_tiles, n_runs, capacity, n_indices, n_ids,
+    starts_ptr, kinds_ptr, counts_ptr, indices_ptr, ids_ptr, row, n_rows, n_runs, capacity, n_indices, n_ids,
     MINORS: tl.constexpr,
 ):
-    begin, n_tiles, n_partial = row * capacity, tl.load(counts_ptr + row), tl.load(counts_ptr + q_tiles + row)
+    """The list of one of n_rows tile rows."""
+    begin, n_tiles, n_partial = row * capacity, tl.load(counts_ptr + row), tl.load(counts_ptr + n_rows + row)
     next_partial, next_full = begin, begin + n_partial
     for run in range(n_runs):
         first, stop = tl.load(starts_ptr + row * (n_runs + 1) + run), tl.load(starts_ptr + row * (n_runs + 1) + run + 1)
@@ -240,7 +248,7 @@ def list_row(
             tl.store(ids_ptr + o_place, o_tile * 0 + tl.where(kind == SOME, row * n_runs + run, 0), mask=m_tile)
         next_partial += tl.where(kind == SOME, stop - first, 0)
         next_full += tl.where(kind == SOME, 0, stop - first)
-    write_padding(indices_ptr, ids_ptr, row, q_tiles, n_tiles, capacity, n_indices, n_ids, MINORS)
+    write_padding(indices_ptr, ids_ptr, row, n_rows, n_tiles, capacity, n_indices, n_ids, MINORS)
 
 
 @triton.jit
@@ -269,10 +277,14 @@ def run_of(starts_ptr, kinds_ptr, o_row, m_row, column, n_runs):
 
 @triton.jit
 def list_column(
-    starts_ptr, kinds_ptr, counts_ptr, indices_ptr, ids_ptr, column, q_tiles, kv_tiles, n_runs, capacity,
-    n_indices, n_ids, MINORS: tl.constexpr,
+    starts_ptr, kinds_ptr, counts_ptr, indices_ptr, ids_ptr, i_batch, column, batch, q_tiles, kv_tiles, n_runs,
+    capacity, n_indices, n_ids, MINORS: tl.constexpr,
 ):
-    begin = column * capacity
+    """The list of a tile column of a sequence."""
+    first_row, line = i_batch * q_tiles, i_batch * kv_tiles + column
+    starts_ptr += first_row * (n_runs + 1)
+    kinds_ptr += first_row * n_runs
+    begin = line * capacity
     first = rows_up_to(starts_ptr, q_tiles, column, n_runs, n_runs)
     stop = rows_up_to(starts_ptr, q_tiles, column, n_runs, 0)
     n_tiles, n_partial = column * 0, column * 0
@@ -281,8 +293,9 @@ def list_column(
         _, b_kind = run_of(starts_ptr, kinds_ptr, o_row, o_row < stop, column, n_runs)
         n_tiles += tl.sum((b_kind != NONE).to(tl.int32))
         n_partial += tl.sum((b_kind == SOME).to(tl.int32))
-    tl.store(counts_ptr + 2 * q_tiles + column, n_tiles)
-    tl.store(counts_ptr + 2 * q_tiles + kv_tiles + column, n_partial)
+    p_count = counts_ptr + 2 * batch * q_tiles + line
+    tl.store(p_count, n_tiles)
+    tl.store(p_count + batch * kv_tiles, n_partial)
     next_partial, next_full = begin, begin + n_partial
     for row in range(first, stop, MINORS):
         o_row = row + tl.arange(0, MINORS)
@@ -293,10 +306,10 @@ def list_column(
         ) - 1
         m_tile = (b_kind != NONE) & (b_place < begin + capacity)
         tl.store(indices_ptr + b_place, o_row - PARTIAL * b_partial, mask=m_tile)
-        tl.store(ids_ptr + b_place, (o_row * n_runs + b_run) * b_partial, mask=m_tile)
+        tl.store(ids_ptr + b_place, ((first_row + o_row) * n_runs + b_run) * b_partial, mask=m_tile)
         next_partial += tl.sum(b_partial)
         next_full += tl.sum(b_full)
-    write_padding(indices_ptr, ids_ptr, column, kv_tiles, n_tiles, capacity, n_indices, n_ids, MINORS)
+    write_padding(indices_ptr, ids_ptr, line, batch * kv_tiles, n_tiles, capacity, n_indices, n_ids, MINORS)
 
 
 @triton.jit(do_not_specialize=LIST_SIZES)
@@ -308,55 +321,65 @@ def list_packed_kernel(
     # outputs: lists of a Plan
     row_indices_ptr, row_ids_ptr, col_indices_ptr, col_ids_ptr,
     # row_tiles, col_tiles: room of a list; n_*: entries of all lists
-    q_tiles, kv_tiles, n_runs, row_tiles, col_tiles, n_row_indices, n_row_ids, n_col_indices, n_col_ids,
+    batch, q_tiles, kv_tiles, n_runs, row_tiles, col_tiles, n_row_indices, n_row_ids, n_col_indices, n_col_ids,
     MINORS: tl.constexpr,
 ):
-    i_line = tl.program_id(0)
-    if i_line < q_tiles:
+    i_line, n_rows = tl.program_id(0), batch * q_tiles
+    if i_line < n_rows:
         list_row(
-            starts_ptr, kinds_ptr, counts_ptr, row_indices_ptr, row_ids_ptr, i_line, q_tiles, n_runs, row_tiles,
+            starts_ptr, kinds_ptr, counts_ptr, row_indices_ptr, row_ids_ptr, i_line, n_rows, n_runs, row_tiles,
             n_row_indices, n_row_ids, MINORS,
         )
     else:
+        i_batch, column = (i_line - n_rows) // kv_tiles, (i_line - n_rows) % kv_tiles
         list_column(
-            starts_ptr, kinds_ptr, counts_ptr, col_indices_ptr, col_ids_ptr, i_line - q_tiles, q_tiles, kv_tiles,
+            starts_ptr, kinds_ptr, counts_ptr, col_indices_ptr, col_ids_ptr, i_batch, column, batch, q_tiles, kv_tiles,
             n_runs, col_tiles, n_col_indices, n_col_ids, MINORS,
         )
 
 
 @triton.jit
-def write_lines(counts_ptr, records_ptr, i_program, n_lines, capacity, LINES: tl.constexpr, MINORS: tl.constexpr,
-                CHUNK: tl.constexpr):
-    """The records of some tile rows or tile columns."""
-    o_line = i_program * LINES + tl.arange(0, LINES)
-    n_tiles, _ = sums_before(counts_ptr, n_lines, 0, CHUNK)
+def write_lines(
+    counts_ptr, records_ptr, i_program, batch, n_lines, capacity,
+    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """The records of some tile rows or tile columns of a sequence, which has n_lines of them."""
+    n_groups = tl.cdiv(n_lines, LINES)
+    i_batch = i_program // n_groups
+    o_line = i_program % n_groups * LINES + tl.arange(0, LINES)
+    n_tiles, _ = sums_before(counts_ptr, batch * n_lines, 0, CHUNK)
     # twice the mean
-    limit = ((2 * n_tiles.to(tl.int64)) // n_lines).to(tl.int32)
-    n_long = most_long(counts_ptr, 1, n_lines, limit, 1, MINORS)
-    m_line = o_line < n_lines
-    b_tiles = tl.load(counts_ptr + o_line, mask=m_line, other=0)
-    b_partial = tl.load(counts_ptr + n_lines + o_line, mask=m_line, other=0)
+    limit = ((2 * n_tiles.to(tl.int64)) // (batch * n_lines)).to(tl.int32)
+    n_long = max_long_lines(counts_ptr, batch, n_lines, limit, AXES, MINORS)
+    m_line, first_line = o_line < n_lines, i_batch * n_lines
+    p_tiles = counts_ptr + first_line
+    b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
+    b_partial = tl.load(p_tiles + batch * n_lines + o_line, mask=m_line, other=0)
     write_records(
-        counts_ptr, records_ptr, o_line, o_line * capacity, b_tiles, b_partial, n_long, n_lines, LINES, MINORS
+        p_tiles, records_ptr + first_line * RECORD, o_line, (first_line + o_line) * capacity, b_tiles, b_partial,
+        n_long, n_lines, LINES, MINORS,
     )
 
 
-@triton.jit(do_not_specialize=["q_tiles", "kv_tiles", "row_tiles", "col_tiles"])
+@triton.jit(do_not_specialize=["batch", "q_tiles", "kv_tiles", "row_tiles", "col_tiles"])
 def records_kernel(
     # inputs: see runs_kernel
     counts_ptr,
     # outputs: records of a Plan
     row_records_ptr, col_records_ptr,
-    q_tiles, kv_tiles, row_tiles, col_tiles,
-    LINES: tl.constexpr, MINORS: tl.constexpr, CHUNK: tl.constexpr,
+    batch, q_tiles, kv_tiles, row_tiles, col_tiles,
+    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
-    n_of_rows = tl.cdiv(q_tiles, LINES)
+    n_of_rows = batch * tl.cdiv(q_tiles, LINES)
     if i_program < n_of_rows:
-        write_lines(counts_ptr, row_records_ptr, i_program, q_tiles, row_tiles, LINES, MINORS, CHUNK)
+        write_lines(
+            counts_ptr, row_records_ptr, i_program, batch, q_tiles, row_tiles, LINES, MINORS, AXES, CHUNK
+        )
     else:
         write_lines(
-            counts_ptr + 2 * q_tiles, col_records_ptr, i_program - n_of_rows, kv_tiles, col_tiles, LINES, MINORS, CHUNK
+            counts_ptr + 2 * batch * q_tiles, col_records_ptr, i_program - n_of_rows, batch, kv_tiles, col_tiles,
+            LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 
@@ -379,36 +402,37 @@ def packed_launches(packing: Packing, boundaries: tuple[Any, ...], device: torch
     """The launches, for boundaries with these cache keys."""
     q_tiles, kv_tiles = packing.grid
     (n_row_indices, n_row_ids), (n_col_indices, n_col_ids) = packing.lengths()
-    grid = {"q_tiles": q_tiles, "kv_tiles": kv_tiles}
+    batch = packing.batch
+    grid = {"batch": batch, "q_tiles": q_tiles, "kv_tiles": kv_tiles}
     rooms = {"row_tiles": packing.capacity[0], "col_tiles": packing.capacity[1]}
     lengths = {"n_row_indices": n_row_indices, "n_row_ids": n_row_ids}
     lengths |= {"n_col_indices": n_col_indices, "n_col_ids": n_col_ids}
     lists = {**grid, "n_runs": packing.n_runs, **rooms, **lengths, "MINORS": MINORS}
-    records = {**grid, **rooms, "LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK}
-    n_programs = -(-q_tiles // LINES) - (-kv_tiles // LINES)
+    records = {**grid, **rooms, "LINES": LINES, "MINORS": MINORS, "AXES": AXES, "CHUNK": CHUNK}
+    n_programs = batch * (-(-q_tiles // LINES) - (-kv_tiles // LINES))
     return PackedLaunches(
-        Launch(runs_kernel, (q_tiles + 1,), {**packing.sizes(), "num_warps": 4}),
-        Launch(list_packed_kernel, (q_tiles + kv_tiles,), {**lists, "num_warps": 2}),
+        Launch(runs_kernel, (batch * (q_tiles + 1),), {**packing.sizes(), "num_warps": 4}),
+        Launch(list_packed_kernel, (batch * (q_tiles + kv_tiles),), {**lists, "num_warps": 2}),
         Launch(records_kernel, (n_programs,), {**records, "num_warps": 8}),
-        contiguous(torch.int32, q_tiles, packing.n_runs + 1),
-        contiguous(torch.int32, q_tiles, packing.n_runs),
-        contiguous(torch.int32, 2 * (q_tiles + kv_tiles)),
-        contiguous(torch.int32, q_tiles * packing.n_runs, packing.tile, packing.tile // 32),
-        contiguous(torch.bool, 1),
+        contiguous(torch.int32, batch * q_tiles, packing.n_runs + 1),
+        contiguous(torch.int32, batch * q_tiles, packing.n_runs),
+        contiguous(torch.int32, 2 * batch * (q_tiles + kv_tiles)),
+        contiguous(torch.int32, batch * q_tiles * packing.n_runs, packing.tile, packing.tile // 32),
+        contiguous(torch.bool, batch),
     )
 
 
 def build(cu_q: torch.Tensor, cu_kv: torch.Tensor, packing: Packing) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-    """The tensors of a Plan, and bool (1,), whether the boundaries are those of documents that fit.
+    """The tensors of a Plan, and bool (batch,), whether the boundaries are those of documents that fit.
 
-    cu_q, cu_kv  integers (n_documents + 1,) on the device, contiguous
+    cu_q, cu_kv  integers (batch, n_documents + 1) on the device, contiguous
     """
     new = allocator(cu_q)
     launches = packed_launches(packing, (cache_key_of(cu_q), cache_key_of(cu_kv)), cu_q.device)
     starts, kinds, counts, words, is_valid = (new(*memory) for memory in launches[3:])
     sides = []
     for n_lines, (n_indices, n_ids) in zip(packing.grid, packing.lengths(), strict=True):
-        shapes: tuple[tuple[int, ...], ...] = (1, 1, n_lines, RECORD.value), (n_indices,), (n_ids,)
+        shapes: tuple[tuple[int, ...], ...] = (packing.batch, 1, n_lines, RECORD.value), (n_indices,), (n_ids,)
         sides.append([new(*contiguous(torch.int32, *shape)) for shape in shapes])
     (row_records, *row_lists), (col_records, *col_lists) = sides
     launches.runs(cu_q, cu_kv, starts, kinds, counts, words, is_valid)

@@ -2,8 +2,8 @@
 
     query 0 | 1 1 0 0 1 |  ->  runs [0, 2) and [4, 5)
 
-Time and memory grow with the number of runs and stored blocks, not with q_len * kv_len. For runs of queries per key,
-use `layout.T`.
+Time and memory grow with the number of runs and stored blocks, not with q_len * kv_len. Runs of queries per key are
+those of the transposed blocks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..blocks import block_list
-from ..blocks.block_list import FULL, Array, Frame
-from ..layout import BlockLayout
-from .block_arrays import blocks_of, layout_of
+from . import block_list
+from .block_list import FULL, Array, BlockList, Frame
 
 
 class Runs(NamedTuple):
@@ -55,12 +53,11 @@ def complement(runs: Runs, n_lines: int, length: int) -> Runs:
     return Runs(lines, first, ends[is_kept] - lines * (length + 1))
 
 
-# --------------------------------------------------------------------------------------------------- layout -> runs
+# --------------------------------------------------------------------------------------------------- blocks -> runs
 
 
-def runs_of(layout: BlockLayout) -> Runs:
-    """The runs of a layout. Adjacent full blocks are merged before they are split into queries."""
-    found, frame = blocks_of(layout)
+def runs_of(found: BlockList, frame: Frame) -> Runs:
+    """The runs of a block list. Adjacent full blocks are merged before they are split into queries."""
     (block_q, block_kv), is_full = frame.block_size, found.ids == FULL
     tile_lines, cols = np.divmod(found.keys[is_full], max(frame.n_cols, 1))
     spans = merged(tile_lines, cols, cols + 1, frame.n_cols)
@@ -98,11 +95,11 @@ def _runs_of_bitmasks(bitmasks: Array, block_kv: int) -> list[Array]:
     return [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
 
 
-# --------------------------------------------------------------------------------------------------- runs -> layout
+# --------------------------------------------------------------------------------------------------- runs -> blocks
 
 
-def layout_of_runs(runs: Runs, frame: Frame) -> BlockLayout:
-    """The layout of runs, on the host."""
+def blocks_of_runs(runs: Runs, frame: Frame) -> BlockList:
+    """The canonical block list of runs."""
     (block_q, block_kv), n_cols = frame.block_size, frame.n_cols
     batch_heads, q_pos = np.divmod(runs.lines, max(frame.q_len, 1))
     lines = batch_heads * frame.n_rows + q_pos // block_q
@@ -113,10 +110,11 @@ def layout_of_runs(runs: Runs, frame: Frame) -> BlockLayout:
     is_partial[np.searchsorted(keys, _full_keys(runs, lines, frame))] = False
     partial, ids = keys[is_partial], np.full(len(keys), FULL, np.int64)
     ids[is_partial] = np.arange(len(partial))
-    gathering, kinds = block_list.Gathering(block_list.existing(frame)), block_list.edge_kinds(partial, frame)
+    collector = block_list.BitmaskCollector(block_list.in_bounds_bitmasks(frame))
+    kinds = block_list.edge_kinds(partial, frame)
     for part in block_list.chunks(len(partial), block_q * (block_kv + 1)):
-        gathering.add(_bitmasks_of_runs(partial[part], runs, lines, q_pos % block_q, frame), kinds[part])
-    return layout_of(gathering.settle(keys, ids), frame)
+        collector.add(_bitmasks_of_runs(partial[part], runs, lines, q_pos % block_q, frame), kinds[part])
+    return collector.canonical(keys, ids)
 
 
 def _full_keys(runs: Runs, lines: Array, frame: Frame) -> Array:
