@@ -24,23 +24,23 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 AUTO_ON_GPU = ("hopper", "triton")
 # Gluon, the language of the Hopper kernels, changes from release to release; these were tested
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
-# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. With 2^24 a
-# dense forward of `hopper` takes 201 us for 264 of `triton`, with 2^23 77 for 68 (H200, 16 heads of 128, bf16)
+# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. At 2^24 a
+# dense forward takes 201 us on `hopper`, 264 us on `triton`; at 2^23, 77 and 68 us (H200, 16 heads of 128, bf16)
 MIN_HOPPER_ELEMENTS = 1 << 24
 # of the kernels that iterate over tiles of 64 x 64
 MAX_FINE_HEAD_DIM = 128
-# "auto" also leaves this many queries to `triton`, which splits their keys among programs
+# "auto" also leaves calls with at most this many queries to `triton`, which splits their keys among programs
 FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
 NO_BLOCK_BIAS = "it has no block_bias"
-# of `hopper`, whose tanh has an absolute error of 1e-7: that of scores is the softcap times as large, and with larger
-# softcaps lse misses the tolerance of the tests
+# `hopper`'s tanh has an absolute error of 1e-7, which the softcap multiplies: above this softcap, lse misses the
+# tolerance of the tests
 MAX_SOFTCAP = 50.0
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
-SMALL = "a call this small, or of few queries, ends sooner without it"
+SMALL = "a call this small, or with this few queries, is faster without it"
 
 _LOGGER = logging.getLogger("blocksparse_flash")
 
@@ -76,7 +76,7 @@ class Choice(NamedTuple):
 
 
 @functools.cache
-def _unfit_gpu(backend: str, index: int | None) -> str | None:
+def _why_not_on_gpu(backend: str, index: int | None) -> str | None:
     """Why the kernels of `triton` or `hopper` cannot run on a CUDA device, or None."""
     if importlib.util.find_spec("triton") is None:
         return NO_TRITON
@@ -90,26 +90,26 @@ def _unfit_gpu(backend: str, index: int | None) -> str | None:
     import triton
 
     if triton.knobs.runtime.interpret:
-        return "Triton's interpreter, which TRITON_INTERPRET=1 asks for, does not know Gluon"
+        return "Triton's interpreter, which TRITON_INTERPRET=1 asks for, does not support Gluon"
     if ".".join(triton.__version__.split(".")[:2]) not in TRITONS_WITH_HOPPER:
         return f"it was tested with Triton {', '.join(TRITONS_WITH_HOPPER)}, this is {triton.__version__}"
     return None
 
 
-def _unfit(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None) -> str | None:
+def _why_unfit(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None) -> str | None:
     """Why a backend cannot run tensors of this device and dtype, or None."""
     if backend == "hopper":
         if device.type != "cuda":
             return f"it needs a CUDA device, got {device}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it needs float16 or bfloat16, got {dtype}"
-        return _unfit_gpu(backend, device.index) or unfit_for_hopper
+        return _why_not_on_gpu(backend, device.index) or why_not_hopper
     if backend != "triton":
         return None
     if dtype is torch.float64:
         return "it needs float16, bfloat16 or float32, got torch.float64"
     if device.type == "cuda":
-        return _unfit_gpu(backend, device.index)
+        return _why_not_on_gpu(backend, device.index)
     if device.type != "cpu":
         return f"it needs a CUDA device, got {device}"
     if importlib.util.find_spec("triton") is None:
@@ -130,7 +130,7 @@ def _is_loadable(tensor: Tensor | TensorSpec) -> bool:
 def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> list[str]:
     """Which of q, k, v have strides or an address that TMA cannot load.
 
-    Rows that are no multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast
+    Rows that are not a multiple of 16 bytes do not count, since the kernels copy those, nor do tensors that autocast
     converts to dtype. torch.compile traces this function.
     """
     return [
@@ -140,7 +140,7 @@ def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> li
     ]
 
 
-def unfit_for_hopper(
+def why_not_hopper(
     tensors: Sequence[Tensor | TensorSpec],
     dtype: torch.dtype,
     has_dropout: bool = False,
@@ -174,27 +174,27 @@ def _too_small(q: Tensor | TensorSpec, k: Tensor | TensorSpec) -> str | None:
 # ---- the choice ----
 
 
-def choose(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None = None) -> str:
+def choose(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None = None) -> str:
     """The backend of a call; TypeError or ValueError for one that does not exist or cannot run it."""
-    chosen = _chosen(backend, device, dtype, unfit_for_hopper)
+    chosen = _chosen(backend, device, dtype, why_not_hopper)
     if _LOGGER.isEnabledFor(logging.DEBUG):
-        _log(backend, chosen, device, dtype, unfit_for_hopper)
+        _log(backend, chosen, device, dtype, why_not_hopper)
     return chosen
 
 
-def _chosen(backend: str, device: torch.device, dtype: torch.dtype, unfit_for_hopper: str | None) -> str:
+def _chosen(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None) -> str:
     if backend == "auto":
         if device.type != "cuda":
             return "eager"
-        return next((name for name in AUTO_ON_GPU if _unfit(name, device, dtype, unfit_for_hopper) is None), "eager")
+        return next((name for name in AUTO_ON_GPU if _why_unfit(name, device, dtype, why_not_hopper) is None), "eager")
     if not isinstance(backend, str):
         raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
     if backend not in BACKENDS:
-        instead = _chosen("auto", device, dtype, unfit_for_hopper)
+        instead = _chosen("auto", device, dtype, why_not_hopper)
         raise ValueError(f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{instead}"')
-    why_not = _unfit(backend, device, dtype, unfit_for_hopper)
+    why_not = _why_unfit(backend, device, dtype, why_not_hopper)
     if why_not is not None:
-        instead = _chosen("auto", device, dtype, unfit_for_hopper)
+        instead = _chosen("auto", device, dtype, why_not_hopper)
         raise ValueError(f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{instead}"')
     return backend
 
@@ -217,7 +217,7 @@ def _choose_by_specs(
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
     unfit = None
     if backend in ("auto", "hopper"):
-        unfit = unfit_for_hopper(specs.tensors, dtype, has_dropout, has_block_bias, softcap)
+        unfit = why_not_hopper(specs.tensors, dtype, has_dropout, has_block_bias, softcap)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*specs.tensors[:2])
     return choose(backend, device, dtype, unfit)
@@ -244,9 +244,10 @@ def decide(
         return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias, softcap)
     unfit = None
     if q.is_cuda:
-        # of "auto" only what no address or size changes: the operator calls `resolve`
+        # for "auto", check only what does not depend on addresses or sizes; `resolve` checks the rest when the operator
+        # runs
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
+        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
     chosen = choose(backend, q.device, dtype, unfit)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
@@ -256,7 +257,7 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
 
     tile  of its plan. Only `hopper` has gathered tiles; it copies tensors that TMA cannot load
     """
-    unfit = None if tile == PIECE else _too_small(q, k) or unfit_for_hopper((q, k, v), q.dtype)
+    unfit = None if tile == PIECE else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
     chosen = "hopper" if unfit is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _log("auto", chosen, q.device, q.dtype, unfit)
@@ -264,13 +265,13 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
 
 
 def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: bool = False) -> bool:
-    """Whether calls with a layout may have other tiles than 128 x 128, for which tables of block_bias are made."""
+    """Whether calls with a layout may have tiles other than 128 x 128 (block_bias tables exist for 128 x 128 only)."""
     # "auto" is a traced call on a Hopper GPU, see `decide`
     return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
 
 
 def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int, *, has_slopes_gradient: bool = False) -> int:
-    """The `Plan.tile` of such a call.
+    """The `Plan.tile` of a call with a layout.
 
     has_slopes_gradient  whether alibi_slopes need a gradient, which `hopper` leaves to the kernels of `triton`
     """
@@ -286,8 +287,8 @@ def has_slopes_gradient(slopes: Tensor | None) -> bool:
 def can_reorder(backend: str, *, has_dropout: bool, has_kv_lengths: bool, has_positions: bool) -> bool:
     """Whether a call with a layout may run in another order of its tokens.
 
-    has_positions  whether scores depend on the places of tokens, by alibi_slopes or block_bias. Random bits of dropout
-                   do so too
+    has_positions  whether scores depend on the positions of tokens, by alibi_slopes or block_bias. Random bits of
+                   dropout do so too
     """
     return backend in ("hopper", "triton", "auto") and not (has_dropout or has_kv_lengths or has_positions)
 
@@ -313,7 +314,7 @@ def explained_choice(
     device = tensors[0].device
     unfit = None
     if device.type == "cuda":
-        unfit = unfit_for_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
+        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
     chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"
@@ -343,7 +344,7 @@ def _why(backend: str, device: torch.device) -> str:
 
 def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: bool, unfit: str | None) -> str:
     """Why a backend was not chosen. is_named: another was asked for by name."""
-    why_not = _unfit(backend, device, dtype, unfit)
+    why_not = _why_unfit(backend, device, dtype, unfit)
     if why_not is not None:
         return why_not
     if is_named:

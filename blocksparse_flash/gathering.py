@@ -17,7 +17,7 @@ torch.library.define("blocksparse_flash::gather_tokens", "(Tensor tokens, Tensor
 def _launch(tokens: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # noqa: ARG001  of the gradient
     from .kernels.triton import gather_tokens
 
-    if tracing.is_current(tokens):
+    if tracing.is_on_current_device(tokens):
         return gather_tokens.gather_tokens(tokens, order)
     with tracing.on_device(tokens.device):
         return gather_tokens.gather_tokens(tokens, order)

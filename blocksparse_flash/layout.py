@@ -43,7 +43,7 @@ Integers = torch.Tensor | Array | list[int]
 _ALL = slice(None)
 
 
-# torch.compile guards the number of a layout, and passes it to untraced code, which takes no layout (torch 2.11)
+# torch.compile guards the id of a layout and passes it to untraced code, which cannot take a layout itself (torch 2.11)
 _NUMBERS_OF_LAYOUTS = itertools.count()
 _NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
 
@@ -429,7 +429,7 @@ class BlockLayout:
     # ---- tokens, blocks and axes moved
 
     def shift(self, q: int = 0, kv: int = 0) -> BlockLayout:
-        """Moves every pair by q queries and kv keys, towards the end if positive; drops pairs beyond the ends.
+        """Moves every pair by q queries and kv keys, toward the end if positive; drops pairs beyond the ends.
 
         Lengths and block size stay. Like all methods of this section: exact to the token, computed on the host in
         O(tokens + nnz log nnz), with the result on the layout's device.
@@ -578,8 +578,8 @@ class BlockLayout:
         if leaks.nnz:
             batch, head, q_pos, kv_pos = set_operations.first_pair(leaks._block_list(), leaks._frame)
             raise ValueError(
-                f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, and "
-                f"its last is {q_pos + self.kv_len - self.q_len}: "
+                f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, but "
+                f"the last key it may attend to is {q_pos + self.kv_len - self.q_len}: "
                 "intersect with masks.causal, or attend with causal=True"
             )
 
@@ -670,9 +670,9 @@ class BlockLayout:
         64 10 tiles
         """
         if causal is not True and causal is not False:
-            checks.switch(causal, "causal")
+            checks.boolean(causal, "causal")
         if non_blocking is not True and non_blocking is not False:
-            checks.switch(non_blocking, "non_blocking")
+            checks.boolean(non_blocking, "non_blocking")
         plans: dict[tuple[Any, bool, int], Plan] = self._cache["plans"]
         # the fast path: the device of a tensor needs no resolving
         found = plans.get((device, causal, tile))
@@ -777,7 +777,7 @@ class BlockLayout:
 
         raises  ValueError while torch.compile traces, unless cached
         """
-        device, causal = resolved(device), checks.switch(causal, "causal")
+        device, causal = resolved(device), checks.boolean(causal, "causal")
         found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
         if (device, causal) not in found:
             if torch.compiler.is_compiling():

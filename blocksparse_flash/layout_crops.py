@@ -137,12 +137,12 @@ def in_slots(layout: BlockLayout, is_token: Tensor, crop: Crop) -> BlockLayout:
     """
     q_stop = crop.q_start + crop.q_len
     n_tokens = int(is_token.sum())
-    behind = (0, len(is_token) - n_tokens)
+    after = (0, len(is_token) - n_tokens)
     # tokens in order, then padding
     position = torch.where(is_token, is_token.cumsum(0), n_tokens + (~is_token).cumsum(0)) - 1
     if is_token[crop.q_start : q_stop].all():
         first = int(position[crop.q_start])
-        moved = layout.crop(first, first + crop.q_len, 0, n_tokens).pad(kv=behind).permute(kv_order=position)
+        moved = layout.crop(first, first + crop.q_len, 0, n_tokens).pad(kv=after).permute(kv_order=position)
         return moved.crop(kv_start=crop.kv_start)
-    moved = layout.crop(0, n_tokens, 0, n_tokens).pad(behind, behind).permute(position, position)
+    moved = layout.crop(0, n_tokens, 0, n_tokens).pad(after, after).permute(position, position)
     return moved.crop(crop.q_start, q_stop, crop.kv_start)

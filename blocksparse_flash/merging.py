@@ -21,7 +21,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{name} must be floating point, float16, bfloat16, float32 or float64, got {tensor.dtype}; "
-                f"{name}.float() is"
+                f"pass {name}.float()"
             )
         if tensor.device != out_a.device:
             raise ValueError(f"{name} must be on out_a's device {out_a.device}, got {tensor.device}: use .to(device)")
@@ -33,7 +33,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         ("lse_b", lse_b, out_a.shape[:3]),
     ):
         if tensor.shape != expected:
-            raise ValueError(f"{name} must have shape {tuple(expected)}, as out_a says, got {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must have shape {tuple(expected)}, to match out_a, got {tuple(tensor.shape)}")
     if out_b.dtype != out_a.dtype:
         raise ValueError(f"out_b must have out_a's dtype {out_a.dtype}, got {out_b.dtype}: use .to(dtype)")
     if lse_b.dtype != lse_a.dtype:

@@ -37,7 +37,7 @@ torch.library.define(
 
 @functools.cache
 def _kernels(backend: str, deterministic: bool, tile: int = TILE) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward of a backend for plans of such tiles. Imports Triton when it is first needed."""
+    """The forward and the backward of a backend for plans with this tile size. Imports Triton when first needed."""
     if backend == "hopper" and tile < TILE:
         from .kernels.hopper import fine_backward, fine_forward
 
@@ -83,7 +83,7 @@ def launch_forward(
     if specs is not None and backend != "eager":
         options["specs"] = specs
     causal = spec.causal and not plan
-    if tracing.is_current(q):
+    if tracing.is_on_current_device(q):
         return forward(q, k, v, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p, **options)
     with tracing.on_device(q.device):
         return forward(q, k, v, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p, **options)
@@ -106,7 +106,7 @@ def launch_backward(
     options = {} if scores is None else {"scores": scores, "wanted": wanted}
     causal = spec.causal and not plan
     arguments = (inputs, plan, kv_lengths, seed, spec.scale, causal, spec.dropout_p)
-    if tracing.is_without_autocast(dout) and tracing.is_current(dout):
+    if tracing.is_without_autocast(dout) and tracing.is_on_current_device(dout):
         return backward(*arguments, **options)
     with tracing.on_device(dout.device):
         if not torch.is_autocast_enabled(dout.device.type):
@@ -180,8 +180,7 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         # anything else would be a silent wrong gradient
         raise RuntimeError(
-            "attention_backward cannot be differentiated: the gradients of attention have none of their own; "
-            'backend="reference" has second derivatives'
+            'second derivatives of attention are not supported by the kernels; backend="reference" supports them'
         )
 
 

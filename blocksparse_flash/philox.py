@@ -36,7 +36,9 @@ def threshold(dropout_p: float) -> int:
 
 
 def kept_share(dropout_p: float) -> float:
-    """The probability to be kept, 1 - dropout_p to within 2**-17. Kept weights are divided by it to preserve the mean.
+    """The probability of being kept, 1 - dropout_p to within 2**-17.
+
+    Kept weights are divided by it to preserve the mean.
 
     >>> kept_share(0.25)
     0.75
@@ -74,7 +76,7 @@ def keep_mask(
 
     seed       int64, one element
     batch_idx, head_idx, q_pos, kv_pos  int64 tensors that broadcast, on seed's device; heads are query heads
-    dropout_p  the probability to drop, 0 <= dropout_p < 1
+    dropout_p  the probability of dropping, 0 <= dropout_p < 1
     returns    bool, of the shape to which the four positions broadcast
     """
     seed = seed.reshape(())

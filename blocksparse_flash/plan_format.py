@@ -16,7 +16,7 @@ FINE_TILE = 64
 # tokens of the short side of the tiles of a gathered plan, whose long side is FINE_TILE; tiles per step
 PIECE = 16
 PIECES = FINE_TILE // PIECE
-# int32 words of a record, and the order of the first; the last two are 0
+# int32 words of a record; positions of its fields (the last two words are 0)
 RECORD = 8
 NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG = range(6)
 # subtracted from the entry of a partial tile; greater than every tile index: lengths are below 2^31, and plans of

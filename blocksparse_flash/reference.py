@@ -32,14 +32,15 @@ def attention(
     """softmax(scale * q k^T restricted to the attending pairs) v, and the log-sum-exp of those scores.
 
     q          (batch, heads, q_len, head_dim)
-    k          (batch, kv_heads, kv_len, head_dim); query head h reads kv head h // (heads // kv_heads)
+    k          (batch, kv_heads, kv_len, head_dim); query head h reads KV head h // (heads // kv_heads)
     v          (batch, kv_heads, kv_len, v_head_dim)
     mask       bool, broadcasts to (batch, heads, q_len, kv_len); True attends, None is every pair
     causal     keeps kv_pos <= q_pos + (kv_len - q_len), also where mask attends
     scale      factor on the scores; None is head_dim ** -0.5
     kv_lengths (batch,): keys at and beyond kv_lengths[b] do not exist. They may hold NaN, as may keys that no query
                attends to
-    dropout_p  probability to drop an attention weight; the kept ones are divided by 1 - dropout_p, lse is unaffected
+    dropout_p  probability of dropping an attention weight; the kept ones are divided by 1 - dropout_p, lse is
+               unaffected
     seed       int64, one element, on q's device; needed if dropout_p > 0
     softcap    c > 0: scores s become c tanh(s / c)
     alibi_slopes  (heads,): then s -= slope * |q_pos + kv_len - q_len - kv_pos|

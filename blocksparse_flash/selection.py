@@ -20,7 +20,7 @@ QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def has_blocks_of(size: int) -> bool:
-    """Whether blocks of so many keys can be selected."""
+    """Whether blocks of this many keys can be selected."""
     return size in (16, 32, 64) or (size > 0 and size % TILE == 0)
 
 
@@ -43,7 +43,7 @@ def selected_attention(
     q            (batch, heads, q_len, head_dim)
     k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
     indices      integers (batch | 1, heads | kv_heads | 1, ceil(q_len / query_block_size), k): the blocks of each
-                 query, in any order. With kv_heads selections, query heads that share a key head share one; a size of
+                 query, in any order. With kv_heads selections, query heads that share a KV head share one; a size of
                  1 is shared by all. -1 marks an unused entry; repeated blocks are ignored. Other numbers are refused
                  on the CPU and ignored on a GPU
     block_size   keys per block: 16, 32, 64 or a multiple of 128; block i begins at key i * block_size
@@ -67,7 +67,7 @@ def selected_attention(
     otherwise up to one bit per pair and query head. More than 8 GB of bitmasks raise a ValueError.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
-    >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and key head
+    >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and KV head
     >>> selected_attention(q, k, k, indices, block_size=16).shape
     torch.Size([1, 4, 64, 16])
     """

@@ -51,29 +51,29 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
 def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
     """Accept dense, strided tensors, fake if q is. Runs before checks that read strides, which some types lack."""
     if (
-        type(tensor) in tracing.PLAIN
-        and type(q) in tracing.PLAIN
+        type(tensor) in tracing.PLAIN_TYPES
+        and type(q) in tracing.PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_nested
     ):
         return
     found = tracing.unsupported_tensor(name, tensor)
     if found is not None:
-        what, way_out = found
+        what, hint = found
         if name in ("q", "k", "v") and what == "a DTensor":
-            way_out += ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
+            hint += ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
         elif name in ("q", "k", "v"):
-            way_out += ", and kv_lengths= says how much of a padded batch exists"
-        raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {way_out}")
+            hint += "; pass kv_lengths= for padded batches"
+        raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {hint}")
     if tracing.mixes_fake_and_real(tensor, q):
         raise ValueError(
             f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a "
-            "FakeTensorMode makes fake tensors of real ones"
+            "FakeTensorMode makes fake tensors from real ones"
         )
 
 
 def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
-    """The way out for a tensor of an unsupported dtype."""
+    """The hint for a tensor of an unsupported dtype."""
     if dtype.is_complex:
         return f"{name}.real makes one, without the imaginary part"
     if dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4):
@@ -103,7 +103,7 @@ _TRANSPOSE = "use transpose(1, 2) of q, k and v"
 
 
 def _swapped(q_shape: Shape, k_shape: Shape) -> str | None:
-    """The way out if the heads do not fit but would with axes 1 and 2 swapped, as in other libraries; or None."""
+    """The hint if the heads do not fit but would with axes 1 and 2 swapped, as in other libraries; or None."""
     (_, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
     # a sequence is longer than there are heads
     if kv_len and q_len % kv_len == 0 and kv_heads > kv_len:
@@ -138,8 +138,8 @@ def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, 
             f"they do not broadcast, k.expand({batch}, -1, -1, -1) does"
         )
     if heads % kv_heads if kv_heads else heads:
-        way_out = _swapped(q_shape, k_shape) or f"repeat k and v, or {_ORDER}"
-        raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; {way_out}")
+        hint = _swapped(q_shape, k_shape) or f"repeat k and v, or {_ORDER}"
+        raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; {hint}")
     if head_dim != k_dim:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {k_dim}; pad the smaller one with zeros")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_dim <= MAX_HEAD_DIM):
@@ -177,34 +177,34 @@ def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
 
 
 def _as_layout(value: Any, q_len: int, kv_len: int) -> str:
-    """How to make a layout of what is none."""
+    """How to make a layout from a value that is not one."""
     lengths = str(q_len) if q_len == kv_len else f"({q_len}, {kv_len})"
     if isinstance(value, str):
-        return f"blocksparse_flash.masks.build({value!r}, {lengths}) makes one of a specification"
+        return f"blocksparse_flash.masks.build({value!r}, {lengths}) makes one from a specification"
     if type(value).__name__ == "BlockMask":
-        return "blocksparse_flash.interop.from_flex_attention(block_mask) makes one of FlexAttention's"
+        return "blocksparse_flash.interop.from_flex_attention(block_mask) makes one from FlexAttention's"
     if callable(value):
         return (
-            f"BlockLayout.from_predicate(fn, {q_len}, {kv_len}) makes one of fn(q_pos, kv_pos), and a function that "
+            f"BlockLayout.from_predicate(fn, {q_len}, {kv_len}) makes one from fn(q_pos, kv_pos), and a function that "
             f"returns a layout must be called: layout=fn({lengths})"
         )
     if hasattr(value, "tocsr"):
-        return "blocksparse_flash.interop.from_scipy_csr(matrix) makes one of a SciPy matrix over tokens"
-    return "BlockLayout.from_dense(mask) makes one of a bool mask"
+        return "blocksparse_flash.interop.from_scipy_csr(matrix) makes one from a SciPy matrix over tokens"
+    return "BlockLayout.from_dense(mask) makes one from a bool mask"
 
 
 def check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
     if not isinstance(layout, BlockLayout):
-        way_out = _as_layout(layout, q_len, kv_len)
-        raise TypeError(f"layout must be a BlockLayout or None, got {type(layout).__name__}; {way_out}")
+        hint = _as_layout(layout, q_len, kv_len)
+        raise TypeError(f"layout must be a BlockLayout or None, got {type(layout).__name__}; {hint}")
     layout_batch, layout_heads, layout_q_len, layout_kv_len = layout.shape
     if layout_q_len != q_len or layout_kv_len != kv_len:
-        way_out = f"build it for ({q_len}, {kv_len})"
+        hint = f"build it for ({q_len}, {kv_len})"
         if heads == layout_q_len:
-            way_out = f"q of {heads} heads looks like (batch, length, heads, head_dim): {_TRANSPOSE}, or {way_out}"
+            hint = f"q of {heads} heads looks like (batch, length, heads, head_dim): {_TRANSPOSE}, or {hint}"
         raise ValueError(
             f"layout describes {layout_q_len} queries x {layout_kv_len} keys, "
-            f"but q has {q_len} and k has {kv_len}; {way_out}"
+            f"but q has {q_len} and k has {kv_len}; {hint}"
         )
     if layout_heads != 1 and layout_heads != heads:
         raise ValueError(
@@ -224,7 +224,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must be a finite float, got {value}; no float is as large") from None
+        raise ValueError(f"{name} must be a finite float, got {value}; it is too large for a float") from None
 
 
 def _check_seed(seed: int | Tensor, q: Tensor) -> None:
@@ -264,14 +264,14 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
     if kv_lengths.dim() != 1 or kv_lengths.shape[0] != batch:
         raise ValueError(
             f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; "
-            "it counts keys from the first one, it is no mask"
+            "it is a number of leading keys, not a mask"
         )
     if kv_lengths.device != device:
         raise ValueError(
             f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
         )
     # reading them from a GPU would synchronize, and a compiler cannot read them
-    if device.type == "cpu" and batch and tracing.has_numbers(kv_lengths):
+    if device.type == "cpu" and batch and tracing.has_values(kv_lengths):
         lengths = kv_lengths.tolist()
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
@@ -305,8 +305,8 @@ _KEYWORDS = {
     "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks= change scores; functions of scores are not supported",
     "attn_bias": "alibi_slopes= and block_bias= add to scores; a mask is a layout, BlockLayout.from_dense(mask)",
     "enable_gqa": "leave it out: k and v may have fewer heads than q, each of them shared by heads // kv_heads",
-    "dropout": "dropout_p= is the probability to drop",
-    "attn_dropout": "dropout_p= is the probability to drop",
+    "dropout": "dropout_p= is the probability of dropping",
+    "attn_dropout": "dropout_p= is the probability of dropping",
     "softmax_scale": "scale= is the factor on scores",
     "scaling": "scale= is the factor on scores",
     "sm_scale": "scale= is the factor on scores",
@@ -315,8 +315,8 @@ _KEYWORDS = {
     "return_lse": "attention_with_lse returns out and lse",
     "return_attn_probs": "weights are never stored; attention_with_lse returns out and lse",
     "kernel_options": "the tiles of kernels are chosen by the library; backend= names the kernels",
-    "cu_seqlens_q": "layout=blocksparse_flash.masks.documents(cu_seqlens) packs sequences",
-    "cu_seqlens_k": "layout=blocksparse_flash.masks.documents(cu_seqlens) packs sequences",
+    "cu_seqlens_q": "layout=blocksparse_flash.masks.documents(cu_seqlens) is the mask of packed sequences",
+    "cu_seqlens_k": "layout=blocksparse_flash.masks.documents(cu_seqlens) is the mask of packed sequences",
     "block_size": "the layout has the block size: BlockLayout.from_predicate(..., block_size=64)",
 }
 
@@ -327,11 +327,11 @@ def refuse_keywords(function: str, names: Iterable[str], known: Iterable[str]) -
     known  the keywords of the function
     """
     name = next(iter(names))
-    way_out = _KEYWORDS.get(name)
-    if way_out is None:
+    hint = _KEYWORDS.get(name)
+    if hint is None:
         close = difflib.get_close_matches(name, known)
-        way_out = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {way_out}")
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {hint}")
 
 
 class ScoreOptions(NamedTuple):
@@ -356,7 +356,7 @@ def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
         )
     _check_dense(name, value, q)
     if not value.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {value.dtype}; {name}.float() is")
+        raise ValueError(f"{name} must be floating point, got {value.dtype}; pass {name}.float()")
     if value.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {value.device}; {name}.to(q.device) moves it")
 
@@ -364,11 +364,11 @@ def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
 def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
     _check_float(name, value, (heads,), q)
     if value.shape != (heads,):
-        way_out = "expand it"
+        hint = "expand it"
         if heads > q.shape[2] and value.shape == q.shape[2:3]:
-            way_out = f"q looks like (batch, length, heads, head_dim): {_TRANSPOSE}"
+            hint = f"q looks like (batch, length, heads, head_dim): {_TRANSPOSE}"
         raise ValueError(
-            f"{name} must have shape ({heads},), one for each of q's heads, got {tuple(value.shape)}; {way_out}"
+            f"{name} must have shape ({heads},), one for each of q's heads, got {tuple(value.shape)}; {hint}"
         )
 
 
@@ -465,7 +465,7 @@ def check(
     dtype, batch, heads, q_len, kv_len, head_dim = agreed
     if layout is not None:
         check_layout(layout, batch, heads, q_len, kv_len)
-    checks.switch(causal, "causal")
+    checks.boolean(causal, "causal")
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
     # torch.compile cannot trace math.isfinite of a symbolic number; nan fails too
     if not -MAX_SCALE <= scale <= MAX_SCALE:
@@ -479,7 +479,7 @@ def check(
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(
             f"dropout_p must be at least 0 and less than 1, got {dropout_p}; "
-            "it is the probability to drop, 0.0 turns it off"
+            "it is the probability of dropping, 0.0 turns it off"
         )
     if seed is not None:
         _check_seed(seed, q)

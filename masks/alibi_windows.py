@@ -46,7 +46,7 @@ def alibi_windows(
     w_h = floor(threshold / slope_h), computed exactly. ALiBi multiplies the weight of every dropped key by less than
     exp(-threshold).
 
-    length      tokens, or (q_len, kv_len), aligned at their ends
+    length      tokens, or (q_len, kv_len), aligned bottom-right
     threshold   largest penalty kept, in units of the scores, positive
     heads       number of heads, which get the slopes of the paper: 2**(-8 (h + 1) / heads) for a power of two; else
                 those of the next lower power of two, followed by every other slope of the next higher one

@@ -10,7 +10,7 @@ from blocksparse_flash import BlockLayout
 from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_switch
 from .chunks import chunks_in, read_size
-from .kinds import joint_numbers
+from .kinds import joint_ids
 from .public import public
 
 
@@ -26,7 +26,7 @@ def _chunks(canvas: Canvas, *, size: int, sees_past: bool, sees_future: bool) ->
     def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         chunks = chunks_in(canvas, size, row, col)
         future = np.zeros_like(row) if sees_future else np.minimum(canvas.distances(row, col)[0], 0)
-        return joint_numbers(chunks.queries, chunks.keys, chunks.apart, future)
+        return joint_ids(chunks.queries, chunks.keys, chunks.chunk_distance, future)
 
     def keys_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         first_query, last_query = canvas.row_span(rows)
@@ -84,7 +84,7 @@ def block_causal(length: Length, *, size: int, block_size: BlockSize = 128) -> B
         1 1 1 1 0
         1 1 1 1 1
 
-    length      tokens, or (q_len, kv_len), aligned at their ends
+    length      tokens, or (q_len, kv_len), aligned bottom-right
     size        tokens in a chunk; chunks begin at key 0, size, 2 * size, ...
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, q_len, kv_len), shared by every head, exact to the token

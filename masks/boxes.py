@@ -14,7 +14,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import Canvas, distinct_blocks, spread
-from .kinds import joint_numbers, kinds_of_rows
+from .kinds import joint_ids, kinds_of_rows
 
 # block sides are multiples of 16, so an aligned group of 16 tokens lies in one row
 GROUP = 16
@@ -243,7 +243,7 @@ def _along(layout: BlockLayout, canvas: Canvas, tokens: Tokens, step: int) -> Bl
     def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         is_full = (begin[row] <= first[col]) & (last[col] <= end[row]) & (step == 1)
         parts = (row_kinds[row], col_kinds[col], first[col] - least[row])
-        return joint_numbers(is_full.astype(np.int64), *(np.where(is_full, 0, part) for part in parts))
+        return joint_ids(is_full.astype(np.int64), *(np.where(is_full, 0, part) for part in parts))
 
     def attends(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         # NumPy compares short integers several times faster than PyTorch

@@ -60,7 +60,8 @@ def _stretched(canvas: Canvas, n_cells: int, cells: tuple[np.ndarray, np.ndarray
 def butterfly(
     length: Length, *, n_factors: int | None = None, stretch: int | None = None, block_size: BlockSize = 128
 ) -> BlockLayout:
-    """Each block attends to itself, and to blocks whose index differs from its own only in one of the lowest bits.
+    """Each block attends to itself, and to the blocks whose index differs from its own in exactly one bit (with
+    `n_factors`, one of the lowest `n_factors` bits).
 
     A block is full if col == row or col == row XOR 2**k for some k < n_factors: the sum of the butterfly factors of
     strides 1, 2, 4, ... instead of their product. After log2(blocks) layers, every token can receive information from

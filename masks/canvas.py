@@ -28,8 +28,8 @@ DedupKey = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Canvas(NamedTuple):
     """Lengths and block size of a layout under construction.
 
-    Queries and keys are aligned at their ends: query i is at key position i + shift. The distance of a pair is
-    d = q_pos + shift - kv_pos, 0 on the diagonal, positive towards earlier keys.
+    Queries and keys are aligned bottom-right: query i is at key position i + shift. The distance of a pair is
+    d = q_pos + shift - kv_pos, 0 on the diagonal, positive toward earlier keys.
     """
 
     q_len: int

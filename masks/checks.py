@@ -74,7 +74,7 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
     elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
         for place, value in enumerate(values):
             if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
-                raise TypeError(f"{name}: expected ints, got {value!r} ({specs_of(value)}) at place {place}")
+                raise TypeError(f"{name}: expected ints, got {value!r} ({specs_of(value)}) at index {place}")
         # np.asarray([]) would be float64
         array = np.asarray(values) if len(values) else np.empty(0, dtype=np.int64)
     else:

@@ -18,15 +18,15 @@ class Chunks(NamedTuple):
 
     queries    int64 (blocks,): offset of the first query in its chunk, or -1 if all queries are in one chunk
     keys       int64 (blocks,): the same for the keys
-    apart      int64 (blocks,): chunk of the first key minus chunk of the first query; one large number of the same sign
-               if is_apart
+    chunk_distance  int64 (blocks,): chunk of the first key minus chunk of the first query; one large number of the
+               same sign if is_apart
     is_apart   bool (blocks,): no query shares a chunk with a key
     is_inside  bool (blocks,): all queries and all keys are in one chunk
     """
 
     queries: np.ndarray
     keys: np.ndarray
-    apart: np.ndarray
+    chunk_distance: np.ndarray
     is_apart: np.ndarray
     is_inside: np.ndarray
 
@@ -37,15 +37,15 @@ def chunks_in(canvas: Canvas, size: int, row: np.ndarray, col: np.ndarray) -> Ch
     q_chunk, last_q_chunk = first_query // size, (first_query + canvas.block_q - 1) // size
     kv_chunk, last_kv_chunk = first_key // size, (first_key + canvas.block_kv - 1) // size
     has_one_q, has_one_kv = q_chunk == last_q_chunk, kv_chunk == last_kv_chunk
-    apart, is_apart = kv_chunk - q_chunk, (kv_chunk > last_q_chunk) | (last_kv_chunk < q_chunk)
-    # larger than `apart` of any block that shares a chunk
+    distance, is_apart = kv_chunk - q_chunk, (kv_chunk > last_q_chunk) | (last_kv_chunk < q_chunk)
+    # larger than the distance of any block that shares a chunk
     beyond = canvas.block_q + canvas.block_kv
     return Chunks(
         queries=np.where(has_one_q, -1, first_query % size),
         keys=np.where(has_one_kv, -1, first_key % size),
-        apart=np.where(is_apart, np.sign(apart) * beyond, apart),
+        chunk_distance=np.where(is_apart, np.sign(distance) * beyond, distance),
         is_apart=is_apart,
-        is_inside=has_one_q & has_one_kv & (apart == 0),
+        is_inside=has_one_q & has_one_kv & (distance == 0),
     )
 
 

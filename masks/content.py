@@ -45,7 +45,7 @@ def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
             f"scores: expected no nan, got {np.isnan(array).sum()}. Give -inf to blocks that must not be chosen"
         )
     if np.isposinf(array).any():
-        raise ValueError("scores: expected no inf, got it. To force a block, join it: top_k(...) | local(...)")
+        raise ValueError("scores: expected no +inf. To force a block, add it to the layout: top_k(...) | local(...)")
     return array
 
 

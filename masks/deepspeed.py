@@ -117,7 +117,7 @@ def _read_global(indices: Sequence[int], ends: Sequence[int] | None) -> tuple[np
         where = int(np.flatnonzero((starts < 0) | (stops <= starts))[0])
         raise ValueError(
             f"global_block_indices, global_block_end_indices: expected 0 <= index < end index, "
-            f"got {starts[where]} and {stops[where]} at place {where}"
+            f"got {starts[where]} and {stops[where]} at index {where}"
         )
     return starts, stops
 

@@ -58,7 +58,7 @@ def dilated_window(
     """Each token attends to itself and to `window` tokens on either side, `dilation` tokens apart.
 
     Keeps |d| <= window * dilation and d % dilation == 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are
-    aligned at their ends. dilation=1 is `local`; a larger one sees farther with the same number of keys. A dilation
+    aligned bottom-right. dilation=1 is `local`; a larger one sees farther with the same number of keys. A dilation
     shorter than a block leaves no block of the window empty, but attention then groups the tokens that see each
     other, if that saves time. Different dilations per head widen what a layer sees.
 

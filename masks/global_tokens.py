@@ -26,7 +26,7 @@ def read_tokens(name: str, tokens: Tokens, kv_len: int) -> np.ndarray:
         if is_outside.any():
             raise ValueError(
                 f"{name}: expected positions from 0 to {kv_len - 1}, got {positions[is_outside][0]} "
-                f"at place {np.flatnonzero(is_outside)[0]}"
+                f"at index {np.flatnonzero(is_outside)[0]}"
             )
         is_global[positions] = True
     else:

@@ -34,7 +34,7 @@ def _read_causal(causal: bool | Sequence[bool], grid: Sequence[int]) -> tuple[bo
     return tuple(read_switch("causal", switch) for switch in causal)
 
 
-def _neighbourhood(side: int, *, kernel: int, dilation: int, stride: int, causal: bool) -> Axis:
+def _neighborhood(side: int, *, kernel: int, dilation: int, stride: int, causal: bool) -> Axis:
     coordinate = np.arange(side)
     # every dilation-th coordinate forms a sequence of its own, with places 0 to size - 1
     group, place = coordinate % dilation, coordinate // dilation
@@ -107,7 +107,7 @@ def neighborhood(
             )
         if shared > size:
             raise ValueError(f"stride: expected at most the kernel, {size} tokens, got {shared}")
-        axes.append(_neighbourhood(side, kernel=size, dilation=step, stride=shared, causal=switch))
+        axes.append(_neighborhood(side, kernel=size, dilation=step, stride=shared, causal=switch))
     return boxes(canvas, grid, axes, token_order)
 
 

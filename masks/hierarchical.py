@@ -12,7 +12,7 @@ from blocksparse_flash import BlockLayout
 from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
 from .checks import read_integer, read_switch
 from .chunks import chunks_in, read_size
-from .kinds import joint_numbers
+from .kinds import joint_ids
 from .public import public
 
 
@@ -57,7 +57,7 @@ def _dedup_parts(canvas: Canvas, level: Level, row: np.ndarray, col: np.ndarray)
     ahead, until = (np.clip(end - place, 0, canvas.block_kv) for end in (period - unit, period))
     summary = np.where(place + canvas.block_kv <= period, -1 - ahead * (canvas.block_kv + 1) - until, place)
     has_none = pairs.is_apart | ((queries < 2) & (queries == keys))
-    return [np.where(has_none, -1, part) for part in (queries, keys, pairs.apart, summary)]
+    return [np.where(has_none, -1, part) for part in (queries, keys, pairs.chunk_distance, summary)]
 
 
 def _read_levels(canvas: Canvas, size: int, levels: int | None) -> int:
@@ -76,7 +76,8 @@ def hierarchical(
     causal: bool = False,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """Each token attends to all nearby tokens, and to `size` of each farther segment; segments double in length.
+    """Each token attends to all nearby tokens, and to `size` tokens of each segment farther away; segments double in
+    length.
 
     Level 0 cuts the keys into cells of `size` tokens; the siblings 2 n and 2 n + 1 form a cell of the next level. A
     token attends to its own cell of level 0 and to the sibling of that cell. At every level above, it attends to `size`
@@ -132,12 +133,12 @@ def hierarchical(
 
     def dedup_key(row: np.ndarray, col: np.ndarray) -> np.ndarray:
         nearest = chunks_in(canvas, pair, row, col)
-        parts = [nearest.queries, nearest.keys, nearest.apart]
+        parts = [nearest.queries, nearest.keys, nearest.chunk_distance]
         for level in kept[1:]:
             parts += _dedup_parts(canvas, level, row, col)
         if causal:
             parts.append(np.minimum(canvas.distances(row, col)[0], 0))
-        return joint_numbers(*parts)
+        return joint_ids(*parts)
 
     rows, cols = _candidates(canvas, kept, causal=causal)
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)

@@ -1,4 +1,4 @@
-"""Equal numbers for equal things: rows of a table, marked tokens of a block row or col, tuples of numbers."""
+"""Integer ids that are equal for equal things: rows of a table, marks of a block row or col, tuples of numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def kinds_of_rows(table: np.ndarray) -> np.ndarray:
-    """Equal numbers, from 0 on, for equal rows of a table.
+    """Equal ids, from 0 on, for equal rows of a table.
 
     table    (rows, columns) of any integer type
     returns  int64 (rows,)
@@ -21,7 +21,7 @@ def kinds_of_rows(table: np.ndarray) -> np.ndarray:
 
 
 def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
-    """Equal numbers for block rows (or cols) with equal marks.
+    """Equal ids for block rows (or cols) with equal marks.
 
     marks    bool (length,), one per token
     side     tokens of a block along this axis
@@ -41,24 +41,24 @@ def kinds_of_sides(marks: np.ndarray, side: int) -> np.ndarray:
     return kinds
 
 
-def joint_numbers(*parts: np.ndarray) -> np.ndarray:
-    """One number per entry, equal if and only if all parts are equal.
+def joint_ids(*parts: np.ndarray) -> np.ndarray:
+    """One id per entry, equal if and only if all parts are equal.
 
     parts    int64 (n,) each
     returns  int64 (n,), in no particular order
 
-    >>> joint_numbers(np.array([3, 3, 9]), np.array([-1, -1, -1])).tolist()
+    >>> joint_ids(np.array([3, 3, 9]), np.array([-1, -1, -1])).tolist()
     [0, 0, 6]
     """
-    joined, n_numbers = np.zeros_like(parts[0]), 1
+    joined, n_ids = np.zeros_like(parts[0]), 1
     if not joined.size:
         return joined
     for part in parts:
         lowest = int(part.min())
         size = int(part.max()) - lowest + 1
-        if n_numbers * size >= 2**62:
+        if n_ids * size >= 2**62:
             joined = np.unique(joined, return_inverse=True)[1].reshape(-1)
-            n_numbers = joined.size
+            n_ids = joined.size
         joined = joined * size + (part - lowest)
-        n_numbers *= size
+        n_ids *= size
     return joined

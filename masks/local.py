@@ -62,7 +62,7 @@ def local(length: Length, *, window: Window, block_size: BlockSize = 128) -> Blo
     """Each token attends to the tokens at distance at most `window` on either side, itself included.
 
     window=(left, right) keeps the `left` tokens before it, itself and the `right` tokens after it. Queries and keys are
-    aligned at their ends, as with causal=True: query i is at key position i + kv_len - q_len. A query whose window
+    aligned bottom-right, as with causal=True: query i is at key position i + kv_len - q_len. A query whose window
     holds no key attends to nothing.
 
     window=1 and window=(2, 0) on 5 tokens:

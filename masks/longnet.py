@@ -14,7 +14,7 @@ from .canvas import BlockSize, Canvas, Length, distinct_blocks, read_canvas, spr
 from .checks import read_integer, read_integers, read_switch
 from .chunks import chunks_in
 from .heads import by_head, read_heads
-from .kinds import joint_numbers
+from .kinds import joint_ids
 from .public import public
 
 Numbers = Sequence[int] | np.ndarray | torch.Tensor
@@ -58,7 +58,7 @@ def _dedup_parts(canvas: Canvas, scale: Scale, row: np.ndarray, col: np.ndarray)
     """(parts, is_full): numbers that are equal for blocks with equal pairs, and whether all pairs are kept."""
     segment, dilation, _ = scale
     chunks = chunks_in(canvas, segment, row, col)
-    parts = [chunks.apart]
+    parts = [chunks.chunk_distance]
     for begins, first in ((chunks.queries, row * canvas.block_q + canvas.shift), (chunks.keys, col * canvas.block_kv)):
         # inside a segment the kept positions repeat with period `dilation`
         places = np.where(begins < 0, first % segment % dilation, dilation + begins)
@@ -90,7 +90,7 @@ def _one_head(canvas: Canvas, scales: Sequence[Scale], *, causal: bool) -> Block
         if causal:
             lowest, _ = canvas.distances(row, col)
             parts.append(np.minimum(lowest, 0))
-        return joint_numbers(*parts, is_full.astype(np.int64))
+        return joint_ids(*parts, is_full.astype(np.int64))
 
     rows, cols = (
         np.concatenate(sides) for sides in zip(*(_candidates(canvas, scale) for scale in scales), strict=True)
@@ -112,7 +112,7 @@ def longnet(
     heads: int | None = None,
     block_size: BlockSize = 128,
 ) -> BlockLayout:
-    """At each scale, tokens attend within segments, and only every dilation-th token of a segment takes part.
+    """At each scale (segment length and dilation), tokens attend within segments; only every dilation-th takes part.
 
     Scale k cuts the keys into segments of segments[k] tokens, and head h keeps the positions p of a segment with
     p % dilations[k] == h % dilations[k]. A pair attends if some scale keeps both tokens in one segment. Query i is at

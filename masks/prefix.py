@@ -16,8 +16,8 @@ from .public import public
 def prefix_lm(length: Length, *, prefix: int, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the whole prefix, and to itself and every token before it.
 
-    Keeps kv_pos < prefix or d >= 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned at their
-    ends. Tokens of the prefix see each other in both directions; the others are causal.
+    Keeps kv_pos < prefix or d >= 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned
+    bottom-right. Tokens of the prefix see each other in both directions; the others are causal.
 
     prefix=3 on 5 tokens:
         1 1 1 0 0

@@ -33,9 +33,9 @@ def _blocks_of_bigbird(
     places, numbers = draw_distinct(
         seed, own, sizes=n_others, counts=np.minimum(min(random_blocks, n_blocks), n_others)
     )
-    # candidates are numbered from the last global col to the window, then behind the window
-    is_behind = numbers >= (begin - n_global)[places]
-    drawn = n_global + numbers + np.where(is_behind, (stop - begin)[places], 0)
+    # candidates are numbered from the last global col to the window, then after the window
+    is_after = numbers >= (begin - n_global)[places]
+    drawn = n_global + numbers + np.where(is_after, (stop - begin)[places], 0)
 
     rows = [
         np.repeat(blocks[:n_global], n_blocks),
@@ -139,7 +139,7 @@ def longformer(length: Length, *, window: Window, global_tokens: Tokens, block_s
         1 0 1 1 1
         1 0 0 1 1
 
-    length         tokens, or (q_len, kv_len), aligned at their ends
+    length         tokens, or (q_len, kv_len), aligned bottom-right
     window         tokens on each side, or (left, right), where None means unlimited
     global_tokens  number of leading tokens, or positions among the keys
     block_size     tokens per side of a block, a multiple of 16, or (block_q, block_kv)

@@ -150,7 +150,7 @@ def random(
     more queries leave existing rows unchanged. The diagonal is not added: use `random(...) | local(...)`. Row r reads
     the words w(0), w(1), ... with
 
-        w(draw) = mix(mix(mix(seed) ^ r) ^ draw),  mix = splitmix64: add 0x9E3779B97F4A7C15, then finalise
+        w(draw) = mix(mix(mix(seed) ^ r) ^ draw),  mix = splitmix64: add 0x9E3779B97F4A7C15, then finalize
         col     = (w >> 32) * n_cols >> 32
 
     and keeps the first distinct cols. If a row keeps more than half of its blocks, the drawn cols are those left out.

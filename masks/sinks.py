@@ -55,7 +55,7 @@ def sink_window(length: Length, *, sinks: int, window: int, block_size: BlockSiz
     """Each token attends to the first tokens and to the most recent tokens, never to the future.
 
     Keeps d >= 0 and (kv_pos < sinks or d < window), where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are
-    aligned at their ends. `window` includes the token itself, like the size of a KV cache: it equals
+    aligned bottom-right. `window` includes the token itself, like the size of a KV cache: it equals
     local(window=(window - 1, 0)).
 
     sinks=1, window=2 on 5 tokens:
@@ -91,7 +91,7 @@ def a_shape(length: Length, *, sinks: int = 128, window: int = 3968, block_size:
         1 0 1 1 0
         1 0 0 1 1
 
-    length      tokens, or (q_len, kv_len), aligned at their ends
+    length      tokens, or (q_len, kv_len), aligned bottom-right
     sinks       tokens at the start of the keys
     window      recent tokens, the token itself included
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
@@ -122,7 +122,7 @@ def tri_shape(
         1 1 1 1 0
         1 1 1 1 1
 
-    length      tokens, or (q_len, kv_len), aligned at their ends
+    length      tokens, or (q_len, kv_len), aligned bottom-right
     sinks       tokens at the start of the keys
     window      recent tokens, the token itself included
     last        queries at the end that attend to everything before them

@@ -16,7 +16,7 @@ from .canvas import BlockSize, Canvas, Length, blocks_between, distinct_blocks, 
 from .checks import read_integer, read_switch
 from .chunks import chunks_in
 from .heads import by_head, read_heads
-from .kinds import joint_numbers
+from .kinds import joint_ids
 from .public import public
 
 
@@ -64,7 +64,8 @@ def _one_head(canvas: Canvas, fixed: Fixed, *, causal: bool) -> BlockLayout:
         summary = np.where(chunks.is_inside | (chunks.keys >= 0), -1, summary)
         future = np.minimum(canvas.distances(row, col)[0], 0) if causal else np.zeros_like(row)
         # where the queries' chunks begin matters only if a query and a key share a chunk
-        return joint_numbers(np.where(chunks.is_apart, -1, chunks.queries), chunks.keys, chunks.apart, summary, future)
+        queries = np.where(chunks.is_apart, -1, chunks.queries)
+        return joint_ids(queries, chunks.keys, chunks.chunk_distance, summary, future)
 
     rows, cols = _candidates(canvas, fixed, causal=causal)
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
@@ -84,7 +85,7 @@ def fixed(
     """Each token attends to its own chunk of `stride` tokens, and to the last `summary` tokens of every chunk.
 
     Keeps kv_pos // stride == q // stride or kv_pos % stride >= stride - summary, where q = q_pos + kv_len - q_len: the
-    sequences are aligned at their ends. The paper's two heads, chunks and summaries, are one mask here. The other
+    sequences are aligned bottom-right. The paper's two heads, chunks and summaries, are one mask here. The other
     pattern of the paper is `strided` with causal=True.
 
     With heads, each head moves the summaries one place further from the end of the chunk, and starts over after

@@ -32,8 +32,8 @@ def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarra
 def strided(length: Length, *, stride: int, causal: bool = False, block_size: BlockSize = 128) -> BlockLayout:
     """Each token attends to the tokens nearer than `stride`, itself included, and to every stride-th token beyond.
 
-    Keeps |d| < stride or d % stride == 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned at
-    their ends. With stride near the square root of the length, two layers reach every token. With stride at most the
+    Keeps |d| < stride or d % stride == 0, where d = q_pos + (kv_len - q_len) - kv_pos: the sequences are aligned
+    bottom-right. With stride near the square root of the length, two layers reach every token. With stride at most the
     block size no block is empty; attention then groups tokens by their place in the stride, if that saves time.
 
     stride=2, causal, on 6 tokens:

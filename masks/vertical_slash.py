@@ -40,7 +40,7 @@ def _read_marks(name: str, values: Numbers, kv_len: int) -> list[np.ndarray]:
         if is_outside.any():
             raise ValueError(
                 f"{place}: expected numbers from 0 to {kv_len - 1}, one less than the keys, got "
-                f"{numbers[is_outside][0]} at place {np.flatnonzero(is_outside)[0]}"
+                f"{numbers[is_outside][0]} at index {np.flatnonzero(is_outside)[0]}"
             )
         marks = np.zeros(kv_len, dtype=bool)
         marks[numbers] = True
@@ -101,7 +101,7 @@ def vertical_slash(length: Length, *, verticals: Numbers, slashes: Numbers, bloc
     """Each token attends to the chosen keys before it, and to the tokens at the chosen distances back.
 
     Keeps d >= 0 and (kv_pos in verticals or d in slashes), where d = q_pos + (kv_len - q_len) - kv_pos: the sequences
-    are aligned at their ends. The diagonal is not added. slashes=range(100) is a window of 100 tokens,
+    are aligned bottom-right. The diagonal is not added. slashes=range(100) is a window of 100 tokens,
     verticals=range(4) are four attention sinks.
 
     verticals=[1], slashes=[0, 3] on 5 tokens:

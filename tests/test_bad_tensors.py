@@ -38,7 +38,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[Any], Any], str, Tensor]] = {
 }  # fmt: skip
 BAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "sparse": (lambda t: t.to_sparse(), r"{} is a sparse tensor \(torch.sparse_coo\); pass {}.to_dense\(\)"),
-    "meta": (lambda t: t.to("meta"), "{} (is on the meta device, which holds no numbers|must be on indptr's device)"),
+    "meta": (lambda t: t.to("meta"), "{} (is on the meta device, which holds no data|must be on indptr's device)"),
     "nested": (lambda t: NESTED, "{} is a nested tensor; pass {}.to_padded_tensor"),
 }
 

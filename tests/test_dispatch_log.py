@@ -65,7 +65,7 @@ def test_explain_and_errors_log_nothing(caplog: pytest.LogCaptureFixture) -> Non
 def test_small_calls_log_why_hopper_does_not_run_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_unfit_gpu", lambda backend, index: None)
+    monkeypatch.setattr(dispatch, "_why_not_on_gpu", lambda backend, index: None)
     caplog.set_level(logging.DEBUG, logger=NAME)
     device = torch.device("cuda", 0)
     assert dispatch.choose("auto", device, torch.bfloat16, dispatch.SMALL) == "triton"

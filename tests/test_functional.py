@@ -132,7 +132,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
         f"{name} is {kind}": (
             changed(**{name: change(value)}),
             ValueError,
-            (f"{name} must be a dense, strided tensor", f"got a {kind} tensor", f"{way_out.format(name)} makes one"),
+            (f"{name} must be a dense, strided tensor", f"got a {kind} tensor", f"{hint.format(name)} makes one"),
         )
         for name, value in (
             ("kv_lengths", torch.tensor([3, 4])),
@@ -141,7 +141,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
             ("alibi_slopes", torch.zeros(HEADS)),
             ("block_bias", torch.zeros(6)),
         )
-        for kind, change, way_out in (
+        for kind, change, hint in (
             ("torch.sparse_coo", torch.Tensor.to_sparse, "{}.to_dense()"),
             (
                 "nested",
@@ -377,7 +377,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
     "kv_lengths has two dimensions": (
         changed(kv_lengths=torch.tensor([[3], [4]])),
         ValueError,
-        ("kv_lengths must have shape (2,)", "got (2, 1)", "no mask"),
+        ("kv_lengths must have shape (2,)", "got (2, 1)", "not a mask"),
     ),
     "kv_lengths has no dimension": (
         changed(kv_lengths=torch.tensor(3)),
@@ -482,7 +482,7 @@ OTHER_KEYWORDS = {
     "mask_mod": r"from_predicate\(mask_mod, q_len, kv_len, heads=1\)",
     "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks=",
     "enable_gqa": "leave it out: k and v may have fewer heads",
-    "dropout": "dropout_p= is the probability to drop",
+    "dropout": "dropout_p= is the probability of dropping",
     "softmax_scale": "scale= is the factor",
     "kv_length": "did you mean kv_lengths",
     "zzz": "there are layout, causal, scale, kv_lengths, dropout_p",
@@ -1058,12 +1058,12 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
-        dispatch._unfit_gpu.cache_clear()
+        dispatch._why_not_on_gpu.cache_clear()
         yield
-        dispatch._unfit_gpu.cache_clear()
+        dispatch._why_not_on_gpu.cache_clear()
 
     yield pretend
-    dispatch._unfit_gpu.cache_clear()
+    dispatch._why_not_on_gpu.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -1113,7 +1113,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
         options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias", "softcap")}
-        unfit = dispatch.unfit_for_hopper((q, k, q), dtype, **options)
+        unfit = dispatch.why_not_hopper((q, k, q), dtype, **options)
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)
         assert dispatch.choose("auto", device, dtype, unfit) == "triton"
@@ -1129,7 +1129,7 @@ def test_hopper_accepts_all_strides_that_tma_can_load(on_gpu, shape, strides):
     k = torch.zeros(5000, dtype=torch.bfloat16).as_strided(shape, strides, 8)
     with on_gpu((9, 0)):
         device = torch.device("cuda", 0)
-        unfit = dispatch.unfit_for_hopper((k, k, k), torch.bfloat16)
+        unfit = dispatch.why_not_hopper((k, k, k), torch.bfloat16)
         assert unfit is None
         assert dispatch.choose("hopper", device, torch.bfloat16, unfit) == "hopper"
 
@@ -1262,13 +1262,13 @@ def test_fine_tiles_of_hopper_have_kernels_of_their_own():
 
 def test_without_triton_auto_is_eager_and_says_why(monkeypatch):
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
-    dispatch._unfit_gpu.cache_clear()
+    dispatch._why_not_on_gpu.cache_clear()
     try:
         assert dispatch.choose("auto", torch.device("cuda", 0), torch.float16) == "eager"
         with pytest.raises(ValueError, match="Triton is not installed"):
             attention(**good_call(), backend="triton")
     finally:
-        dispatch._unfit_gpu.cache_clear()
+        dispatch._why_not_on_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "triton", "reference"])

@@ -231,7 +231,7 @@ def test_from_ranges_gives_each_row_one_interval(problem: Problem) -> None:
     assert layout == BlockLayout.from_ranges(first.tolist(), stop.tolist(), **sizes)
 
 
-def test_the_direct_constructor_canonicalises() -> None:
+def test_the_direct_constructor_canonicalizes() -> None:
     """Bitmasks of ones become full blocks, empty ones are dropped, equal ones merged, bits past the end ignored."""
     bitmasks = torch.zeros(6, 16, 1, dtype=torch.int32)
     bitmasks[1] = -1
@@ -371,7 +371,11 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "dense-no-heads": (lambda: BlockLayout.from_dense(_ONES.expand(0, 40, 40), block_size=16), ValueError, "one head"),
     "predicate-none": (lambda: _predicate(None), TypeError, "fn must be a function"),
-    "predicate-python-bool": (lambda: _predicate(lambda q_pos, kv_pos: True), TypeError, "fn must give a bool tensor"),
+    "predicate-python-bool": (
+        lambda: _predicate(lambda q_pos, kv_pos: True),
+        TypeError,
+        "fn must return a bool tensor",
+    ),
     **{
         f"predicate-{name}": (functools.partial(_predicate, fn), ValueError, message)
         for name, fn, message in (
@@ -386,7 +390,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "predicate-array": (
         lambda: _predicate(lambda q_pos, kv_pos: np.ones((40, 40), np.bool_)[q_pos, kv_pos]),
         TypeError,
-        r"fn must give a bool tensor, got ndarray: .*torch.as_tensor\(table\)",
+        r"fn must return a bool tensor, got ndarray: .*torch.as_tensor\(table\)",
     ),
     "predicate-mask-mod": (
         lambda: _predicate(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx),
@@ -406,12 +410,12 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "predicate-int-tensor": (
         lambda: _predicate(lambda q_pos, kv_pos: q_pos * kv_pos),
         ValueError,
-        "fn must give a bool tensor",
+        "fn must return a bool tensor",
     ),
     "predicate-shape": (
         lambda: _predicate(lambda q_pos, kv_pos: _ONES),
         ValueError,
-        "fn must give a tensor that broad",
+        "fn must return a tensor that broad",
     ),
     "heads-0": (lambda: _predicate(heads=0), ValueError, "heads must be at least 1"),
     "heads-float": (lambda: _predicate(heads=2.0), TypeError, "heads must be an int"),
@@ -437,12 +441,12 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dedup-key-float": (
         lambda: _predicate(dedup_key=lambda row, col: row / 2),
         TypeError,
-        "dedup_key must give integers",
+        "dedup_key must return integers",
     ),
     "dedup-key-shape": (
         lambda: _predicate(dedup_key=lambda row, col: row[1:]),
         ValueError,
-        "dedup_key must give one number",
+        "dedup_key must return one number",
     ),
     "rows-float": (lambda: _by_index([0.0], [0]), ValueError, "rows must be integers, got float64"),
     "rows-bool": (lambda: _by_index(torch.tensor([True]), [0]), ValueError, "rows must be integers, got bool"),
@@ -455,7 +459,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "block-twice": (
         lambda: _by_index([2, 0, 2], [1, 0, 1]),
         ValueError,
-        r"rows and cols .* block \(row 2, col 1\) comes again",
+        r"rows and cols .* block \(row 2, col 1\) is repeated",
     ),
     "no-such-block": (lambda: _by_index([0], [0], q_len=0), ValueError, "rows must be"),
     "first-length": (

@@ -120,11 +120,11 @@ WRONG_CALLS: list[tuple[int, Any, type[Exception], str]] = [
     (0, OUT.to(torch.float8_e4m3fn), ValueError, "out_a must be floating point, .* got torch.float8_e4m3fn"),
     (0, OUT.long(), ValueError, "out_a must be floating point, .* got torch.int64"),
     (0, OUT[0], ValueError, r"out_a must have shape \(batch, heads, q_len, v_head_dim\), got \(2, 3, 4\)"),
-    (1, LSE[..., None], ValueError, r"lse_a must have shape \(1, 2, 3\), as out_a says, got \(1, 2, 3, 1\)"),
-    (2, OUT[:, :1], ValueError, r"out_b must have shape \(1, 2, 3, 4\), as out_a says, got \(1, 1, 3, 4\)"),
+    (1, LSE[..., None], ValueError, r"lse_a must have shape \(1, 2, 3\), to match out_a, got \(1, 2, 3, 1\)"),
+    (2, OUT[:, :1], ValueError, r"out_b must have shape \(1, 2, 3, 4\), to match out_a, got \(1, 1, 3, 4\)"),
     (2, OUT.half(), ValueError, "out_b must have out_a's dtype torch.float32, got torch.float16"),
     (2, OUT.to("meta"), ValueError, "out_b must be on out_a's device cpu, got meta"),
-    (3, LSE[:, :, :2], ValueError, r"lse_b must have shape \(1, 2, 3\), as out_a says, got \(1, 2, 2\)"),
+    (3, LSE[:, :, :2], ValueError, r"lse_b must have shape \(1, 2, 3\), to match out_a, got \(1, 2, 2\)"),
     (3, LSE.double(), ValueError, "lse_b must have lse_a's dtype torch.float32, got torch.float64"),
 ]
 

@@ -89,7 +89,7 @@ def test_kept_share_is_one_minus_dropout_p(dropout_p):
 
 
 @pytest.mark.parametrize("distance", [1, 2, 8, 16, 32])
-def test_neighbours_are_uncorrelated(distance):
+def test_neighbors_are_uncorrelated(distance):
     signs = keep(2024, 1, 1, 512, 512, dropout_p=0.5)[0, 0].double() * 2 - 1
     for shifted, original in ((signs[distance:], signs[:-distance]), (signs[:, distance:], signs[:, :-distance])):
         assert abs((shifted * original).mean().item()) < 6 / original.numel() ** 0.5

@@ -139,7 +139,7 @@ def test_the_lse_gradient_of_an_empty_row_is_ignored():
     assert q.grad.isfinite().all() and (q.grad[:, :, 2] == 0).all() and k.grad.isfinite().all()
 
 
-def test_neighbouring_query_heads_share_a_key_head():
+def test_neighboring_query_heads_share_a_kv_head():
     q, k, v = random_inputs(heads=6, kv_heads=2)
     out, lse = reference.attention(q, k, v)
     for head in range(6):

@@ -451,7 +451,7 @@ def test_a_second_derivative_is_refused() -> None:
     call = call_of()
     sinks = call["sinks"].requires_grad_()
     (grad,) = torch.autograd.grad(attention(**{**call, "sinks": sinks}).sum(), sinks, create_graph=True)
-    with pytest.raises(RuntimeError, match="attention_backward cannot be differentiated"):
+    with pytest.raises(RuntimeError, match="second derivatives of attention are not supported"):
         grad.sum().backward()
 
 

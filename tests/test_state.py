@@ -226,7 +226,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "block_size-of-3": ("block_size", lambda sides: (*sides, 64), "block_q"),
 }
 TAMPERED_SELECTION: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "indices-unused": ("indices", changed(-1, 1), "0 behind the last"),
+    "indices-unused": ("indices", changed(-1, 1), "0 after the last"),
     "indices-short": ("indices", lambda t: t[:-1].clone(), "shape of indices"),
     "ids-partial": ("bitmask_ids", changed(-1, 0), "-1"),
     "block_size-48": ("block_size", lambda sides: (48, 48), "n_rows|divide 128"),

@@ -183,12 +183,12 @@ def calls_for(index: int, backend: str) -> list[Call]:
     """The calls of the spread for the layout of this index: a rotating part of each list."""
     others = [*OPTIONS, *EXTRAS]
     if backend == "hopper":
-        # seven: prime to the number of calls, so that neighbours differ
+        # seven: prime to the number of calls, so that neighbors differ
         return [HOPPER_CALLS[(index + 7 * turn) % len(HOPPER_CALLS)] for turn in range(3)]
     if backend == "eager":
         start = 4 * index % len(PRODUCT)
         return [*PRODUCT[start : start + 4], others[index % len(others)], SCORES[index % len(SCORES)]]
-    # four: prime to the number of SCORES, so that neighbours differ
+    # four: prime to the number of SCORES, so that neighbors differ
     scores = [SCORES[4 * (index // 2) % len(SCORES)]] if index % 2 == 0 else []
     if index % 3 == 2:
         return [others[index // 3 % len(others)], *scores]
@@ -412,7 +412,7 @@ def test_smaller_tiles_are_as_accurate(name, tile, index, device, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
     calls = fine_calls(name)
-    # seven: prime to the number of calls, so that neighbours differ; the interpreter is slow
+    # seven: prime to the number of calls, so that neighbors differ; the interpreter is slow
     assert len(calls) % 7
     for turn in range(3 if device.type == "cuda" else 1):
         assert_backend_is_accurate(name, cases.LAYOUTS[index], calls[(index + 7 * turn) % len(calls)], device)
@@ -461,8 +461,8 @@ CYCLES = cases.Case(
 
 @pytest.mark.parametrize("layout", [PER_HEAD, CYCLES, (40, 50)], ids=name_of)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_several_key_heads_each_serve_a_group(name, layout, device):
-    """With 1 or 4 key heads, a kernel with a wrong head index could still be correct."""
+def test_several_kv_heads_each_serve_a_group(name, layout, device):
+    """With 1 or 4 KV heads, a kernel with a wrong head index could still be correct."""
     call = Call(head_dim=16, kv_heads=2, dtype=torch.float16 if name == "hopper" else FLOAT32)
     assert_backend_is_accurate(name, layout, call, device)
 

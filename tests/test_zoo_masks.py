@@ -51,13 +51,13 @@ def given(name: str) -> dict[str, Any]:
 
 
 CASES = {name: Case(name, lambda name=name: getattr(masks, name)(**given(name))) for name in FAMILIES}
-# float32 shows a wrong pair best; models use bfloat16 and shared key heads
+# float32 shows a wrong pair best; models use bfloat16 and shared KV heads
 CALLS = {"float32": Call(head_dim=32), "bfloat16": Call(head_dim=64, kv_heads=1, dtype=torch.bfloat16)}
 
 
 def check(backend: str, name: str, call: str, device: torch.device) -> None:
     heads = CASES[name].build().shape[1]
-    # four heads share one key head; layouts of two or three heads have one each
+    # four heads share one KV head; layouts of two or three heads have one each
     changes = {"kv_heads": 4} if heads not in (1, 4) else {}
     assert_backend_is_accurate(backend, CASES[name], dataclasses.replace(CALLS[call], **changes), device)
 

@@ -17,9 +17,9 @@ from .curves import PARTS
 SAME = ("length", "keys", "batch_size", "steps", "seed", "corpus_sha256", "device", "torch", "triton", "commit")
 LOSSES = [f"loss_part_{number}" for number in range(1, len(PARTS) + 1)]
 SETTING = (
-    "{n_layers} layers of width {embed_dim}, {num_heads} query heads and {kv_heads} key heads; {steps} steps of "
-    "{batch_size} windows of {length:,} bytes; keys={keys:,} in every arm but dense; seed {seed}; corpus "
-    "{corpus_sha256:.12}; {device}, torch {torch}, triton {triton}, commit {commit}."
+    "{n_layers} layers of width {embed_dim}, {num_heads} query heads and {kv_heads} KV heads; {steps} steps of "
+    "{batch_size} windows of {length:,} bytes; a budget of {keys:,} keys per query (`--keys`) in every run but dense; "
+    "seed {seed}; corpus {corpus_sha256:.12}; {device}, torch {torch}, triton {triton}, commit {commit}."
 )
 
 
@@ -42,7 +42,7 @@ def curves(runs: dict[str, pd.DataFrame], parts: list[str]) -> Figure:
         axes.set_xlabel(label)
     by_position.set_xlabel("position in the window")
     by_position.tick_params(labelsize=7)
-    by_tokens.set_ylabel("validation loss, nats a byte")
+    by_tokens.set_ylabel("validation loss, nats per byte")
     by_tokens.legend()
     return figure
 
@@ -59,11 +59,13 @@ def report(runs_folder: Path, out: Path) -> Path:
     lines["rate"], lines["bits"] = lines["tokens"] / lines["seconds"], lines["validation_loss"] / math.log(2)
     parts = [f"{begin * first['length']:,.0f} to {end * first['length']:,.0f}" for begin, end in PARTS]
     columns = {"run": "{run}", "weights": "{weights:,}", "tokens": "{tokens:,.0f}", "seconds": "{seconds:.1f}"}
-    columns |= {"tokens/s": "{rate:,.0f}", "loss": "{validation_loss:.4f}", "bits a byte": "{bits:.4f}"}
-    columns |= {part: f"{{{loss}:.4f}}" for part, loss in zip(parts, LOSSES, strict=True)}
+    columns |= {"tokens/s": "{rate:,.0f}", "loss": "{validation_loss:.4f}", "bits per byte": "{bits:.4f}"}
+    heads = [f"loss at positions {parts[0]}", *parts[1:]]
+    columns |= {head: f"{{{loss}:.4f}}" for head, loss in zip(heads, LOSSES, strict=True)}
     text = joined(
         "# Language models: dense and selected attention on the same tokens",
-        "Written by `python -m benchmarks.lm report`. Losses of the last validation in nats a byte, also by position.",
+        "Written by `python -m benchmarks.lm report`. Losses of the last validation, in nats per byte, overall and by "
+        "position in the window.",
         SETTING.format_map(first),
         f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
         listing(lines, columns),

@@ -49,7 +49,7 @@ class Training(lightning.LightningModule):
         return DataLoader([*batches], batch_size=None)  # type: ignore[arg-type]
 
     def on_train_epoch_start(self) -> None:
-        measure.synchronise()
+        measure.synchronize()
         self._begin = time.perf_counter()
 
     def training_step(self, window: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Training(lightning.LightningModule):
         return loss
 
     def on_validation_start(self) -> None:
-        measure.synchronise()
+        measure.synchronize()
         self.seconds += time.perf_counter() - self._begin
 
     def validation_step(self, window: Tensor) -> None:

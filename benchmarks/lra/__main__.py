@@ -107,7 +107,7 @@ def speed(
 
     Args:
         lengths: tokens of attention alone, powers of two; default 128 to 65,536
-        providers: blocksparse_flash, materialised, sdpa, flex; default all
+        providers: blocksparse_flash, materialized, sdpa, flex; default all
         mask: mask of the block-sparse training steps, a specification for masks.build
         quick: tiny sizes, to check that everything runs
         out: appended to; default benchmarks/results/lra_speed.jsonl, with quick out/lra/quick.jsonl

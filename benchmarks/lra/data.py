@@ -132,7 +132,7 @@ class LraData(lightning.LightningDataModule):
         """Description of the data in results."""
         return {
             "generated": sources.ORIGIN,
-            "fresh": f"trained on fresh data, {sources.ORIGIN}",
+            "fresh": f"trained on samples drawn during training; all data {sources.ORIGIN}",
             "official": "official release",
             "stand-in": stand_ins.WARNING,
         }[self.source]

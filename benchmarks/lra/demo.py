@@ -72,7 +72,7 @@ class Settings:
 
 
 def build_layout(settings: Settings) -> BlockLayout:
-    """Blocks at power-of-two distances, the neighbours, and the first block for every query."""
+    """Blocks at power-of-two distances, the neighbors, and the first block for every query."""
     return (
         masks.butterfly(LENGTH, block_size=BLOCK_SIZE)
         | masks.local(LENGTH, window=settings.window, block_size=BLOCK_SIZE)
@@ -116,7 +116,7 @@ def nesting_depths(tokens: Tensor) -> Tensor:
 
 
 class Task(lightning.LightningModule):
-    """Samples, loss, accuracy, optimiser, and the learning curve.
+    """Samples, loss, accuracy, optimizer, and the learning curve.
 
     Each epoch is the next part of the training set, which is seen once, in order.
     """

@@ -1,6 +1,6 @@
 """Accuracy of each task's shortcut (its floor), and accuracies corrected for it.
 
-In Pathfinder the two snakes begin near each other and near the centre, so the positions of the markers alone predict
+In Pathfinder the two snakes begin near each other and near the center, so the positions of the markers alone predict
 the label better than chance. Results therefore have the floor, the accuracy of the best reader of the shortcut on the
 same test set, and a balanced accuracy, with weights under which the shortcut has only chance accuracy.
 """
@@ -91,7 +91,7 @@ def find_markers(images: np.ndarray, *, radius: float) -> np.ndarray:
     """
     disc = torch.from_numpy(paddles.marker(radius))
     is_ink, half = (disc > 0.5).float(), disc.shape[0] // 2
-    # an even kernel, whose centre is pixel (half, half); outside the image is black
+    # an even kernel, whose center is pixel (half, half); outside the image is black
     padded = F.pad(torch.from_numpy(images)[:, None] / 255, (half, half - 1, half, half - 1))
     squares = F.conv2d(padded**2, is_ink[None, None])
     products = F.conv2d(padded, (is_ink * disc)[None, None])

@@ -34,7 +34,7 @@ class Architecture:
     pooled_dim  features between the two layers of the head; None is embed_dim
     order       of an image's pixels: "raster" (strict Long Range Arena) or "morton"
     repeats     passes through the layers, with shared weights
-    first_tokens  initial embedding: "independent", or "smooth", similar for similar numbers such as greys of pixels
+    first_tokens  initial embedding: "independent", or "smooth", similar for similar numbers such as grays of pixels
     """
 
     embed_dim: int = 128
@@ -93,7 +93,7 @@ def pool(x: Tensor, lengths: Tensor, pooling: str) -> Tensor:
 class _Lookup(torch.autograd.Function):
     """Embedding lookup in a small table, whose gradient is a product with a one-hot matrix.
 
-    PyTorch's own gradient serialises the additions of equal tokens, such as those of a black background.
+    PyTorch's own gradient serializes the additions of equal tokens, such as those of a black background.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ class Tables(NamedTuple):
     Paddles 0 .. 359 start a snake; they are placed by their tail and point along paddle - 180 degrees. Paddles 360 ..
     359 + K continue a snake; they are placed by their head.
 
-    lines      float32 (360 + K, side, side): ink, centred on the placing pixel; ringing exceeds 0 .. 1
+    lines      float32 (360 + K, side, side): ink, centered on the placing pixel; ringing exceeds 0 .. 1
     rooms      uint8 (360 + K, side, side): the dash and `margin` pixels around it; 255 is fully occupied
     steps      int64 (360 + K, 2): from a paddle's pivot to the pivot of the next one
     weights    int64 (360 + K, K): weight of each continuation of a paddle, 0 .. 65536
@@ -55,7 +55,7 @@ class Tables(NamedTuple):
 
 
 def _disc(radius: int) -> np.ndarray:
-    """bool (2 radius + 1, 2 radius + 1): pixels at most `radius` away from the centre."""
+    """bool (2 radius + 1, 2 radius + 1): pixels at most `radius` away from the center."""
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
     return y * y + x * x <= radius * radius
 
@@ -72,12 +72,12 @@ def _turned_back(angle: float) -> float:
 
 
 def _draw(angle: float, length: int, thickness: float, margin: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ink (float32) and room (uint8) of the dash from the centre along `angle`."""
+    """Ink (float32) and room (uint8) of the dash from the center along `angle`."""
     side = 2 * (length + math.ceil(thickness) + margin) + 1
-    centre = (side - 1) // 2 * FINE
-    dy, dx = _along(angle, length * FINE, centre)
+    center = (side - 1) // 2 * FINE
+    dy, dx = _along(angle, length * FINE, center)
     fine = Image.new("L", ((side - 1) * FINE + 1,) * 2, 0)
-    ends = [(centre, centre), (centre + dx, centre + dy)]
+    ends = [(center, center), (center + dx, center + dy)]
     ImageDraw.Draw(fine).line(ends, fill=OPAQUE, width=round(thickness * FINE))
     dilated = ndimage.grey_dilation(np.asarray(fine), footprint=_disc(margin * FINE), mode="constant")
     room = Image.fromarray(dilated)
@@ -146,7 +146,7 @@ def tables(*, length: int, thickness: float, margin: int, continuity: float) -> 
 
 @functools.cache
 def marker(radius: float) -> np.ndarray:
-    """float32 (2 n, 2 n): the marker disc, centred at pixel (n, n), with maximum 1."""
+    """float32 (2 n, 2 n): the marker disc, centered at pixel (n, n), with maximum 1."""
     half = math.ceil(radius) + 4
     y, x = np.mgrid[-half * FINE : half * FINE, -half * FINE : half * FINE]
     fine = np.where(y * y + x * x <= (radius * FINE) ** 2, np.float32(OPAQUE), np.float32(0))

@@ -18,12 +18,12 @@ from ..run.peers import compiled_flex
 # (q, k, v, dropout_p=0.0) -> out
 Attend = Callable[..., Tensor]
 
-OURS, MATERIALISED, SDPA, FLEX = "blocksparse_flash", "materialised", "sdpa", "flex"
-WITH_DROPOUT = (OURS, MATERIALISED, SDPA)
+OURS, MATERIALIZED, SDPA, FLEX = "blocksparse_flash", "materialized", "sdpa", "flex"
+WITH_DROPOUT = (OURS, MATERIALIZED, SDPA)
 PROVIDERS = (*WITH_DROPOUT, FLEX)
 
 
-def materialised(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Tensor | None) -> Tensor:
+def materialized(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Tensor | None) -> Tensor:
     """Attention with the score matrix in memory. mask bool, True attends; None is dense."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:
@@ -75,4 +75,4 @@ def attend_with(provider: str, layout: BlockLayout | None, device: torch.device,
     mask = None if layout is None else layout.to_dense()
     if provider == SDPA:
         return functools.partial(F.scaled_dot_product_attention, attn_mask=mask)
-    return functools.partial(materialised, mask=mask)
+    return functools.partial(materialized, mask=mask)

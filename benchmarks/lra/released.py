@@ -207,11 +207,11 @@ def read_cifar(path: Path) -> list[Example]:
         if len(content) % (1 + 3 * CIFAR_PIXELS):
             raise ValueError(f"{path}: a multiple of {1 + 3 * CIFAR_PIXELS} octets was expected, got {len(content)}")
         rows = np.frombuffer(content, dtype=np.uint8).reshape(-1, 1 + 3 * CIFAR_PIXELS)
-        labels, colours = rows[:, 0].tolist(), rows[:, 1:]
+        labels, colors = rows[:, 0].tolist(), rows[:, 1:]
     else:
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
-        labels, colours = batch[b"labels"], batch[b"data"]
-    pixels = np.einsum("c,ncp->np", GRAY, colours.reshape(-1, 3, CIFAR_PIXELS).astype(np.int64)) // 10_000
+        labels, colors = batch[b"labels"], batch[b"data"]
+    pixels = np.einsum("c,ncp->np", GRAY, colors.reshape(-1, 3, CIFAR_PIXELS).astype(np.int64)) // 10_000
     return [Example((row,), int(label)) for row, label in zip(pixels.astype(np.uint8), labels, strict=True)]
 
 

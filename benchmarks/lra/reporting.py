@@ -84,10 +84,10 @@ def accuracies(tests: Sequence[Line]) -> Figure:
     axes = figure.add_subplot()
     for place, line in enumerate(tests):
         bars = {"floor": "#b9c9cf", "accuracy": "#1f6f8b", "balanced": "#c1121f"}
-        for offset, (key, colour) in enumerate(bars.items()):
+        for offset, (key, color) in enumerate(bars.items()):
             error = line["standard_error"] if key == "accuracy" else None
             label = key if place == 0 else None
-            axes.barh(place + 0.25 * (offset - 1), line[key], 0.22, xerr=error, color=colour, label=label)
+            axes.barh(place + 0.25 * (offset - 1), line[key], 0.22, xerr=error, color=color, label=label)
     names = [f"{line['run']}: {line['task']}{'' if line['is_lra'] else ', NOT Long Range Arena'}" for line in tests]
     axes.set_yticks(range(len(tests)), names, fontsize=8)
     axes.invert_yaxis()
@@ -122,7 +122,7 @@ def lengths(lines: pd.DataFrame) -> Figure:
     time.set_ylabel("ms")
     _against_length(memory, both, "mib", MEMORY_MB)
     memory.set_ylabel("MiB")
-    # both panels share colours and labels
+    # both panels share colors and labels
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
     return figure
 
@@ -145,24 +145,35 @@ def report(
     if not (tests or curves or lines):
         raise ValueError(f"nothing to report: no {TEST} and no metrics.csv under {runs}, and no {speed}")
     figures: dict[str, Any] = {}
+    alt_texts: list[str] = []
     if tests:
         figures["accuracy"] = accuracies(tests)
+        alt_texts.append("Accuracy beside its floor")
     if curves:
         figures["learning-curves"] = learning_curves(curves, tests)
+        alt_texts.append("Validation accuracy against steps")
     speeds = tables.frame(line for line in lines if line["bench"] == "lra_runtime")
     for size, alone in speeds.groupby(tables.ALONE, sort=False) if len(speeds) else ():
         name = re.sub("[^a-z0-9]+", "-", " ".join(map(str, size)).lower())
         figures[f"length-{name}"] = lengths(alone)
+        where = "one {device} (batch {batch}, {heads} heads, head_dim {head_dim})".format_map(alone.iloc[0])
+        alt_texts.append(f"Time and memory against length on {where}")
     out.mkdir(parents=True, exist_ok=True)
     written = [out / f"{name}.png" for name in figures]
     for path, figure in zip(written, figures.values(), strict=True):
         figure.savefig(path, dpi=120)
     sections = [
         "# Long Range Arena: results",
-        "Written by `python -m benchmarks.lra report`. Floor: the accuracy of the task's shortcut on the same samples.",
+        (
+            "Written by `python -m benchmarks.lra report`. The floor is the accuracy of the task's shortcut on the "
+            'same samples; "above the floor" means by more than two standard errors. "Balanced" is the accuracy with '
+            'the samples weighted so that the shortcut is only as good as chance. "Pairs" is the accuracy on pairs of '
+            'Pathfinder images that differ only in their markers. The batch of "steps x batch" is that of the last '
+            "stage."
+        ),
         *tables.accuracy_sections(tests),
         *tables.speed_sections(lines),
-        *(f"![{path.stem}]({path.name})" for path in written),
+        *(f"![{text}]({path.name})" for text, path in zip(alt_texts, written, strict=True)),
     ]
     page = out / "report.md"
     page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")

@@ -122,7 +122,7 @@ def _shortcut(data: LraData, labels: np.ndarray) -> tuple[str, float, np.ndarray
     seen, truth = _markers(data, "validation" if data.source == "fresh" else "train", MOST_READ)
     reader = floors.fit_marker_reader(seen, truth, size=data.task.grid[0])
     probabilities = floors.marker_probabilities(reader, _markers(data, "test", len(labels))[0])
-    name = f"places of the markers, learnt from {len(truth)} samples"
+    name = f"positions of the markers, learned from {len(truth):,} samples"
     return name, float(((probabilities > 0.5) == labels).mean()), floors.marker_weights(probabilities, labels)
 
 

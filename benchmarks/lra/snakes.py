@@ -298,7 +298,7 @@ def paint(image, template, level, y, x, reach):
 
 
 @njit(cache=True, nogil=True)
-def quantise(image, out):
+def quantize(image, out):
     """uint8, rounded down: 255 is 1, or the brightest pixel if that is above 1."""
     brightest = np.float32(1)
     for value in image.flat:
@@ -341,4 +341,4 @@ def draw(tables, rules, keys, marker, levels, counterfactual, images, labels, ma
                 y, x = ends[end, snake, 0], ends[end, snake, 1]
                 markers[n, version, end, 0], markers[n, version, end, 1] = y, x
                 paint(marked, marker, np.float32(1), y, x, marker.shape[0] // 2)
-            quantise(marked, images[n, version])
+            quantize(marked, images[n, version])

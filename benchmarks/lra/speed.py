@@ -30,7 +30,7 @@ from blocksparse_flash import BlockLayout, explain
 from ..run import measure
 from ..run.correctness import mask_of, relative_error, worst_errors
 from .model import Architecture, Classifier, layout_of
-from .peers import MATERIALISED, OURS, PROVIDERS, WITH_DROPOUT, Attend, attend_with, supported
+from .peers import MATERIALIZED, OURS, PROVIDERS, WITH_DROPOUT, Attend, attend_with, supported
 from .published import BATCH, HEAD_DIM, HEADS
 from .tasks import Task, find
 
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     task: Task
     batch: int
     architecture: Architecture
-    optimiser: dict[str, Any]
+    optimizer: dict[str, Any]
 
     @property
     def layout(self) -> BlockLayout | None:
@@ -87,8 +87,8 @@ def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int =
     task = dataclasses.replace(task, length=length, grid=None if task.grid is None else (side, side))
     architecture = Architecture(**settings["model"]["architecture"], mask=mask, block_size=block_size)
     recipe = settings["model"]["recipe"]
-    optimiser = {"lr": recipe["learning_rate"], **{name: recipe[name] for name in ("betas", "eps", "weight_decay")}}
-    return Case(task, batch or settings["data"]["batch_size"], architecture, optimiser)
+    optimizer = {"lr": recipe["learning_rate"], **{name: recipe[name] for name in ("betas", "eps", "weight_decay")}}
+    return Case(task, batch or settings["data"]["batch_size"], architecture, optimizer)
 
 
 def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
@@ -137,13 +137,13 @@ def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return torch.stack([*map(relative_error, found, expected)]).max().item()
 
 
-def train(model: Classifier, optimiser: torch.optim.Optimizer, tokens: Tensor, lengths: Tensor, labels: Tensor) -> None:
+def train(model: Classifier, optimizer: torch.optim.Optimizer, tokens: Tensor, lengths: Tensor, labels: Tensor) -> None:
     """One step."""
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
         logits = model(tokens, lengths)
     F.cross_entropy(logits.float(), labels).backward()
-    optimiser.step()
+    optimizer.step()
 
 
 def measured(
@@ -156,8 +156,8 @@ def measured(
     if not wrong < TOLERANCE:
         return untimed(f"wrong, relative error {wrong:.3g}")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(weights, **case.optimiser, fused=device.type == "cuda")
-    step = functools.partial(train, model, optimiser, tokens, lengths, labels)
+    optimizer = torch.optim.AdamW(weights, **case.optimizer, fused=device.type == "cuda")
+    step = functools.partial(train, model, optimizer, tokens, lengths, labels)
     setup_ms = measure.timed(step, device, 1)["ms"]
     for _ in range(warmup):
         step()
@@ -179,7 +179,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """A line for each provider that supports the case."""
     tokens, lengths, _ = (each[:COMPARED] for each in samples(case, device))
-    expected = given(model_of(case, MATERIALISED, device), tokens, lengths, is_mixed=False)
+    expected = given(model_of(case, MATERIALIZED, device), tokens, lengths, is_mixed=False)
     layout, architecture, where = case.layout, case.architecture, measure.environment(device)
     for provider in supported(providers, layout, device):
         try:

@@ -67,11 +67,11 @@ def _image(generator: np.random.Generator) -> Example:
     label = int(generator.integers(N_SHAPES))
     # labels 0 .. 4 have round lobes, 5 .. 9 pointed ones; their number is 2 .. 6
     lobes, is_pointed = label % 5 + 2, label >= 5
-    centre, turn = generator.uniform(12, 20, size=2), generator.uniform(0, 2 * np.pi)
-    angle = np.arctan2(y - centre[0], x - centre[1]) * lobes + turn
+    center, turn = generator.uniform(12, 20, size=2), generator.uniform(0, 2 * np.pi)
+    angle = np.arctan2(y - center[0], x - center[1]) * lobes + turn
     wave = 2 * np.abs((angle / (2 * np.pi)) % 1 - 0.5) if is_pointed else (1 + np.cos(angle)) / 2
     radius = generator.uniform(7, 11) * (0.4 + 0.6 * wave)
-    is_inside = np.hypot(y - centre[0], x - centre[1]) < radius
+    is_inside = np.hypot(y - center[0], x - center[1]) < radius
     dark, bright = generator.uniform(20, 90), generator.uniform(150, 230)
     pixels = np.where(is_inside, bright, dark) + generator.normal(0, 12, size=(SIDE, SIDE))
     return Example((np.clip(pixels, 0, 255).astype(np.uint8).reshape(-1),), label)

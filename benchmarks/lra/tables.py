@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pandas as pd
 
 from ..report.markdown import table
-from .peers import MATERIALISED, OURS
+from . import sources
+from .peers import MATERIALIZED, OURS, WITH_DROPOUT
 from .published import ACCURACY, BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
 Line = dict[str, Any]
@@ -17,6 +19,29 @@ TASKS = tuple(STEPS)
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 # of training steps, as in STEPS; of attention alone
 SIZE, ALONE = ["batch", "documents", "n"], ["device", "batch", "heads", "head_dim"]
+# explanations of the tables
+STEP_SIZES = (
+    "After the name of a task: samples x documents per sample x tokens per document. "
+    f"`{MATERIALIZED}` keeps the score matrix in memory."
+)
+EMPTY = "In this table and those below, an empty cell was not measured. `-`: out of memory or not supported."
+
+# words of recorded lines that are written otherwise now
+OLDER_WORDS = {
+    "materialised": MATERIALIZED,
+    "places of the markers, learnt from": "positions of the markers, learned from",
+    "fresh data, generated (by the published rules), not the official release": (
+        f"samples drawn during training; all data {sources.ORIGIN}"
+    ),
+}
+
+
+def _renamed(text: str) -> str:
+    """A name or description of a recorded line in the words of newer lines."""
+    for older, words in OLDER_WORDS.items():
+        text = text.replace(older, words)
+    # 20000 samples
+    return re.sub(r"\d{4,}", lambda found: f"{int(found[0]):,}", text)
 
 
 def _name(line: Line) -> str:
@@ -31,7 +56,8 @@ def _number(number: float) -> str:
 
 def frame(lines: Iterable[Line]) -> pd.DataFrame:
     """Lines of `speed` as rows, with the name of what was measured."""
-    return pd.DataFrame([{**line, "name": _name(line)} for line in lines])
+    renamed = ({**line, "provider": _renamed(line["provider"])} for line in lines)
+    return pd.DataFrame([{**line, "name": _name(line)} for line in renamed])
 
 
 def are_published(steps: pd.DataFrame) -> bool:
@@ -42,7 +68,7 @@ def are_published(steps: pd.DataFrame) -> bool:
 def speedups(steps: pd.DataFrame) -> pd.DataFrame:
     """The last line of each name and task on one device; `gain` is over dense attention with a score matrix."""
     latest = steps.astype({"ms": float}).drop_duplicates(["name", "task"], keep="last")
-    base = latest[latest["name"] == f"{MATERIALISED}, dense"]
+    base = latest[latest["name"] == f"{MATERIALIZED}, dense"]
     both = latest.merge(base[["task", "ms", *SIZE]], how="left", on=["task", *SIZE], suffixes=("", "_base"))
     return both.assign(gain=both["ms_base"] / both["ms"])
 
@@ -69,8 +95,14 @@ def steps_table(steps: pd.DataFrame) -> str:
         mean = f"**{statistics.geometric_mean(gains):.2f}x**" if is_whole else ""
         paper = SPEEDUP["dense" if found["pattern"].iloc[0] == "dense" else "block-sparse"]
         published = f"{paper}x" if is_whole and has_paper and found["provider"].iloc[0] == OURS else ""
-        rows.append([name, *(cells.get(task, "") for task in tasks), mean, published])
-    header = ["ms a step", *(f"{task}, {sizes[task]}" for task in tasks), "geometric mean", f"paper ({DEVICE})"]
+        dropout = "" if found["provider"].iloc[0] in WITH_DROPOUT else ", without attention dropout"
+        rows.append([f"{name}{dropout}", *(cells.get(task, "") for task in tasks), mean, published])
+    header = [
+        f"ms per step (speed-up over {MATERIALIZED}, dense)",
+        *(f"{task}, {sizes[task]}" for task in tasks),
+        "geometric mean",
+        f"paper ({DEVICE})",
+    ]
     return table(header, rows)
 
 
@@ -91,7 +123,8 @@ def runtime_table(lines: pd.DataFrame, direction: str, *, memory: bool = False) 
         known = dict(zip(LENGTHS, published, strict=False))
         row = [_number(known[n]) if n in known else "-" if n in LENGTHS else "" for n in lengths]
         rows.append([f"{name}, {DEVICE} (paper)", *row])
-    return table(["MiB" if memory else "ms", *(f"{length:,}" for length in lengths)], rows)
+    unit = "MiB" if memory else "ms"
+    return table([f"{unit}, by number of tokens", *(f"{length:,}" for length in lengths)], rows)
 
 
 def speed_sections(lines: Iterable[Line]) -> list[str]:
@@ -102,11 +135,12 @@ def speed_sections(lines: Iterable[Line]) -> list[str]:
     sections = []
     for device, steps in every[every["bench"] == "lra_speed"].groupby("device", sort=False):
         what = "" if are_published(steps) else ", NOT the sizes of Long Range Arena"
-        sections += [f"## Training steps on {device}{what}", steps_table(steps)]
+        sections += [f"## Training steps on {device}{what}", STEP_SIZES, steps_table(steps)]
     for _, alone in every[every["bench"] == "lra_runtime"].groupby(ALONE, sort=False):
         where = "alone on {device}, batch {batch}, {heads} heads, head_dim {head_dim}".format_map(alone.iloc[0])
         for direction, words in DIRECTIONS.items():
-            sections += [f"## Attention {where}: {words}", runtime_table(alone, direction)]
+            key = [EMPTY] if direction == "fwd" else []
+            sections += [f"## Attention {where}: {words}", *key, runtime_table(alone, direction)]
         if alone["peak_bytes"].notna().any():
             memory = runtime_table(alone, "fwd+bwd", memory=True)
             sections += [f"## Memory of attention {where}: forward and backward", memory]
@@ -118,9 +152,10 @@ def _accuracy_row(line: Line) -> list[str]:
     pairs = line["pair_accuracy"]
     return [
         line["task"], line["run"], line["mask"] or "dense", f"{line['steps']:,} x {line['batch_size']}",
-        f"{line['accuracy']:.1%} +- {line['standard_error']:.1%}", f"{line['floor']:.1%}, {line['floor_name']}",
+        f"{line['accuracy']:.1%} ± {line['standard_error']:.1%}",
+        f"{line['floor']:.1%}, {_renamed(line['floor_name'])}",
         "yes" if is_above else "**no**", f"{line['balanced']:.1%} ({line['chance']:.0%})",
-        "" if pairs is None else f"{pairs:.1%}", f"{line['n']:,}", line["data"],
+        "" if pairs is None else f"{pairs:.1%}", f"{line['n']:,}", _renamed(line["data"]),
     ]  # fmt: skip
 
 
@@ -142,5 +177,5 @@ def accuracy_sections(lines: Iterable[Line]) -> list[str]:
     if rows[True, True] or rows[True, False]:
         tasks = [*TASKS, "pathx", "path256"]
         published = [[name, *(str(known.get(task, "-")) for task in tasks)] for name, known in ACCURACY.items()]
-        sections += ["## Published by the FlashAttention paper, per cent", table(["", *tasks], published)]
+        sections += ["## Accuracies reported in the FlashAttention paper, in percent", table(["", *tasks], published)]
     return sections

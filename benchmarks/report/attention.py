@@ -21,14 +21,31 @@ SWEEPS = {
     "block-size": ("Block size", "Time against the block size of the layout"),
     "change": ("A new mask at every step", "A step with one mask for all steps, and with a new mask each step"),
 }
+# benchmarks whose name in results/attention.md is longer
+NAMES = {
+    "regroup": "one mask stored in finer blocks (`--sweep regroup`)",
+    "change": "a new mask at every step (`--sweep change`)",
+    "fine": "random blocks of 16 to 64 (`--sweep fine`)",
+}
 # explanations of the tables of --sweep change
 STEPS = (
-    "A synchronized step: the host waits for the GPU after each step. Steps in a row: it does not wait, as in training."
+    '`< x`: the difference is smaller than x, the variation between steps, so it could not be resolved. In "a '
+    'synchronized step", the host waits for the GPU after each step. In "many steps in a row", it does not wait, as in '
+    "training."
+)
+FIRST_CALL = (
+    '"First call" is the time of the first call. It includes compilation, unless an earlier measurement has compiled '
+    "the kernel."
 )
 FLEX_MASKS = (
     "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at every "
     "pair. In the row `new mask from the host`, FlexAttention gets its mask from `BlockMask.from_kv_blocks`, with "
     "block lists made in advance."
+)
+# over the table of --sweep fine with speed-ups
+SPEEDUPS = (
+    "Speed-up: time of the baseline divided by our time, over the masks and head dimensions of the table above. The "
+    "mean is geometric; `slower` counts the cases in which ours takes longer."
 )
 CHART = "![TFLOP/s by mask, forward and backward](benchmarks/results/speed.png)"
 
@@ -88,8 +105,8 @@ def speed_section(lines: pd.DataFrame) -> str:
     rate = measurements.matmul_rate(lines, shown)
     product = "" if rate is None else f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s."
     return joined(
-        f"{caption(shown)} TFLOP/s of stored 128 x 128 blocks, forward / backward; `-`: unsupported or not "
-        f"measured. {measurements.order_of_timing(shown)}{product}",
+        f"{caption(shown)} TFLOP/s, counting only the operations of stored 128 x 128 blocks, forward / backward; `-`: "
+        f"unsupported or not measured. {measurements.order_of_timing(shown)}{product}",
         speed_table(shown),
         "Speed-up: time of the baseline divided by our time, over forward and backward and both head dimensions. The "
         "mean is geometric; `slower` counts the cases in which ours takes longer.",
@@ -107,11 +124,21 @@ def cost_table(lines: pd.DataFrame, rate: float | None) -> str:
     shown["share"] = ["-" if rate is None else f"{tflops / rate:.0%}" for tflops in shown["tflops"]]
     shown["peak_mb"] = shown["peak_bytes"] / 1e6
     columns = {
-        "pattern": "{pattern}", "head_dim": "{head_dim}", "by": "{by}", "direction": "{direction}",
+        "pattern": "{pattern}", "head_dim": "{head_dim}", "library, backend": "{by}", "direction": "{direction}",
         "ms (p20 to p80)": "{ms:.3f} ({ms_p20:.3f} to {ms_p80:.3f})", "TFLOP/s": "{tflops:.0f}",
-        "of a matrix product": "{share}", "peak MB": "{peak_mb:,.0f}", "mask ms": "{mask}", "first call ms": "{setup}",
+        "share of matmul throughput": "{share}", "peak MB": "{peak_mb:,.0f}", "mask ms": "{mask}",
+        "first call ms": "{setup}",
     }  # fmt: skip
     return listing(shown, columns)
+
+
+def _settings(lines: pd.DataFrame) -> list[pd.DataFrame]:
+    """The lines of one benchmark by setting, the largest first; of --sweep length by device and length."""
+    found = groups(lines, SETTING)
+    if (lines["bench"] != "length").any():
+        return found
+    devices = [group["device"].iloc[0] for group in found]
+    return sorted(found, key=lambda group: (devices.index(group["device"].iloc[0]), group["n"].iloc[0]))
 
 
 def everything(lines: pd.DataFrame) -> str:
@@ -119,15 +146,18 @@ def everything(lines: pd.DataFrame) -> str:
     parts = [
         "# Attention, all measurements",
         (
-            "Written by `python -m benchmarks.report` from attention.jsonl. Peak memory is what a call allocates, "
-            "without its inputs; for a backward it includes the gradients. The first call compiles, unless an earlier "
-            "pattern has compiled the same kernel. Mask ms: from a bool per block on the host to the mask on the "
-            "device. `-`: not measured."
+            'Written by `python -m benchmarks.report` from attention.jsonl. "Share of matmul throughput" is the '
+            "throughput divided by that of a large matrix multiplication on the same GPU. Peak memory is what a call "
+            'allocates, without its inputs; for a backward it includes the gradients. "Mask ms" is the time to turn a '
+            "boolean tensor with one entry per block on the host into the library's mask on the device. "
+            f"{FIRST_CALL} `-`: not measured."
         ),
     ]
     for bench in lines["bench"][lines["bench"] != "matmul"].unique():
-        for shown in groups(select(lines, bench=bench), SETTING):
-            parts.append(f"## {bench}, {shown['n'].iloc[0]:,} tokens, batch {shown['batch'].iloc[0]}")
+        for shown in _settings(select(lines, bench=bench)):
+            first = shown.iloc[0]
+            name = NAMES.get(bench, bench)
+            parts.append(f"## {name}, {first['n']:,} tokens, batch {first['batch']}, {first['device']}")
             if bench == "change":
                 parts.append(change_section(shown))
             else:
@@ -138,7 +168,10 @@ def everything(lines: pd.DataFrame) -> str:
 def change_section(lines: pd.DataFrame) -> str:
     """Wall-clock milliseconds of a step with one mask and with new masks: the tables of each setting."""
     parts = [
-        f"p20 and p80 are percentiles. `< x`: the change costs less than x, the variation between steps. {STEPS}",
+        (
+            'p20 and p80 are percentiles. "Ms for the change" is the difference between a step with a new mask and one '
+            f"with the same mask. {STEPS} {FIRST_CALL}"
+        ),
         FLEX_MASKS if (lines["provider"] == "flex").any() else "",
     ]
     columns = {
@@ -161,11 +194,12 @@ def fine_section(lines: pd.DataFrame) -> str:
     parts = []
     for shown in groups(lines[lines["direction"].isin(DIRECTIONS)], SETTING):
         text = (
-            f"{caption(shown)} TFLOP/s of stored blocks, forward / backward; the number in a mask's name is its block "
-            f"size. {measurements.order_of_timing(shown)}"
+            f"{caption(shown)} TFLOP/s, counting only the operations of stored blocks, forward / backward; the first "
+            "number in a pattern's name is the block size, the second the density. "
+            f"{measurements.order_of_timing(shown)}"
         )
         speedups = ranges(summaries.speedups(shown), "backend", "baseline", "direction")
-        parts += [text, speed_table(shown), speedups]
+        parts += [text, speed_table(shown), SPEEDUPS if speedups else "", speedups]
     return joined(*parts)
 
 

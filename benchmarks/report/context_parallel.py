@@ -18,6 +18,10 @@ LABELS = {
     "all_gather": "all-gather",
     "flex": "FlexAttention, all-gather",
 }
+# number of ranks whose lines an earlier version measured
+OUTDATED = 2
+# explanation of bounds
+LIMITS = 'what limits it: the computation of the busiest GPU ("compute") or the connection between the GPUs ("link").'
 # columns that are equal in all measurements of one table
 SETTING = ["device", "ranks", "n", "heads", "kv_heads", "head_dim", "order"]
 
@@ -35,7 +39,7 @@ def settings(lines: pd.DataFrame, **values: Any) -> list[pd.DataFrame]:
 
 def caption(lines: pd.DataFrame) -> str:
     text = (
-        "{ranks} {device}, {n:,} tokens in all, {heads} query heads and {kv_heads} key heads of dimension {head_dim}, "
+        "{ranks} {device}, {n:,} tokens in all, {heads} query heads and {kv_heads} KV heads of dimension {head_dim}, "
         '{dtype}, order "{order}", {versions}'
     )
     return text.format_map({**lines.iloc[0], "versions": measurements.versions(lines, "torch", "triton")})
@@ -74,7 +78,7 @@ def speedups(lines: pd.DataFrame) -> str:
 
 
 def summary(lines: pd.DataFrame) -> str:
-    """The table for the most GPUs: a column per length and number of key heads; "" without measurements."""
+    """The table for the most GPUs: a column per length and number of KV heads; "" without measurements."""
     shown = settings(lines, direction="step")
     if not shown:
         return ""
@@ -92,7 +96,7 @@ def summary(lines: pd.DataFrame) -> str:
         ]
         for pattern in every["pattern"].unique()
     ]
-    columns = ["{n:,} tokens, {heads} query and {kv_heads} key heads".format_map(found.iloc[0]) for found in shown]
+    columns = ["{n:,} tokens, {heads} query and {kv_heads} KV heads".format_map(found.iloc[0]) for found in shown]
     where = "{device}, head_dim {head_dim}, {dtype}".format_map(every.iloc[0])
     return joined(
         f"Speed-up over one GPU, forward and backward together: {' / '.join(LABELS[name] for name in providers)}. "
@@ -109,8 +113,8 @@ def section(lines: pd.DataFrame) -> str:
     if not shown:
         return ""
     return joined(
-        "Speed-up over one GPU, forward and backward together. In brackets: the upper bound, and what sets it, "
-        "computing or the link between the GPUs. `-`: cannot run, or was not measured. All measurements are in "
+        "Speed-up over one GPU, forward and backward together. The brackets give the upper bound of the speed-up, and "
+        f"{LIMITS} `-`: cannot run, or was not measured. All measurements are in "
         "[results/context_parallel.md](benchmarks/results/context_parallel.md).",
         link(lines),
         *(text for found in shown for text in (f"{caption(found)}:", speedups(found))),
@@ -120,18 +124,25 @@ def section(lines: pd.DataFrame) -> str:
 def everything(lines: pd.DataFrame) -> str:
     """The text of results/context_parallel.md."""
     columns = {
-        "pattern": "{pattern}", "density": "{density:.3g}", "by": "{label}", "direction": "{direction}",
+        "pattern": "{pattern}", "density": "{density:.3g}", "scheme": "{label}", "direction": "{direction}",
         "ms": "{ms:.3f}", "one GPU, ms": "{one_ms:.3f}", "speed-up": "{speedup:.2f}", "efficiency": "{efficiency:.0%}",
-        "bound": "{bound:.2f}, {bound_by}", "receives, MiB": "{mib:.4g}", "messages alone, ms": "{messages}",
-        "attention alone, ms": "{attention}",
+        "bound": "{bound:.2f}, {bound_by}", "most received by a rank, MiB": "{mib:.4g}",
+        "communication alone, ms": "{messages}", "attention alone, ms": "{attention}",
     }  # fmt: skip
+    has_outdated = (lines["ranks"] == OUTDATED).any()
     parts = [
         "# One sequence on several GPUs, all measurements",
-        "Written by `python -m benchmarks.report` from the lines of `python -m benchmarks.run.context_parallel`.",
+        (
+            "Written by `python -m benchmarks.report` from the lines of `python -m benchmarks.run.context_parallel`. "
+            "The direction `step` is forward and backward together. Efficiency is the speed-up divided by the number "
+            f"of GPUs. The bound is the upper bound of the speed-up, and {LIMITS} The last two columns are the two "
+            "parts of a forward of `exchange`, each timed without the other. `-`: not measured."
+        ),
+        "The tables for two GPUs are outdated: they were measured with an earlier version." if has_outdated else "",
         link(lines),
     ]
     for found in settings(lines):
-        title = "## {ranks} ranks, {n:,} tokens, {heads} on {kv_heads} heads".format_map(found.iloc[0])
+        title = "## {ranks} ranks, {n:,} tokens, {heads} query and {kv_heads} KV heads".format_map(found.iloc[0])
         shown = found.assign(label=found["provider"].map(LABELS), mib=found["received_bytes"] / 2**20)
         for name in ("messages", "attention"):
             shown[name] = ["-" if pd.isna(ms) else f"{ms:.3f}" for ms in shown[f"{name}_ms"]]

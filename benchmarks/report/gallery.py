@@ -92,7 +92,7 @@ def example(name: str) -> BlockLayout:
     """The layout of a mask with its arguments in EXAMPLES."""
     builder, arguments = getattr(masks, name), dict(EXAMPLES[name])
     # others get their length from documents, grids, scores, ...
-    takes_length = "length" in inspect.signature(builder).parameters
+    takes_length = next(iter(inspect.signature(builder).parameters)) == "length"
     lengths = (arguments.pop("length", LENGTH),) if takes_length else ()
     return builder(*lengths, **arguments, block_size=BLOCK_SIZE)
 

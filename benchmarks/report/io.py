@@ -59,7 +59,7 @@ def of_tiles(line: Any) -> int:
     shape = line["batch"], line["heads"], line["n"], line["head_dim"]
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     moved = memory.backward(Call(x, x, x, None, False, False, 0.0, False, x.dtype, line["backend"]))
-    return axes * total + (0 if is_forward else moved.passes)
+    return axes * total + (0 if is_forward else moved.extra_bytes)
 
 
 def counted(lines: pd.DataFrame) -> pd.DataFrame:
@@ -115,10 +115,11 @@ def section(lines: pd.DataFrame) -> str:
         f"Bytes moved at {call['n'].iloc[0]:,} tokens, as the density s grows from {_range(call['density'], '.2g')} "
         f"(`python -m benchmarks.run.io`, {call['device'].iloc[0]}, "
         f"{measurements.versions(lines, 'torch', 'triton')}). [All measurements](benchmarks/results/io.md).",
-        "- `L2 to SMs` is a linear fit in s.\n"
-        "- `bound` is N d + s N^2 d^2 / M numbers ([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, "
-        "constant 1), where M is how many numbers fit in the shared memory of a program.\n"
-        "- `tile loads` are the bytes loaded and stored if each program loads all of its tiles.\n"
+        "- `L2 to SMs` is the traffic between L2 and the SMs, as a linear fit in s.\n"
+        "- `bound` is N d + s N^2 d^2 / M elements, for N tokens and head dimension d "
+        "([FlashAttention](https://arxiv.org/abs/2205.14135), Proposition 4, with constant factor 1). M is the number "
+        "of elements that fit into the shared memory of a thread block.\n"
+        "- `tile loads` are the bytes loaded and stored if each thread block reads each of its tiles from L2 once.\n"
         "- The ratios are the smallest and the largest over s. `device memory` has the bytes read and written at the "
         "smallest and at the largest s.",
         listing(shown, {name: f"{{{name}}}" for name in shown}),
@@ -129,7 +130,7 @@ def section(lines: pd.DataFrame) -> str:
 def everything(lines: pd.DataFrame) -> str:
     """The text of results/io.md: every measurement of benchmarks.run.io."""
     columns = {
-        "bound MB": "bound", "tiles load MB": "tiles", "L2 to SMs MB": "sm_bytes", "all of L2 MB": "l2_bytes",
+        "bound MB": "bound", "tile loads MB": "tiles", "L2 to SMs MB": "sm_bytes", "all of L2 MB": "l2_bytes",
         "device memory, read MB": "dram_read_bytes", "written MB": "dram_write_bytes",
     }  # fmt: skip
     shown = counted(lines)
@@ -139,15 +140,15 @@ def everything(lines: pd.DataFrame) -> str:
         joined(
             "# Bytes moved, all measurements",
             "Written by `python -m benchmarks.report` from io.jsonl. The bound is that of FlashAttention's Proposition "
-            "4 with constant 1. `tiles load` assumes that every program reads each of its tiles from L2 once. On a GPU "
-            "with a two-part L2, `all of L2` includes the traffic between the parts. `-`: not counted.",
+            "4 with constant factor 1. `tile loads` assumes that each thread block reads each of its tiles from L2 "
+            "once. On a GPU with a two-part L2, `all of L2` includes the traffic between the parts. `-`: not counted.",
             listing(
                 shown,
                 {
                     **{name: f"{{{name}}}" for name in ("backend", "direction", "heads", "head_dim")},
                     "density": "{density:.4g}",
                     **{header: f"{{{name}}}" for header, name in columns.items()},
-                    "kernels": "{n_kernels}",
+                    "kernels per call": "{n_kernels}",
                 },
             ),
         )

@@ -105,18 +105,18 @@ def versions(lines: pd.DataFrame, *keys: str) -> str:
 
 
 def order_of_timing(lines: pd.DataFrame) -> str:
-    """Whether the libraries were timed in turns, as a sentence that names the exceptions."""
+    """Whether timing was interleaved across libraries, as a sentence that names the exceptions."""
     alone = lines["commit"].isin(ONE_BY_ONE)
     if alone.all():
         return "The libraries were timed one after another."
     whole = [by for by in providers(lines) if alone[lines["by"] == by].all()]
     rest = lines[alone & ~lines["by"].isin(whole)]
     cases = dict.fromkeys(
-        f"`{line.pattern}` at head dimension {line.head_dim} ({DIRECTIONS[line.direction]})"
+        f"the {DIRECTIONS[line.direction]} of `{line.pattern}` at head dimension {line.head_dim}"
         for line in rest.itertuples()
     )
     exceptions = " and ".join([*whole, *cases])
-    return f"The libraries were timed in turns{f', except {exceptions}' if exceptions else ''}."
+    return f"Timing was interleaved across libraries{f', except {exceptions}' if exceptions else ''}."
 
 
 def matmul_rate(lines: pd.DataFrame, shown: pd.DataFrame) -> float | None:

@@ -35,7 +35,7 @@ def prediction_section() -> str:
     columns = {
         "GPU": "{device.name}", "backend": "{backend}", "direction": "{direction}", "head_dim": "{head_dim}",
         "measurements": "{n_lines}", "median error": "{median_error:.1%}", "largest error": "{worst_error:.1%}",
-        "largest error, left out of the fit": "{unseen_error:.1%}",
+        "largest error in cross-validation": "{cross_validation_error:.1%}",
     }  # fmt: skip
     return listing(pd.DataFrame([one._asdict() for one in prediction.calibrations()]), columns)
 
@@ -63,8 +63,9 @@ def highlights(lines: Lines) -> str:
     ]
     changes = summaries.changes(select(shown, bench="change"))
     head = (
-        "Milliseconds that a new mask adds to a step (mask, forward and backward). `< x`: the change takes less than "
-        f"x, the variation between steps. `-`: not measured. {attention.STEPS} {attention.FLEX_MASKS}"
+        "Time of a step (mask, forward and backward) with a new mask minus that with an unchanged mask, in "
+        "milliseconds. `-`: not measured. "
+        f"{attention.STEPS} {attention.FLEX_MASKS}"
     )
     return joined(summaries.ranges(values, "measurement", "backend", "baseline"), head if changes else "", changes)
 

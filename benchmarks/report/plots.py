@@ -13,13 +13,13 @@ from .attention import SWEEPS, main_lines, most, swept
 from .lines import DIRECTIONS, SETTING, break_even, groups, panels, providers, select
 from .summaries import dense_times, sparse_curves
 
-# in the order of LABELS, ours in blues; distinguishable with colour blindness
+# in the order of LABELS, ours in blues; distinguishable with color blindness
 HUES = (
     "#08306b", "#4292c6", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#005a32", "#8c510a", "#66c2a5", "#b3a100",
     "#555555", "#999999", "#cccccc",
 )  # fmt: skip
-COLOURS = dict(zip(measurements.LABELS.values(), HUES, strict=True))
-# provider -> (name, colour)
+COLORS = dict(zip(measurements.LABELS.values(), HUES, strict=True))
+# provider -> (name, color)
 MASK_STYLES = {
     "blocksparse_flash": ("blocksparse_flash", "#08306b"),
     "flex, compiled": ("create_block_mask, compiled", "#e69f00"),
@@ -37,8 +37,8 @@ CURVES = {
 BARS = 0.84
 
 
-def colour(by: str) -> str:
-    return COLOURS.get(by, "#000000")
+def color(by: str) -> str:
+    return COLORS.get(by, "#000000")
 
 
 def short(count: float) -> str:
@@ -132,7 +132,7 @@ def speed(lines: pd.DataFrame, rate: float | None) -> Any:
         for place, by in enumerate(names):
             mine = select(panel, by=by)
             lefts = [[*patterns].index(pattern) - BARS / 2 + (place + 0.5) * width for pattern in mine["pattern"]]
-            axis.bar(lefts, mine["tflops"], 0.92 * width, color=colour(by), label=by)
+            axis.bar(lefts, mine["tflops"], 0.92 * width, color=color(by), label=by)
         if rate is not None:
             axis.axhline(rate, color="black", linestyle=":", linewidth=1, label="a large matrix product")
         labels = [f"{name}\n{density:.0%}" for name, density in patterns.items()]
@@ -153,7 +153,7 @@ def curves(lines: pd.DataFrame, sweep: str) -> Any:
             for pattern in panel["pattern"].unique():
                 mine = select(panel, by=by, pattern=pattern)
                 if len(mine):
-                    _curve(axis, mine, x, f"{by}, {pattern}", colour(by), "--" if pattern in dashed else "-")
+                    _curve(axis, mine, x, f"{by}, {pattern}", color(by), "--" if pattern in dashed else "-")
         places = sorted(panel[x].unique())
         _ticks(axis, places, [short(place) for place in places])
         _plain_log(axis)
@@ -168,15 +168,15 @@ def density(lines: pd.DataFrame) -> Any:
     for axis, panel in found:
         curves, dense = sparse_curves(panel), dense_times(panel)
         for by, curve in curves.items():
-            _curve(axis, curve, "density", by, colour(by))
+            _curve(axis, curve, "density", by, color(by))
         for line in dense.itertuples():
-            axis.axhline(line.ms, color=colour(line.by), linestyle="--", linewidth=1, label=f"dense, {line.by}")
+            axis.axhline(line.ms, color=color(line.by), linestyle="--", linewidth=1, label=f"dense, {line.by}")
         levels = []
         for by, curve in sparse_curves(select(panel, is_ours=True)).items() if len(dense) else ():
             fastest = dense["ms"].iloc[0]
             crossing = break_even(curve["density"], curve["ms"], fastest)
             if crossing is not None:
-                axis.plot([crossing], [fastest], marker="o", markersize=9, markerfacecolor="none", color=colour(by))
+                axis.plot([crossing], [fastest], marker="o", markersize=9, markerfacecolor="none", color=color(by))
                 levels.append(f"{crossing:.0%} ({curve['backend'].iloc[0]})")
         if levels:
             text = f"as slow as the fastest dense\nfrom density {', '.join(levels)} on"
@@ -202,7 +202,7 @@ def change(lines: pd.DataFrame) -> Any:
         for place, by in enumerate(names):
             mine = select(found, by=by)
             rows = [ways.index(way) - BARS / 2 + (place + 0.5) * BARS / len(names) for way in mine["pattern"]]
-            bars = axis.barh(rows, mine["ms"], 0.78 / len(names), color=colour(by), label=by)
+            bars = axis.barh(rows, mine["ms"], 0.78 / len(names), color=color(by), label=by)
             axis.bar_label(bars, [f"{ms:.3g}" for ms in mine["ms"]], padding=3, fontsize=8)
         axis.set_yticks(range(len(ways)), ways)
         axis.invert_yaxis()
@@ -243,8 +243,8 @@ def bytes_moved(lines: pd.DataFrame) -> Any:
         for by in providers(panel):
             mine = select(panel, by=by).sort_values("density", kind="stable")
             for column, name, style in (
-                ("on_chip", "L2 to SMs", {"marker": "o", "color": colour(by)}),
-                ("memory", "device memory", {"marker": "s", "markersize": 4, "linestyle": "--", "color": colour(by)}),
+                ("on_chip", "L2 to SMs", {"marker": "o", "color": color(by)}),
+                ("memory", "device memory", {"marker": "s", "markersize": 4, "linestyle": "--", "color": color(by)}),
                 ("bound", "bound", {"linestyle": ":", "color": "#555555"}),
                 ("tiles", "what tiles load", {"linestyle": "-.", "color": "#555555"}),
             ):
@@ -258,7 +258,7 @@ def bytes_moved(lines: pd.DataFrame) -> Any:
 
 
 def context(lines: pd.DataFrame) -> Any:
-    """Speed-ups of a forward and backward over one GPU: a panel for each number of ranks, length and key heads."""
+    """Speed-ups of a forward and backward over one GPU: a panel for each number of ranks, length and KV heads."""
     cases = context_parallel.settings(lines, direction="step")
     across = min(len(cases), 2)
     where = "{device}, {dtype}".format_map(cases[0].iloc[0])

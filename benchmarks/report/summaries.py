@@ -75,7 +75,7 @@ def growth(lines: pd.DataFrame) -> list[Value]:
         for _, curve in panel.groupby("by", observed=True):
             first, last = curve.loc[curve["n"].idxmin()], curve.loc[curve["n"].idxmax()]
             if first.n < last.n:
-                name = f"time at {last.n:,} tokens, {last.n // first.n} times as many, fixed keys per query"
+                name = f"time at {last.n:,} tokens / time at {first.n:,} tokens, at a fixed number of keys per query"
                 found.append(_value(name, last, f"{first.n:,} tokens", last.ms / first.ms))
     return found
 

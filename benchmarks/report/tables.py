@@ -24,6 +24,9 @@ MASK_COLUMNS = {
     "dense": "dense boolean mask, then blocks",
 }
 
+# end of the names of runs that tested a model again
+MORE_SAMPLES = "-22000"
+
 
 def decoding(lines: pd.DataFrame) -> str:
     """Decoding: rows by length, batch and number of queries, a column for each provider and mask; "" without lines.
@@ -43,7 +46,7 @@ def decoding(lines: pd.DataFrame) -> str:
     densities = select(shown, pattern="sparse")["density"]
     sparse = f" The sparse layout stores {densities.min():.1%} to {densities.max():.1%} of the blocks."
     caption = (
-        "Microseconds of one call on one {device}, {dtype}, {heads} query heads and {kv_heads} key heads of "
+        "Microseconds per call on one {device}, {dtype}, {heads} query heads and {kv_heads} KV heads of "
         "dimension {head_dim}, in a CUDA graph (`python -m benchmarks.run.decode`, "
     ).format_map(shown.iloc[0])
     return joined(
@@ -129,11 +132,12 @@ def mask_building(lines: pd.DataFrame) -> str:
         for pattern, found in select(shown, n=n).groupby("pattern", sort=False)
     ]
     return joined(
-        f"Building a mask, milliseconds of one CPU core (`python -m benchmarks.run.masks`, "
+        "Time to build a mask, in milliseconds on one CPU core (`python -m benchmarks.run.masks`, "
         f"{' and '.join(sorted(shown['device'].unique()))}, {measurements.versions(shown, 'torch')}, blocks of 128):",
         table(["mask", "tokens", *MASK_COLUMNS.values()], rows),
         "In brackets: peak memory in MB, or for the compiled function the milliseconds of the first call, which "
-        "compiles. `-`: not measured, since time and memory grow with the square of the length.",
+        "compiles. `-`: not measured, since time and memory grow with the square of the length. The number after "
+        "`documents` is the number of documents.",
         "![Time to build a mask against its length](benchmarks/results/masks.png)",
     )
 
@@ -154,11 +158,15 @@ def long_range(lines: pd.DataFrame) -> str:
     # without its arguments the mask fits into the page; the configuration has them
     masks = lines["mask"].fillna("dense").str.replace(r"\([^|]*\)", "", regex=True)
     columns = {
-        "configuration": "`{configuration}`", "task": "{task}", "mask": "{mask}", "test samples": "{n:,}",
+        "run": "`{configuration}`", "task": "{task}", "mask": "{mask}", "test samples": "{n:,}",
         "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "floor": "{floor:.1%}",
         "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}",
     }  # fmt: skip
-    return (
+    has_more = lines["configuration"].str.endswith(MORE_SAMPLES).any()
+    return joined(
         f"Trained and tested on one {' and '.join(sorted(lines['device'].unique()))}, one seed, on data made by the "
-        f"published rules:\n\n{listing(lines.assign(mask=masks), columns)}"
+        "published rules:",
+        listing(lines.assign(mask=masks), columns),
+        (f"`{MORE_SAMPLES}` is the same model, tested on 22,000 samples. " if has_more else "")
+        + "Some runs differ from their configurations; see [the guide](benchmarks/lra/README.md).",
     )

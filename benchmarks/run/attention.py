@@ -119,7 +119,7 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
 
 
 def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
-    """Measures every case. Kernels compiled for other shapes are dropped: they count towards PyTorch's limit."""
+    """Measures every case. Kernels compiled for other shapes are dropped: they count toward PyTorch's limit."""
     compiled_for: tuple[int, int] | None = None
     for case in cases:
         sizes = case.pattern.length, case.pattern.block_size

@@ -166,7 +166,7 @@ def rates_of(coefficients: Array, kernels: tuple[Kernel, ...]) -> Rates:
 def predicted(one: Measured, rates: Rates) -> float:
     """Milliseconds."""
     moved, device = one.moved, device_of(one.line)
-    return prediction.direction_ms(rates, one.sides, device, beside=moved.beside, passes=moved.passes)
+    return prediction.direction_ms(rates, one.sides, device, main_bytes=moved.main_bytes, extra_bytes=moved.extra_bytes)
 
 
 def fit(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates | None = None) -> Rates:
@@ -194,7 +194,7 @@ def errors(lines: Sequence[Measured], rates: Rates) -> list[float]:
     return [predicted(one, rates) / one.line["ms"] - 1 for one in lines]
 
 
-def unseen_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates) -> float:
+def cross_validation_error(lines: Sequence[Measured], kernels: tuple[Kernel, ...], backend: str, near: Rates) -> float:
     """The worst error of a cross-validation with FOLDS parts."""
     worst = 0.0
     for fold in range(min(FOLDS, len(lines))):
@@ -217,13 +217,16 @@ def calibrate(lines: pd.DataFrame) -> list[Calibration]:
             DEVICES[device], backend, head_dim, direction, rates, len(found),
             tuple(dict.fromkeys(line["bench"] for line in group)),
             tuple(dict.fromkeys(line["commit"] for line in group)),
-            statistics.median(sizes), max(sizes), unseen_error(found, kernels, backend, rates),
+            statistics.median(sizes), max(sizes), cross_validation_error(found, kernels, backend, rates),
         )  # fmt: skip
         made.append(one)
         print(f"\n{device}, {backend}, head_dim {head_dim}, {direction}: {rates}")
         for line, error in zip(group, off, strict=True):
             print(f"  {line['bench']:10} {line['pattern']:14} {line['n']:8} {line['ms']:10.3f} ms  {error:+7.1%}")
-        print(f"  median {one.median_error:.1%}, worst {one.worst_error:.1%}, worst unseen {one.unseen_error:.1%}")
+        print(
+            f"  median {one.median_error:.1%}, worst {one.worst_error:.1%}, "
+            f"worst in cross-validation {one.cross_validation_error:.1%}"
+        )
     return made
 
 

@@ -1,6 +1,6 @@
 """Scheme choices of scheme="auto" against measurements: `python -m benchmarks.run.context_choices`.
 
-A cell is a pattern, a length, and numbers of key heads and GPUs from results/context_parallel.jsonl, with a measured
+A cell is a pattern, a length, and numbers of KV heads and GPUs from results/context_parallel.jsonl, with a measured
 step time for each scheme: "all_gather" with PyTorch's collectives, "exchange" and "ulysses" at the commit of the
 line.
 """
@@ -65,7 +65,7 @@ def cells(path: Path = RESULTS) -> pd.DataFrame:
 def report(found: pd.DataFrame) -> str:
     """A table with a row per cell, and the share of fastest choices."""
     columns = {
-        "GPUs": "{ranks}", "tokens": "{length:,}", "key heads": "{kv_heads}", "pattern": "{pattern}",
+        "GPUs": "{ranks}", "tokens": "{length:,}", "KV heads": "{kv_heads}", "pattern": "{pattern}",
         **{scheme: f"{{{scheme}:.2f}}" for scheme in SCHEMES}, "chosen": "{chosen}",
         "predicted, ms": "{predicted_ms:.2f}", "best": "{best}", "loss": "{extra:.1%}", "speed-up": "{speedup:.2f}",
         "predicted": "{costs.speedup:.2f}",

@@ -102,7 +102,7 @@ def milliseconds(call: Callable[[], Any], ranks: Ranks, runs: int) -> float:
 
 
 def link(ranks: Ranks, n_bytes: int, runs: int, out: Path) -> float:
-    """GB/s received by a rank in an all-to-all of n_bytes. Records it, and the rate between neighbours."""
+    """GB/s received by a rank in an all-to-all of n_bytes. Records it, and the rate between neighbors."""
     rank, n_ranks = dist.get_rank(ranks.group), dist.get_world_size(ranks.group)
     message = torch.ones(n_bytes // (256 * n_ranks) * n_ranks, 128, dtype=torch.bfloat16, device=ranks.device)
     into = torch.empty_like(message)
@@ -278,7 +278,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def initialised() -> Ranks:
+def initialized() -> Ranks:
     """All processes as one group. A hang ends after two minutes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = datetime.timedelta(seconds=120)
@@ -295,7 +295,7 @@ def initialised() -> Ranks:
 
 def main() -> None:
     options = parsed()
-    ranks = initialised()
+    ranks = initialized()
     link_gb_s = link(ranks, LINK_BYTES, options.runs, options.out)
     for length in options.lengths:
         # patterns of random blocks take seconds to draw: once for all numbers of heads

@@ -89,7 +89,7 @@ def provider(
     rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
     if name in SCHEMES:
         if name == "ulysses" and heads[1] % n_ranks:
-            raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {heads[1]} key heads")
+            raise NotTimed(f"cannot run: {n_ranks} ranks do not divide {heads[1]} KV heads")
         plan = distributed.plan(layout, group, heads=heads, scheme=SCHEMES[name], order=order)
         costs = plan.layers[0].costs
         # equal work on every rank
@@ -130,7 +130,7 @@ def parts(
     n_chunks = shared.n_chunks(chunks, plan, 0, k, v, k.dtype)
     options = q.shape[3] ** -0.5, n_chunks, True, False, plan.group_name, backend, False
     scheme = PassKV(layer.tensors, layer.counts, *options)
-    keys, near, spec = scheme.keys, scheme.local_plan, scheme.ranks.spec
+    keys, near, spec = scheme.keys, scheme.local_plan, scheme.context.spec
 
     def send_and_wait() -> list[Tensor]:
         return [message.wait() for message in scheme.send_kv(k, v)]

@@ -1,12 +1,12 @@
 """Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line per figure.
 
-A few queries at the end of many keys, bf16, 32 query heads on 8 kv heads, head_dim 128: all keys ("dense"), or a layout
+A few queries at the end of many keys, bf16, 32 query heads on 8 KV heads, head_dim 128: all keys ("dense"), or a layout
 shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal. Peers:
 FlexAttention, compiled, with the same layout, and scaled_dot_product_attention, dense only. Outputs are compared with
 float32 before timing; wrong ones are reported and not timed.
 
 Lines: direction "graph" is the replay of a CUDA graph with a cold L2 cache, without host time; "call" is the wall
-clock of one call. gb_per_s counts the stored blocks of k and v, once per kv head; copy_share is that relative to the
+clock of one call. gb_per_s counts the stored blocks of k and v, once per KV head; copy_share is that relative to the
 rate at which a copy of 1 GiB reads and writes. setup_ms is the first call, which compiles.
 """
 
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
     copied = copy_rate("cuda")
     print(f"a copy of 1 GiB: {copied:.0f} GB/s", flush=True)
     for case in [case for case in CASES if case.kv_len in options.kv_lens]:
-        # kernels compiled for other shapes count towards PyTorch's limit
+        # kernels compiled for other shapes count toward PyTorch's limit
         torch.compiler.reset()
         for provider in PROVIDERS:
             if provider.name in options.providers:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.huggingface import KEY, NAME, register
+from blocksparse_flash.huggingface import ATTENTION_NAME, CONFIG_KEY, register
 
 from . import measure
 from .correctness import relative_error
 
 LAYOUT = "butterfly | local(window=256)"
-PROVIDERS = {NAME: "blocksparse_flash", "sdpa": "transformers sdpa", "eager": "transformers eager"}
+PROVIDERS = {ATTENTION_NAME: "blocksparse_flash", "sdpa": "transformers sdpa", "eager": "transformers eager"}
 KEYS = [
     "bench", "provider", "model", "pattern", "density", "n", "batch", "dtype", "direction", "ms", "ms_p20", "ms_p80",
     "tokens_per_s", "peak_bytes", "setup_ms", "device", "torch", "transformers", "commit",
@@ -62,8 +62,8 @@ def config_of(case: Case, sizes: Sizes = None) -> Any:
 def model_of(case: Case, how: str, pattern: str | None, sizes: Sizes, device: torch.device) -> Any:
     """The model, the same weights for every `how`."""
     config = config_of(case, sizes)
-    if how == NAME:
-        setattr(config, KEY, pattern)
+    if how == ATTENTION_NAME:
+        setattr(config, CONFIG_KEY, pattern)
     kind = transformers.GPT2LMHeadModel if case.model == "gpt2" else transformers.BertForMaskedLM
     torch.manual_seed(0)
     return kind._from_config(config, attn_implementation=how).to(device).train()
@@ -77,7 +77,7 @@ def layout_of(case: Case, pattern: str | None) -> BlockLayout:
 
 def mask_of(case: Case, how: str, pattern: str | None, device: torch.device) -> Tensor | None:
     """The attention_mask that gives transformers' own attention the same mask."""
-    if pattern is None or how == NAME:
+    if pattern is None or how == ATTENTION_NAME:
         return None
     attends = layout_of(case, pattern).to_dense().to(device)
     if how == "sdpa":
@@ -122,7 +122,7 @@ def run(
     density = layout_of(case, pattern).density
     name = pattern or ("causal" if case.model == "gpt2" else "dense")
     expected: Tensor | None = None
-    for how in ("sdpa", NAME, "eager"):
+    for how in ("sdpa", ATTENTION_NAME, "eager"):
         try:
             hidden, line = measured(case, how, pattern, expected, device, n_steps, sizes)
         except torch.OutOfMemoryError:

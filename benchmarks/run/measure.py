@@ -67,17 +67,17 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def first_call_milliseconds(call: Callable[[], Any]) -> float:
     """Wall-clock time of a call that may compile."""
-    synchronise()
+    synchronize()
     start = time.perf_counter()
     call()
-    synchronise()
+    synchronize()
     return 1000 * (time.perf_counter() - start)
 
 

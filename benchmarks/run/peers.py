@@ -71,7 +71,7 @@ SQUARE_BLOCKS = _unless(
 )
 OTHER_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == BLOCK, f"takes blocks of {BLOCK} only")
 BATCHES = _unless(lambda pattern, shape: shape.batch == 1, "takes one sequence, not a batch")
-BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighbourhoods only")
+BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighborhoods only")
 
 
 def _tokens_first(function: Callable[..., Any], **options: Any) -> Call:

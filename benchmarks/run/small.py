@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     among = chosen(options.providers, torch.cuda.get_device_capability())
     for length in options.lengths:
         for head_dim in options.head_dims:
-            # kernels compiled for other shapes count towards PyTorch's limit
+            # kernels compiled for other shapes count toward PyTorch's limit
             torch.compiler.reset()
             for pattern in cases(length):
                 compare(pattern, among, Run(1, options.hidden, head_dim, options.out))

@@ -136,8 +136,8 @@ def unpack(words: Array, block_kv: int) -> Array:
     return np.unpackbits(octets, axis=-1, count=block_kv, bitorder="little").view(np.bool_)
 
 
-def existing(frame: Frame) -> Array:
-    """Bitmasks of the pairs inside the lengths, uint32 (4, block_q, words), by edge kind.
+def in_bounds_bitmasks(frame: Frame) -> Array:
+    """Bitmasks of the in-bounds pairs of a block, by edge kind, uint32 (4, block_q, words).
 
     Edge kinds: 0 interior, 1 ragged last col, 2 ragged last row, 3 both. Kinds that do not occur equal the interior.
     """
@@ -149,7 +149,10 @@ def existing(frame: Frame) -> Array:
 
 
 def edge_kinds(keys: Array, frame: Frame) -> Array:
-    """Edge kind (see `existing`) of each block, int64 (nnz,). A last row or col that is not ragged is interior."""
+    """Edge kind (see `in_bounds_bitmasks`) of each block, int64 (nnz,).
+
+    A last row or col that is not ragged is interior.
+    """
     n_rows, n_cols = frame.n_rows, frame.n_cols
     kinds = np.zeros(keys.shape, np.int64)
     if frame.kv_len % frame.block_size[1]:
@@ -203,14 +206,14 @@ def run_lengths(*columns: Array) -> tuple[Array, Array]:
     return starts, np.diff(starts, append=len(begins))
 
 
-def at_once(bytes_each: int) -> int:
+def items_per_chunk(bytes_each: int) -> int:
     """Number of items that fill about _CHUNK_BYTES; at least 1."""
     return max(1, _CHUNK_BYTES // max(1, bytes_each))
 
 
 def chunks(count: int, bytes_each: int) -> Iterator[slice]:
     """Slices that cover range(count), each of about _CHUNK_BYTES."""
-    step = at_once(bytes_each)
+    step = items_per_chunk(bytes_each)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -237,7 +240,7 @@ def _first_equal_bitmask(words: Array) -> Array:
 
 
 def _mix(values: Array, seed: int) -> Array:
-    """A 64-bit hash of each element (splitmix64's finaliser), uint64; another seed gives an unrelated hash."""
+    """A 64-bit hash of each element (splitmix64's finalizer), uint64; another seed gives an unrelated hash."""
     mixed = values.astype(np.uint64)
     mixed += np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) & 0xFFFFFFFFFFFFFFFF)
     mixed ^= mixed >> np.uint64(30)
@@ -282,7 +285,7 @@ def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
         keys, ids = keys[stored], ids[stored]
     partial = np.flatnonzero(ids >= 0)
     first = np.full(len(bitmasks), len(ids))
-    # the last assignment to an index wins: reversed, so that the first appearance does
+    # NumPy keeps the last of repeated assignments, so assign in reverse to keep the first appearance
     first[ids[partial[::-1]]] = partial[::-1]
     used = np.flatnonzero(first < len(ids))
     order = used[np.argsort(first[used], kind="stable")]
@@ -293,48 +296,48 @@ def renumber(keys: Array, ids: Array, bitmasks: Array) -> BlockList:
     return BlockList(keys, _mapped(ids, number).astype(np.int32), bitmasks[order])
 
 
-def _classify(words: Array, kinds: Array, exists: Array) -> Array:
+def _classify(words: Array, kinds: Array, in_bounds: Array) -> Array:
     """EMPTY, FULL or the index of the first equal bitmask, for each bitmask.
 
     words  uint32 (n, block_q, words), 0 for pairs that do not exist
     kinds  (n,): edge kind of the blocks with this bitmask
-    exists  `existing` of the frame
+    in_bounds  `in_bounds_bitmasks` of the frame
     """
     outcome = _first_equal_bitmask(words)
-    for part in chunks(len(words), exists[0].nbytes):
-        outcome[part][(words[part] == exists[kinds[part]]).all(axis=(1, 2))] = FULL
+    for part in chunks(len(words), in_bounds[0].nbytes):
+        outcome[part][(words[part] == in_bounds[kinds[part]]).all(axis=(1, 2))] = FULL
     outcome[~words.any(axis=(1, 2))] = EMPTY
     return outcome
 
 
-def settle(keys: Array, ids: Array, words: Array, kinds: Array, exists: Array) -> BlockList:
+def canonical_from_bitmasks(keys: Array, ids: Array, words: Array, kinds: Array, in_bounds: Array) -> BlockList:
     """The canonical list of blocks with these bitmasks.
 
     keys  ascending
     ids   (nnz,): index into words, FULL or EMPTY
-    words, kinds, exists  as in `_classify`
+    words, kinds, in_bounds  as in `_classify`
     """
-    return renumber(keys, _mapped(ids, _classify(words, kinds, exists)), words)
+    return renumber(keys, _mapped(ids, _classify(words, kinds, in_bounds)), words)
 
 
-class Gathering:
-    """`settle` of bitmasks that are added chunk by chunk, so that only one chunk with duplicates is in memory."""
+class BitmaskCollector:
+    """`canonical_from_bitmasks` of bitmasks added in chunks, so that only one chunk with duplicates is in memory."""
 
-    def __init__(self, exists: Array) -> None:
-        self.exists = exists
+    def __init__(self, in_bounds: Array) -> None:
+        self.in_bounds = in_bounds
         self._ids: list[Array] = []
-        self._words: list[Array] = [exists[:0]]
+        self._words: list[Array] = [in_bounds[:0]]
         self._n_words = 0
 
     def add(self, words: Array, kinds: Array) -> None:
-        ids = _classify(words, kinds, self.exists)
+        ids = _classify(words, kinds, self.in_bounds)
         used, number = distinct(ids[ids >= 0], len(words))
         ids[ids >= 0] = number + self._n_words
         self._ids.append(ids)
         self._words.append(words[used])
         self._n_words += len(used)
 
-    def settle(self, keys: Array, ids: Array) -> BlockList:
+    def canonical(self, keys: Array, ids: Array) -> BlockList:
         """The canonical list of blocks with the ids FULL, EMPTY or the number of a bitmask, in the order added."""
         words = np.concatenate(self._words)
         outcome = np.concatenate([*self._ids, np.zeros(0, np.int64)])
@@ -346,12 +349,12 @@ def canonical(found: BlockList, frame: Frame) -> BlockList:
     keys, ids, bitmasks = found
     if not len(bitmasks):
         return full_list(keys, frame.block_size)
-    exists, is_partial = existing(frame), ids >= 0
+    in_bounds, is_partial = in_bounds_bitmasks(frame), ids >= 0
     kinds = edge_kinds(keys[is_partial], frame)
     values, number = distinct(4 * ids[is_partial].astype(np.int64) + kinds, 4 * len(bitmasks))
     new_ids = np.full(len(ids), FULL, np.int64)
     new_ids[is_partial] = number
-    return settle(keys, new_ids, bitmasks[values // 4] & exists[values % 4], values % 4, exists)
+    return canonical_from_bitmasks(keys, new_ids, bitmasks[values // 4] & in_bounds[values % 4], values % 4, in_bounds)
 
 
 # -------------------------------------------------------------------------------------------------------------- regroup
@@ -406,10 +409,10 @@ def regroup(found: BlockList, frame: Frame, new: Size) -> BlockList:
     kinds = edge_kinds(tile_keys, tiled)
     first, which = distinct(first_equal_run(codes, starts, counts, kinds), len(starts))
 
-    exists = existing(tiled)
+    in_bounds = in_bounds_bitmasks(tiled)
     words = _join(codes[ranges(starts[first], counts[first])], counts[first], bitmasks, n_places[1], old, new)
-    words &= exists[kinds[first]]
-    return settle(tile_keys, which, words, kinds[first], exists)
+    words &= in_bounds[kinds[first]]
+    return canonical_from_bitmasks(tile_keys, which, words, kinds[first], in_bounds)
 
 
 def _join(codes: Array, counts: Array, bitmasks: Array, n_across: int, old: Size, new: Size) -> Array:
@@ -446,12 +449,12 @@ def from_mask(mask: Array, frame: Frame) -> BlockList:
     if any(missing):
         mask = np.pad(mask, ((0, 0), (0, missing[0]), (0, missing[1])))
     lines = mask.reshape(frame.batch_heads * n_rows, block_q, n_cols, block_kv)
-    gathering = Gathering(existing(frame))
+    collector = BitmaskCollector(in_bounds_bitmasks(frame))
     for part in chunks(len(lines), n_cols * block_q * block_kv):
-        words = pack(lines[part].swapaxes(1, 2)).reshape(-1, *gathering.exists.shape[1:])
-        gathering.add(words, edge_kinds(np.arange(part.start * n_cols, part.stop * n_cols), frame))
+        words = pack(lines[part].swapaxes(1, 2)).reshape(-1, *collector.in_bounds.shape[1:])
+        collector.add(words, edge_kinds(np.arange(part.start * n_cols, part.stop * n_cols), frame))
     keys = np.arange(frame.n_blocks)
-    return gathering.settle(keys, keys)
+    return collector.canonical(keys, keys)
 
 
 def to_mask(found: BlockList, frame: Frame) -> Array:

@@ -25,11 +25,11 @@ def integer(value: object, name: str) -> int:
     return int(value)
 
 
-def switch(value: object, name: str, way_out: str = "") -> bool:
-    """A bool; way_out ends the message, in place of how to make one."""
+def boolean(value: object, name: str, hint: str = "") -> bool:
+    """value, checked to be a bool; hint replaces the default advice at the end of the message."""
     if value is not True and value is not False:
-        way_out = way_out or f"bool({name}) makes one"
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {way_out}")
+        hint = hint or f"bool({name}) makes one"
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {hint}")
     return value
 
 
@@ -40,11 +40,11 @@ def length(value: object, name: str) -> int:
     return tokens
 
 
-def position(value: object, size: int, name: str, way_out: str) -> int:
-    """An index below size; way_out ends the message."""
+def position(value: object, size: int, name: str, hint: str) -> int:
+    """An index below size; hint ends the message."""
     index = integer(value, name)
     if not 0 <= index < size:
-        raise ValueError(f"{name} must be in 0 .. {size - 1}, got {index}{way_out}")
+        raise ValueError(f"{name} must be in 0 .. {size - 1}, got {index}{hint}")
     return index
 
 
@@ -65,7 +65,7 @@ def sides(block_size: object, *, most: int | None = 256) -> Size:
         if side < 16 or side % 16 or (most is not None and side > most):
             limits = "" if most is None else f" from 16 to {most}"
             raise ValueError(
-                f"block_size must be a multiple of 16{limits} on each side, got {block_size!r}; 128 is one"
+                f"block_size must be a multiple of 16{limits} on each side, got {block_size!r}; for example 128"
             )
     return block_q, block_kv
 
@@ -88,7 +88,7 @@ def check_in_memory(tensor: torch.Tensor, name: str) -> None:
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is a sparse tensor ({tensor.layout}); pass {name}.to_dense()")
     if tensor.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, which holds no numbers; make it on the CPU or a GPU")
+        raise ValueError(f"{name} is on the meta device, which holds no data; make it on the CPU or a GPU")
 
 
 def integers(values: object, name: str) -> Array:
@@ -104,7 +104,7 @@ def integers(values: object, name: str) -> Array:
         # lists of unequal lengths, or of tensors that NumPy cannot read
         raise ValueError(
             f"{name} must be a list of integers or a tensor with one axis, got a {type(values).__name__} that is "
-            f"nested or holds something else; torch.tensor([0, 1]) is one"
+            f"nested or holds something else; for example torch.tensor([0, 1])"
         ) from None
     if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
         array = array.astype(np.int64)
@@ -143,7 +143,7 @@ def check_distinct(keys: Array, frame: Frame, name: str) -> None:
     twice = keys[1:] == keys[:-1]
     if twice.any():
         _, row, col = (int(i) for i in frame.positions(keys[twice.argmax()]))
-        raise ValueError(f"{name} must name every block once, but block (row {row}, col {col}) comes again")
+        raise ValueError(f"{name} must list each block once, but block (row {row}, col {col}) is repeated")
 
 
 def bools(mask: object, name: str) -> Array:
@@ -151,7 +151,7 @@ def bools(mask: object, name: str) -> Array:
     if not isinstance(mask, (torch.Tensor, np.ndarray)):
         raise TypeError(
             f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; "
-            f"torch.tensor({name}) makes one of nested lists"
+            f"torch.tensor({name}) makes one from nested lists"
         )
     if isinstance(mask, torch.Tensor):
         check_in_memory(mask, name)

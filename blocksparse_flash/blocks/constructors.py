@@ -40,12 +40,11 @@ def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
     """(keys of the True entries of a bool mask ([[batch,] heads,] n_rows, n_cols), frame with its batch and heads)."""
     array = checks.bools(mask, "mask")
     if array.shape[2:] != (frame.n_rows, frame.n_cols):
-        way_out = ""
+        hint = ""
         if array.shape[2:] == (frame.q_len, frame.kv_len):
-            way_out = "; BlockLayout.from_dense(mask) takes a mask of tokens"
+            hint = "; BlockLayout.from_dense(mask) takes a mask of tokens"
         raise ValueError(
-            f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}"
-            f"{way_out}"
+            f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}{hint}"
         )
     # smaller masks cannot have too many
     if array.size > checks.MOST_BLOCKS:
@@ -60,20 +59,23 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
     if not scipy.sparse.issparse(matrix):
         raise TypeError(
             f"matrix must be a scipy.sparse matrix or array, got {type(matrix).__name__}; "
-            "scipy.sparse.csr_array(matrix) makes one of nested lists or an array, "
-            "and matrix.to_dense().numpy() an array of a tensor"
+            "scipy.sparse.csr_array(matrix) converts nested lists and arrays; for a tensor, first call "
+            "matrix.to_dense().numpy()"
         )
     n_rows, n_cols = frame.n_rows, frame.n_cols
     if matrix.shape != (n_rows, n_cols):
-        way_out = ""
+        hint = ""
         if matrix.shape == (frame.q_len, frame.kv_len):
-            way_out = "; blocksparse_flash.interop.from_scipy_csr(matrix) takes a matrix of tokens"
-        raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}{way_out}")
+            hint = "; blocksparse_flash.interop.from_scipy_csr(matrix) takes a matrix of tokens"
+        raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}{hint}")
     # a copy, since sum_duplicates works in place
     csr = matrix.tocsr(copy=True)
     csr.sum_duplicates()
     if (csr.data == 2).any():
-        raise ValueError("matrix has a value 2 (after adding duplicates): a partial block cannot be known from it")
+        raise ValueError(
+            "matrix has a value 2 (after adding duplicates), which marks a partial block, but the matrix does not "
+            "contain its bitmask"
+        )
     row = np.repeat(np.arange(n_rows), np.diff(csr.indptr))
     stored = csr.data != 0
     return by_index(row[stored], csr.indices[stored], frame)

@@ -12,8 +12,8 @@ from .reindexing import gather
 
 # kinds of cells
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2
-# Okabe and Ito's palette: distinct for colour-blind readers, and by lightness alone
-_COLOURS = ("#f3f3f3", "#e69f00", "#0072b2")
+# Okabe and Ito's palette: distinct for color-blind readers, and still distinguishable in grayscale
+_COLORS = ("#f3f3f3", "#e69f00", "#0072b2")
 _BORDER = "#d55e00"
 _NAMES = ("empty", "partial", "full")
 
@@ -26,13 +26,13 @@ _MOST_TOKENS = 1024
 _MOST_HEADS = 64
 
 
-def _blocks_a_cell(frame: Frame, most: int) -> Size:
+def _blocks_per_cell(frame: Frame, most: int) -> Size:
     return max(1, -(-frame.n_rows // most)), max(1, -(-frame.n_cols // most))
 
 
 def _cells(found: BlockList, frame: Frame, most: int) -> Array:
     """The first head in at most `most` x `most` cells: _FULL if all their blocks are, _EMPTY if none is stored."""
-    down, across = _blocks_a_cell(frame, most)
+    down, across = _blocks_per_cell(frame, most)
     height, width = -(-frame.n_rows // down), -(-frame.n_cols // across)
     is_first = found.keys < frame.blocks_per_batch_head
     is_full = found.ids[is_first] == FULL
@@ -49,7 +49,7 @@ def _cells(found: BlockList, frame: Frame, most: int) -> Array:
 
 def _notes(frame: Frame, most: int, cell: str, rule: str = "") -> str:
     """What a legend adds if cells hold several blocks, or if there are several heads."""
-    down, across = _blocks_a_cell(frame, most)
+    down, across = _blocks_per_cell(frame, most)
     notes = f"; a {cell} is {down} x {across} blocks{rule}" if down * across > 1 else ""
     return notes + "; batch 0, head 0" * (frame.batch_heads > 1)
 
@@ -92,7 +92,7 @@ def svg(found: BlockList, frame: Frame) -> str:
             f'viewBox="0 0 {max(width, 1)} {max(height, 1)}" preserveAspectRatio="none" shape-rendering="crispEdges">'
         ),
         f"<title>{_sizes(found, frame)[1]}</title>",
-        f'<rect width="100%" height="100%" fill="{_COLOURS[_EMPTY]}"/>',
+        f'<rect width="100%" height="100%" fill="{_COLORS[_EMPTY]}"/>',
     ]
     for kind in (_PARTIAL, _FULL):
         # 0 around each row, so that every run has a begin and an end
@@ -101,7 +101,7 @@ def svg(found: BlockList, frame: Frame) -> str:
         runs = zip(row.tolist(), begin.tolist(), (end - begin).tolist(), strict=True)
         path = "".join(f"M{left} {top}h{n}v1h-{n}z" for top, left, n in runs)
         if path:
-            parts.append(f'<path fill="{_COLOURS[kind]}" d="{path}"/>')
+            parts.append(f'<path fill="{_COLORS[kind]}" d="{path}"/>')
     return "".join([*parts, "</svg>"])
 
 
@@ -111,7 +111,7 @@ def html(found: BlockList, frame: Frame) -> str:
     if not frame.blocks_per_batch_head:
         return f"<div>{'<br>'.join(lines)}</div>"
     legend = ", ".join(
-        f'<span style="color:{_COLOURS[kind]};background:{_COLOURS[kind]};border:1px solid #888">&#9632;</span> '
+        f'<span style="color:{_COLORS[kind]};background:{_COLORS[kind]};border:1px solid #888">&#9632;</span> '
         f"{_NAMES[kind]}"
         for kind in (_FULL, _PARTIAL, _EMPTY)
     )
@@ -145,7 +145,7 @@ class _View(NamedTuple):
         title = "blocks of {} x {} tokens".format(*self.frame.block_size)
         if mask is not None:
             title = f"{len(mask.keys)} {title}, density {self.frame.density(len(mask.keys)):.3g}"
-        down, across = _blocks_a_cell(self.frame, _DOTS)
+        down, across = _blocks_per_cell(self.frame, _DOTS)
         if down * across == 1:
             return title
         return f"{title}\na dot is {down} x {across} blocks: full if all are, empty if all are, else partial"
@@ -269,14 +269,14 @@ def _panel(ax: Any, mask: BlockList, view: _View) -> None:
         pairs = block_list.to_mask(part, frame._replace(q_len=bottom - top, kv_len=right - left))[0]
         cells, extent = np.where(pairs, _FULL, _EMPTY), (left, right, bottom, top)
     else:
-        cells, (down, across) = _cells(mask, frame, _DOTS), _blocks_a_cell(frame, _DOTS)
+        cells, (down, across) = _cells(mask, frame, _DOTS), _blocks_per_cell(frame, _DOTS)
         # whole cells, clipped by the limits of the axes
         height, width = cells.shape[0] * down * frame.block_size[0], cells.shape[1] * across * frame.block_size[1]
         extent = (0, width, height, 0)
-    ax.set_facecolor(_COLOURS[_EMPTY])
+    ax.set_facecolor(_COLORS[_EMPTY])
     if cells.size:
-        colours = ListedColormap(_COLOURS)
-        ax.imshow(cells, cmap=colours, vmin=0, vmax=2, interpolation="nearest", extent=extent, aspect="auto")
+        colors = ListedColormap(_COLORS)
+        ax.imshow(cells, cmap=colors, vmin=0, vmax=2, interpolation="nearest", extent=extent, aspect="auto")
     if is_zoom:
         for (start, stop), side, line in zip(view[1:3], frame.block_size, (ax.axhline, ax.axvline), strict=True):
             for border in range(start // side * side + side, stop, side):
@@ -295,7 +295,7 @@ def _swatches(view: _View) -> list[Any]:
 
     names = {_FULL: "attends", _EMPTY: "does not attend"} if view.is_zoom else dict(enumerate(_NAMES))
     swatches: list[Any] = [
-        Patch(facecolor=_COLOURS[kind], edgecolor="#888888", label=names[kind]) for kind in sorted(names, reverse=True)
+        Patch(facecolor=_COLORS[kind], edgecolor="#888888", label=names[kind]) for kind in sorted(names, reverse=True)
     ]
     return [*swatches, Line2D([], [], color=_BORDER, label="border of a block")] if view.is_zoom else swatches
 

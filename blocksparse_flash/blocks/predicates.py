@@ -15,7 +15,8 @@ from .block_list import Array, BlockList, Frame
 
 # pairs evaluated at once: with 4 M positions the temporaries of a predicate take tens of megabytes
 _PAIRS_AT_ONCE = 1 << 22
-# a second or more on the host: from here on from_predicate warns and shows progress, unless it has help
+# a second or more on the host: from here on from_predicate warns and shows progress, unless `within` or `dedup_key` is
+# given
 MANY_PAIRS = 10**8
 
 _LOGGER = logging.getLogger("blocksparse_flash")
@@ -31,8 +32,8 @@ def check(fn: object, dedup_key: object) -> None:
         raise TypeError(f"dedup_key must be a function of rows and cols, got {type(dedup_key).__name__}")
 
 
-def _is_taken(fn: Predicate, n_arguments: int) -> bool:
-    """Whether a function takes so many positional arguments; True if that is unknown."""
+def _accepts(fn: Predicate, n_arguments: int) -> bool:
+    """Whether a function takes this many positional arguments; True if that is unknown."""
     try:
         inspect.signature(fn).bind(*range(n_arguments))
     except TypeError:
@@ -46,12 +47,12 @@ def _is_taken(fn: Predicate, n_arguments: int) -> bool:
 def _arity_error(fn: Predicate, n_given: int) -> TypeError:
     """The error for a function that does not take its positions."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    if n_given == 2 and _is_taken(fn, 4):
+    if n_given == 2 and _accepts(fn, 4):
         return TypeError(
             f"fn must take (q_pos, kv_pos), but {name} takes 4 arguments, as FlexAttention's mask_mod(batch, head, "
             "q_pos, kv_pos) does: give heads=1, or as many heads= and batch= as it depends on"
         )
-    if n_given == 4 and _is_taken(fn, 2):
+    if n_given == 4 and _accepts(fn, 2):
         return TypeError(
             f"fn must take (batch, head, q_pos, kv_pos), since heads= or batch= was given, but {name} takes 2 "
             "arguments: leave out heads= and batch= for one layout that all share, or add the arguments"
@@ -68,7 +69,7 @@ _NUMBER = (
     "tensors, and torch.as_tensor(table)[q_pos] for a table"
 )
 # a part of PyTorch's message: what the predicate did, and what to do instead
-_NOT_VECTORISED = {
+_NOT_VECTORIZED = {
     "Boolean value of Tensor": _TRUTH,
     "converted to Python scalars": _NUMBER,
     "converted to Scalar": _NUMBER,
@@ -81,9 +82,9 @@ def _evaluated(fn: Predicate, positions: list[torch.Tensor]) -> object:
     try:
         return fn(*positions)
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, TypeError) and not _is_taken(fn, len(positions)):
+        if isinstance(error, TypeError) and not _accepts(fn, len(positions)):
             raise _arity_error(fn, len(positions)) from error
-        for part, advice in _NOT_VECTORISED.items():
+        for part, advice in _NOT_VECTORIZED.items():
             if part in str(error):
                 raise ValueError(f"fn must compute with tensors of many pairs, but it {advice}") from error
         raise
@@ -134,7 +135,8 @@ def evaluate(
         chosen, number = _representatives(dedup_key, keys, kinds, frame)
     else:
         chosen = number = np.arange(len(keys))
-    gathering, (block_q, block_kv) = block_list.Gathering(block_list.existing(frame)), frame.block_size
+    collector = block_list.BitmaskCollector(block_list.in_bounds_bitmasks(frame))
+    block_q, block_kv = frame.block_size
     step = max(1, _PAIRS_AT_ONCE // (block_q * block_kv))
     # explicit, since the caller may have set another default device
     q_step, kv_step = (torch.arange(side, device="cpu") for side in frame.block_size)
@@ -146,21 +148,23 @@ def evaluate(
         kv_pos = (cols * block_kv + kv_step).clamp_(max=frame.kv_len - 1)
         axes = [batch_heads // frame.heads, batch_heads % frame.heads] if by_head else []
         bits = _checked(_evaluated(fn, [*axes, q_pos, kv_pos]), (len(part), block_q, block_kv))
-        gathering.add(block_list.pack(bits.numpy()) & gathering.exists[kinds[part]], kinds[part])
-    return gathering.settle(keys, number)
+        collector.add(block_list.pack(bits.numpy()) & collector.in_bounds[kinds[part]], kinds[part])
+    return collector.canonical(keys, number)
 
 
 def _representatives(dedup_key: DedupKey, keys: Array, kinds: Array, frame: Frame) -> tuple[Array, Array]:
-    """(which, number): index of one key per distinct (dedup key, edge kind, batch_head), and the number of each's."""
+    """(which, number): the index of one key per distinct (dedup key, edge kind, batch_head), and for each key the index
+    into `which` of its representative.
+    """
     batch_heads, rows, cols = frame.positions(keys)
     numbers = np.asarray(dedup_key(rows, cols))
     if numbers.dtype.kind not in "iu":
-        raise TypeError(f"dedup_key must give integers, one for each block, got {numbers.dtype}")
+        raise TypeError(f"dedup_key must return integers, one for each block, got {numbers.dtype}")
     try:
         numbers = np.broadcast_to(numbers, keys.shape).astype(np.int64)
     except ValueError:
         raise ValueError(
-            f"dedup_key must give one number for each block, shape {keys.shape}, got shape {numbers.shape}"
+            f"dedup_key must return one number for each block, shape {keys.shape}, got shape {numbers.shape}"
         ) from None
     lowest = int(numbers.min())
     n_numbers, n_batch_heads = int(numbers.max()) - lowest + 1, int(batch_heads[-1]) + 1
@@ -178,14 +182,14 @@ def _checked(result: object, shape: tuple[int, ...]) -> torch.Tensor:
     """The result of a predicate as a bool tensor of this shape on the host."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(
-            f"fn must give a bool tensor, got {type(result).__name__}: compute with the positions it is given, and "
+            f"fn must return a bool tensor, got {type(result).__name__}: compute with the positions it is given, and "
             "make tables tensors, torch.as_tensor(table)[q_pos]"
         )
     if result.dtype != torch.bool:
-        raise ValueError(f"fn must give a bool tensor, True where a query attends to a key, got {result.dtype}")
+        raise ValueError(f"fn must return a bool tensor, True where a query attends to a key, got {result.dtype}")
     try:
         return result.detach().cpu().broadcast_to(shape).contiguous()
     except RuntimeError:
         raise ValueError(
-            f"fn must give a tensor that broadcasts to the positions, {shape}, got shape {tuple(result.shape)}"
+            f"fn must return a tensor that broadcasts to the positions, {shape}, got shape {tuple(result.shape)}"
         ) from None

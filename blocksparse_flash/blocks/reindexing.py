@@ -24,8 +24,8 @@ def gather(found: BlockList, frame: Frame, q_order: Array, kv_order: Array) -> B
 
     q_order, kv_order  int64, NONE or a position below q_len, kv_len; tokens may repeat
 
-    Time O((tokens + pieces) log), where a piece is the overlap of an old block with a new one: up to 4 per block if
-    runs of tokens stay together, up to one per pair if the order scatters them.
+    Time O(n log n), n = tokens + pieces, where a piece is the overlap of an old block with a new one: up to 4 per block
+    if runs of tokens stay together, up to one per pair if the order scatters them.
     """
     if not _is_identity(q_order, frame.q_len):
         found = _gather_queries(found, frame, q_order)
@@ -112,10 +112,10 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
     pattern = np.tile(patches.pattern, frame.batch_heads)
     begin, counts = offsets[old_line], offsets[old_line + 1] - offsets[old_line]
 
-    exists = block_list.existing(new)
-    gathering = block_list.Gathering(exists)
+    in_bounds = block_list.in_bounds_bitmasks(new)
+    collector = block_list.BitmaskCollector(in_bounds)
     keys, numbers, n_added = [], [], 0
-    for part in _parts(new_line, counts, block_list.at_once(exists[0].nbytes)):
+    for part in _parts(new_line, counts, block_list.items_per_chunk(in_bounds[0].nbytes)):
         source = block_list.ranges(begin[part], counts[part])
         piece_keys = np.repeat(new_line[part], counts[part]) * new.n_cols + found.keys[source] % frame.n_cols
         codes = (found.ids[source].astype(np.int64) + 1) * len(patches.starts) + np.repeat(pattern[part], counts[part])
@@ -126,11 +126,11 @@ def _gather_queries(found: BlockList, frame: Frame, order: Array) -> BlockList:
         chosen, number = block_list.distinct(block_list.first_equal_run(codes, starts, n_pieces, kinds), len(starts))
         pieces = block_list.ranges(starts[chosen], n_pieces[chosen])
         words = _join(codes[pieces], n_pieces[chosen], found.bitmasks, patches)
-        gathering.add(words & exists[kinds[chosen]], kinds[chosen])
+        collector.add(words & in_bounds[kinds[chosen]], kinds[chosen])
         keys.append(piece_keys[starts])
         numbers.append(number + n_added)
         n_added += len(chosen)
-    return gathering.settle(np.concatenate(keys), np.concatenate(numbers))
+    return collector.canonical(np.concatenate(keys), np.concatenate(numbers))
 
 
 def _parts(lines: Array, counts: Array, limit: int) -> list[slice]:

@@ -16,16 +16,16 @@ from .block_list import (
     Frame,
     Size,
     canonical,
+    canonical_from_bitmasks,
     chunks,
     distinct,
     edge_kinds,
-    existing,
     full_list,
+    in_bounds_bitmasks,
     pack,
     ranges,
     renumber,
     run_lengths,
-    settle,
     unpack,
     words_per_query,
 )
@@ -72,11 +72,11 @@ def _ids_at(blocks: BlockList, keys: Array) -> Array:
     return found
 
 
-def _words_of(ids: Array, kinds: Array, bitmasks: Array, exists: Array) -> Array:
+def _words_of(ids: Array, kinds: Array, bitmasks: Array, in_bounds: Array) -> Array:
     """The bitmask of each id, including FULL and EMPTY, uint32 (n, block_q, words)."""
-    words = np.zeros((len(ids), *exists.shape[1:]), np.uint32)
+    words = np.zeros((len(ids), *in_bounds.shape[1:]), np.uint32)
     is_full, is_partial = ids == FULL, ids >= 0
-    words[is_full] = exists[kinds[is_full]]
+    words[is_full] = in_bounds[kinds[is_full]]
     words[is_partial] = bitmasks[ids[is_partial]]
     return words
 
@@ -109,10 +109,10 @@ def combine(a: BlockList, b: BlockList, op: Operation, frame: Frame) -> BlockLis
     # ids begin at -2
     codes = ((_ids_at(a, keys) + 2) * n_b + _ids_at(b, keys) + 2) * 4 + kinds
     values, which = distinct(codes, (len(a.bitmasks) + 2) * n_b * 4)
-    exists, kinds = existing(frame), values % 4
-    of_a = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, exists)
-    of_b = _words_of(values // 4 % n_b - 2, kinds, b.bitmasks, exists)
-    return settle(keys, which, _ON_WORDS[op](of_a, of_b), kinds, exists)
+    in_bounds, kinds = in_bounds_bitmasks(frame), values % 4
+    of_a = _words_of(values // 4 // n_b - 2, kinds, a.bitmasks, in_bounds)
+    of_b = _words_of(values // 4 % n_b - 2, kinds, b.bitmasks, in_bounds)
+    return canonical_from_bitmasks(keys, which, _ON_WORDS[op](of_a, of_b), kinds, in_bounds)
 
 
 def complement(found: BlockList, frame: Frame) -> BlockList:
@@ -173,7 +173,7 @@ def pick(found: BlockList, frame: Frame, axis: Axis, index: int) -> BlockList:
 
 def counts_of_pairs(found: BlockList, frame: Frame) -> Array:
     """Attending pairs of each block, int64 (nnz,)."""
-    in_edge = np.bitwise_count(existing(frame)).sum(axis=(1, 2), dtype=np.int64)
+    in_edge = np.bitwise_count(in_bounds_bitmasks(frame)).sum(axis=(1, 2), dtype=np.int64)
     counts = in_edge[edge_kinds(found.keys, frame)]
     is_partial = found.ids >= 0
     in_bitmask = np.bitwise_count(found.bitmasks).sum(axis=(1, 2), dtype=np.int64)
@@ -188,7 +188,7 @@ def first_pair(found: BlockList, frame: Frame) -> tuple[int, int, int, int]:
     # in the first row that has a block
     n_first = int(np.searchsorted(found.keys, (found.keys[0] // frame.n_cols + 1) * frame.n_cols))
     kinds = edge_kinds(found.keys[:n_first], frame)
-    words = _words_of(found.ids[:n_first], kinds, found.bitmasks, existing(frame))
+    words = _words_of(found.ids[:n_first], kinds, found.bitmasks, in_bounds_bitmasks(frame))
     # [block_q, blocks, block_kv]
     bits = unpack(words, block_kv).swapaxes(0, 1)
     query, block, key = (int(i) for i in np.unravel_index(bits.argmax(), bits.shape))

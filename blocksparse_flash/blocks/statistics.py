@@ -12,7 +12,7 @@ from .block_list import FULL, Array, BlockList, Frame, Size
 
 # edges that all searches for `hops` may visit, 1 to 4 s
 _SEARCH_EDGES = 1 << 25
-# blocks up to which all eigenvalues are computed, and beyond which none is (minutes, gigabytes)
+# at most _SMALL_GRAPH blocks: all eigenvalues; more than _LARGE_GRAPH: none, which would take minutes and gigabytes
 _SMALL_GRAPH, _LARGE_GRAPH = 64, 1 << 14
 _LANCZOS_RESTARTS = 100
 
@@ -48,11 +48,13 @@ class Description:
     pairs, pair_density        attending pairs, exact; attending / all
     distinct_bitmasks, metadata_bytes  of the layout's own tensors
     head_dim, flops, dense_flops  one forward: 4 * head_dim operations per pair of the stored blocks (of all blocks)
-    bytes, dense_bytes         one forward: q read and out written once, k and v read once per stored block (per block)
+    bytes, dense_bytes         one forward: q read and out written once, k and v read once per stored block;
+                               dense_bytes: once per block
     rows, cols                 `Balance` of the work
     idle_queries, idle_keys    tokens that attend to nothing; tokens that nothing attends to
     mixing                     None unless q_len == kv_len. Blocks i and j are joined if any head of the batch stores
-                               (i, j); unequal sides are regrouped to squares of the longer one. Of the worst batch.
+                               (i, j); unequal sides are regrouped to squares of the longer one. Values of the batch
+                               that mixes worst.
                                hops: layers until every block has reached every other; a lower bound for tokens if
                                blocks are partial. Searched from every block, or from evenly spaced ones if that
                                would visit more than 2**25 edges.
@@ -157,8 +159,8 @@ def _idle_queries(found: BlockList, frame: Frame) -> int:
         here = pairs[part] // n_ids
         starts, _ = block_list.run_lengths(here)
         attends[here[starts]] |= np.logical_or.reduceat(has_key[pairs[part] % n_ids], starts, axis=0)
-    exists = attends.reshape(frame.batch_heads, frame.n_rows * block_q)[:, : frame.q_len]
-    return int(exists.size - np.count_nonzero(exists))
+    has_key_by_query = attends.reshape(frame.batch_heads, frame.n_rows * block_q)[:, : frame.q_len]
+    return int(has_key_by_query.size - np.count_nonzero(has_key_by_query))
 
 
 def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: int) -> Description:
@@ -264,7 +266,7 @@ def _spectral_gap(graph: Any) -> float | None:
         values = linalg.eigsh(normal, k=2, which="LA", v0=start, maxiter=_LANCZOS_RESTARTS, return_eigenvectors=False)
         return float(1 - values.min())
     except linalg.ArpackNoConvergence:
-        # many eigenvalues close to 1, as in long chains: shift-invert separates them, and chains factorise sparsely
+        # many eigenvalues close to 1, as in long chains: shift-invert separates them, and chains factorize sparsely
         laplacian = (scipy.sparse.eye_array(n) - normal).tocsc()
         values = linalg.eigsh(laplacian, k=2, sigma=-1e-3 / n, which="LM", v0=start, return_eigenvectors=False)
         return float(values.max())

@@ -24,7 +24,7 @@ def _window(start: int, stop: int, length: int) -> Array:
 
 
 def shifted(length: int, by: object, name: str) -> Array:
-    """The order that moves every token by `by` positions towards the end, dropping those beyond it."""
+    """The order that moves every token by `by` positions toward the end, dropping those beyond it."""
     # clamped: `by` may be any int
     far = max(-length, min(checks.integer(by, name), length))
     return _window(-far, length - far, length)
@@ -48,7 +48,9 @@ def padded(length: int, sides: object, name: str) -> Array:
         raise TypeError(f"{name} must be (before, after), two numbers of tokens, got {sides!r}")
     before, after = (checks.integer(side, name) for side in sides)
     if before < 0 or after < 0:
-        raise ValueError(f"{name} must be (before, after), at least 0 tokens each, got {sides!r}; crop() takes away")
+        raise ValueError(
+            f"{name} must be (before, after), at least 0 tokens each, got {sides!r}; crop() removes tokens"
+        )
     checks.length(length + before + after, f"{name}_len + {name}")
     return _window(-before, length + after, length)
 
@@ -66,7 +68,7 @@ def permuted(length: int, order: object, name: str) -> Array:
     checks.check_range(values, length, name, "length")
     seen = np.bincount(values, minlength=length)
     if (seen > 1).any():
-        raise ValueError(f"{name} must name every token once, but token {int((seen > 1).argmax())} comes again")
+        raise ValueError(f"{name} must list each token once, but token {int((seen > 1).argmax())} is repeated")
     return values
 
 

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-Made = TypeVar("Made")
-Said = TypeVar("Said")
+Result = TypeVar("Result")
+Object = TypeVar("Object")
 
 _REFUSED = "refused"
 
 
-def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name: str) -> Made:
+def agreed(make: Callable[[], tuple[Result, Mapping[str, str]]], group: Any, name: str) -> Result:
     """The result of `make`, after all ranks have compared their facts.
 
     make     returns (made, facts), facts in a fixed order; its TypeError or ValueError is sent to all ranks
@@ -23,7 +23,7 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
              and its values. RuntimeError if a rank does not call within the group's timeout
     """
     error: TypeError | ValueError | None = None
-    made: Made | None = None
+    made: Result | None = None
     try:
         made, facts = make()
     except (TypeError, ValueError) as refused:
@@ -39,7 +39,7 @@ def agreed(make: Callable[[], tuple[Made, Mapping[str, str]]], group: Any, name:
     return made
 
 
-def gather_objects(what: Said, group: Any) -> list[Said]:
+def gather_objects(what: Object, group: Any) -> list[Object]:
     """The objects of all ranks, in rank order. Every rank of the group must call it."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, what, group=group)

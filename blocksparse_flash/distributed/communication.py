@@ -1,7 +1,7 @@
 """All-to-all and all-gather of token messages between ranks.
 
-A message is contiguous and has tokens first, (tokens, batch, heads, features), with one stretch per rank in rank order.
-gather_scatter.py packs and unpacks it. Only `redistribute` is an operator that autograd sees.
+A message is contiguous and has tokens first, (tokens, batch, heads, features), with one contiguous range per rank, in
+rank order. gather_scatter.py packs and unpacks it. Only `redistribute` is an operator that autograd sees.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def exchanged(message: Tensor, send: list[int], receive: list[int], group: Any) 
 
 @torch.library.custom_op("blocksparse_flash::redistribute", mutates_args=())
 def redistribute(message: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    """Differentiable all-to-all of a message (tokens, ...); the gradient takes the way back."""
+    """Differentiable all-to-all of a message (tokens, ...); the gradient is sent back by the reverse all-to-all."""
     return exchanged(message, send, receive, process_group_of(group))
 
 

@@ -58,7 +58,7 @@ class ContextPlan:
     group, group_name  the ranks that share a sequence
     rank, n_ranks  of this process in the group, and how many there are
     length     tokens of the whole sequence
-    heads      (query heads, key heads) on this rank: all of them, or its share under tensor parallelism
+    heads      (query heads, KV heads) on this rank: all of them, or its share under tensor parallelism
     order      assignment of tokens to ranks: "contiguous", "zigzag", "balanced", "tuned" or "as given"
     positions  int64 (local tokens,): the global position of each token here, for rotary embeddings, masks and labels
     rearrange  int64 (length,): tokens of the sequence in rank order; None if they are in order
@@ -155,7 +155,9 @@ def _members(group: Any) -> tuple[Any, torch.device]:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or group.ndim
-            raise ValueError(f"group must be a mesh of one dimension, got {names}; mesh[name] is one of them")
+            raise ValueError(
+                f"group must be a mesh of one dimension, got {names}; pass one dimension of it, mesh[name]"
+            )
         device_type, group = group.device_type, group.get_group()
     elif isinstance(group, dist.ProcessGroup):
         # get_backend returns "undefined" for a group without an explicit backend
@@ -182,10 +184,10 @@ def _listed(layouts: object) -> list[BlockLayout]:
 def _heads(heads: object) -> tuple[int, int]:
     sides = tuple(heads) if isinstance(heads, (tuple, list)) else (heads, heads)
     if len(sides) != 2:
-        raise ValueError(f"heads must be an int or (query heads, key heads), got {heads!r}")
+        raise ValueError(f"heads must be an int or (query heads, KV heads), got {heads!r}")
     q_heads, kv_heads = (checks.integer(side, "heads") for side in sides)
     if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
-        raise ValueError(f"heads: query heads must be a multiple of key heads, both at least 1, got {heads!r}")
+        raise ValueError(f"heads: query heads must be a multiple of KV heads, both at least 1, got {heads!r}")
     return q_heads, kv_heads
 
 
@@ -207,7 +209,7 @@ def _scheme(scheme: object, kv_heads: int, n_ranks: int) -> str:
         raise ValueError(f"scheme must be one of {SCHEMES}, got {scheme!r}")
     if scheme == "ulysses" and kv_heads % n_ranks:
         raise ValueError(
-            f'scheme="ulysses" gives each rank whole heads, so {n_ranks} ranks must divide the {kv_heads} key heads; '
+            f'scheme="ulysses" gives each rank whole heads, so {n_ranks} ranks must divide the {kv_heads} KV heads; '
             'scheme="exchange" and "all_gather" take any number'
         )
     return str(scheme)
@@ -245,7 +247,7 @@ def _layer(
 
 def _build(
     layouts: object, members: Any, device: torch.device, heads: object, order: object, scheme: object,
-    flags: dict[str, bool], unfitted: str,
+    flags: dict[str, bool], no_prediction_reason: str,
 ) -> tuple[ContextPlan, dict[str, str]]:  # fmt: skip
     """The plan of this rank, and the facts on which all ranks must agree."""
     rank, n_ranks = dist.get_rank(members), dist.get_world_size(members)
@@ -258,7 +260,7 @@ def _build(
             )
     asked = _scheme(scheme, sides[1], n_ranks)
     for name, flag in flags.items():
-        checks.switch(flag, name)
+        checks.boolean(flag, name)
     tiles = [layout.to("cpu").with_block_size(TILE) for layout in found]
     pairs = [_pairs(layout) for layout in tiles]
     owner, name_of_order = _owner(order, pairs, tiles[0].n_rows, n_ranks)
@@ -295,7 +297,7 @@ def _build(
         keeps_received=flags["keep_received"],
         checks_calls=flags["check_calls"],
         layers=tuple(layers),
-        unfitted=unfitted,
+        unfitted=no_prediction_reason,
     )
     return plan, facts
 
@@ -315,12 +317,12 @@ def plan(
 
     layouts  BlockLayout (length x length), or one for each of several layers that share the order of tokens
     group    ProcessGroup, or DeviceMesh of one dimension such as mesh["context"]
-    heads    (query heads, key heads) of q and k, or an int for both
+    heads    (query heads, KV heads) of q and k, or an int for both
     order    assignment of tiles of 128 tokens to ranks: "contiguous", "zigzag" (balances causal masks), "balanced" (by
              work), "tuned" (fewest transfers; takes seconds), or the rank of each tile. A rank may hold no tile. All
              orders but "contiguous" leave gaps between a rank's tokens: use `positions`
     scheme   "exchange" sends the needed keys (pass-KV), "all_gather" sends all keys to every rank, "ulysses" sends
-             whole heads (the number of ranks must divide the key heads); "auto" chooses the fastest for each layer, by
+             whole heads (the number of ranks must divide the KV heads); "auto" chooses the fastest for each layer, by
              the rates of H200s
     deterministic  True: no row is split between ranks, and out and dq are bitwise identical to those of one process in
              tiles of 128 x 128 without reordered tokens, except for layouts with rows that backend="hopper" splits
@@ -337,8 +339,8 @@ def plan(
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, socket.gethostname()
-    unfitted = time_model.unfitted(gather_objects(machine, members))
-    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags, unfitted), members, "plan")
+    reason = time_model.no_prediction_reason(gather_objects(machine, members))
+    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags, reason), members, "plan")
     complaint = slower_than_one(made)
     if complaint and made.rank == 0:
         warnings.warn(complaint, UserWarning, stacklevel=2)

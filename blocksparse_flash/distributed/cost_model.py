@@ -19,8 +19,8 @@ from .time_model import Call, Work
 
 # the scheme is chosen and reported for these sizes
 HEAD_DIM, ELEMENT_BYTES = 128, 2
-# rows that reach most keys count as few up to this share of all rows
-FEW = 1 / 8
+# rows that reach most keys are few if they are at most this share of all rows
+MAX_FEW_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Costs:
 
     bound     lower bound of any scheme whose queries stay in place: the keys and values needed from other ranks
     received  by each scheme. "exchange": the bound, or less with pass-Q rows (their lse is not counted); "all_gather":
-              all keys and values of other ranks; "ulysses" only if the number of ranks divides the key heads
+              all keys and values of other ranks; "ulysses" only if the number of ranks divides the KV heads
     tiles     tiles that each rank computes, over all batches and heads; for "ulysses" those of "exchange"
     pass_q_rows  tile rows that use pass-Q under "exchange"; empty for other schemes
     work      work of the busiest rank without pass-Q rows; under "ulysses" that of every rank
@@ -112,7 +112,7 @@ def costs_of(
             is_pass_q, (exchanged, work, received["exchange"]) = reaches_most, found
     if not is_pass_q.any():
         exchanged += time_model.HOST_OVERHEAD
-    few_reach_most = 0 < reaches_most.sum() <= FEW * len(owner)
+    few_reach_most = 0 < reaches_most.sum() <= MAX_FEW_SHARE * len(owner)
     was_timed = not few_reach_most or n_ranks >= time_model.TIMED_RANKS or n_ranks == 1
 
     held = routing.tokens_by(owner, np.arange(len(owner)), length, n_ranks)
@@ -146,7 +146,7 @@ def costs_of(
 
 
 def _ulysses(whole: Work, owner: Array, length: int, call: Call, n_ranks: int) -> float:
-    """Seconds of a step of Ulysses: direct if possible and timed on so many ranks, otherwise packed."""
+    """Seconds of a step of Ulysses: direct if possible and timed on this many ranks, otherwise packed."""
     is_long = time_model.sends_heads_directly(length // n_ranks, HEAD_DIM, ELEMENT_BYTES)
     if not (is_long and np.all(np.diff(owner) >= 0) and n_ranks >= time_model.TIMED_RANKS):
         return time_model.packed_ulysses(whole, call, n_ranks)
@@ -161,9 +161,9 @@ def _reason(seconds: dict[str, float | None], scheme: str, kv_heads: int, n_rank
     said = [f"{1e3 * found:.3g} ms by {name}" for name in names if (found := seconds[name]) is not None]
     reason = f"a step on H200s should take {', '.join(said)}"
     if seconds["ulysses"] is None:
-        reason += f"; {n_ranks} ranks do not divide {kv_heads} key heads, which ulysses needs"
+        reason += f"; {n_ranks} ranks do not divide {kv_heads} KV heads, which ulysses needs"
     if seconds["exchange"] is None:
-        reason += f"; exchange of few rows that reach most keys was not timed on {n_ranks} ranks as it is today"
+        reason += f"; exchange was not timed on {n_ranks} ranks for layouts in which a few rows reach most keys"
     return reason
 
 
@@ -196,7 +196,7 @@ def slower_than_one(plan: Any) -> str:
     orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
     return (
         f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {time_model.GPU}: "
-        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer key heads{orders}"
+        f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer KV heads{orders}"
         f"{schemes}, or a mask whose blocks lie nearer to the diagonal may help; print(plan) shows what each scheme "
         "should take"
     )
@@ -213,7 +213,7 @@ def report(plan: Any) -> str:
     q_heads, kv_heads = plan.heads
     sizes = f"head_dim={HEAD_DIM}, element_bytes={ELEMENT_BYTES}"
     lines = [
-        f"{plan.length} tokens in tiles of {TILE}, {plan.n_ranks} ranks, {q_heads} query heads, {kv_heads} key heads",
+        f"{plan.length} tokens in tiles of {TILE}, {plan.n_ranks} ranks, {q_heads} query heads, {kv_heads} KV heads",
         f'order "{plan.order}"; bytes received in a forward of one sequence, {sizes}:',
     ]
     for i_layer, layer in enumerate(plan.layers):

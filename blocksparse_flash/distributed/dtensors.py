@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def are_dtensors(*tensors: Any) -> bool:
     """Whether all are DTensors; TypeError for a mixture."""
-    if all(type(tensor) in tracing.PLAIN for tensor in tensors):
+    if all(type(tensor) in tracing.PLAIN_TYPES for tensor in tensors):
         return False
     from torch.distributed.tensor import DTensor
 

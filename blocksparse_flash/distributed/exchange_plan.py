@@ -24,9 +24,9 @@ from .routing import Shards, TokenIndices
 N_PLAN = len(Plan._fields)
 WIDTH = 7 + N_PLAN
 # local rows (no received keys) are computed separately if they hold more than this share of a rank's tiles
-LEAST_NEAR = 0.5
+MIN_LOCAL_SHARE = 0.5
 # gradients are summed in place if at most this share of a rank's tokens gets gradients from other ranks
-MOST_TOUCHED = 0.5
+MAX_SHARED_SHARE = 0.5
 
 # tensors and counts of flattened plans
 Flat = tuple[list[Tensor], list[int]]
@@ -61,7 +61,7 @@ class ExchangePlan(NamedTuple):
 
 
 def unflatten(tensors: list[Tensor], counts: list[int], n_ranks: int) -> tuple[list[ExchangePlan], list[Tensor]]:
-    """The plans of concatenated flat plans, and the tensors behind them. One more count at the end is ignored."""
+    """The plans of concatenated flat plans, and the tensors after them. One more count at the end is ignored."""
     n_plans = len(counts) // (2 * n_ranks)
     found = []
     for i in range(n_plans):
@@ -110,15 +110,16 @@ def _only(tiles: BlockLayout, pairs: Pairs) -> BlockLayout:
 def _remote_rows(pairs: Pairs, shards: Shards, kv_heads: int) -> Array:
     """Tile rows of a rank to compute after its messages arrive: those that need received keys, or all.
 
-    Rows that need no received keys can overlap with the messages. That pays only if they are a large part of much work.
+    Rows that need no received keys can overlap with the messages. That pays off only if there is much work and they are
+    a large part of it.
     """
     (row, col), owner, rank, held = pairs, shards.owner, shards.rank, shards.held
     mine = owner[row] == rank
     needs = np.zeros(len(owner), np.bool_)
     needs[row[mine & (owner[col] != rank)]] = True
-    is_near = ~needs[row[mine]]
+    is_local = ~needs[row[mine]]
     pays = time_model.splitting_pays(shards.n_tokens, kv_heads, HEAD_DIM, ELEMENT_BYTES)
-    return held[needs[held]] if pays and is_near.sum() > LEAST_NEAR * len(is_near) else held
+    return held[needs[held]] if pays and is_local.sum() > MIN_LOCAL_SHARE * len(is_local) else held
 
 
 def _in_place_slot(found: TokenIndices, n_tokens: int) -> int:
@@ -126,7 +127,7 @@ def _in_place_slot(found: TokenIndices, n_tokens: int) -> int:
 
     That needs tokens in consecutive slots, and few gradients from other ranks.
     """
-    if not 0 < len(found.own) == n_tokens or len(np.unique(found.sent)) > MOST_TOUCHED * n_tokens:
+    if not 0 < len(found.own) == n_tokens or len(np.unique(found.sent)) > MAX_SHARED_SHARE * n_tokens:
         return -1
     first = int(found.own_slots[0])
     return first if np.array_equal(found.own_slots, first + np.arange(n_tokens)) else -1
@@ -145,9 +146,10 @@ def all_gather_plan(tiles: BlockLayout, shards: Shards, device: torch.device) ->
 def pass_kv_plan(
     tiles: BlockLayout, pairs: Pairs, pass_q_rows: Array, shards: Shards, kv_heads: int, device: torch.device
 ) -> Flat:
-    """The flat plans of a rank: exchange of keys; if any, exchange of pass-Q queries and kernel plan of local rows.
+    """The flat plans of a rank.
 
-    The last count is the slot of the first own token if gradients are summed in place, otherwise -1.
+    They are the exchange of keys; then, where present, the exchange of pass-Q queries and the kernel plan of local
+    rows. The last count is the slot of the first own token if gradients are summed in place, otherwise -1.
     """
     owner, rank, held, tokens = shards.owner, shards.rank, shards.held, np.arange(shards.n_tokens)
     is_pass_q = np.isin(pairs.row, pass_q_rows)

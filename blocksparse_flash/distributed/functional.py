@@ -21,7 +21,7 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
     if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
         raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
     if backend == "reference":
-        raise ValueError('backend="reference" computes all pairs of one process; use "auto", "triton" or "eager"')
+        raise ValueError('backend="reference" runs in a single process only; use "auto", "triton" or "eager"')
     for name, tensor in (("q", q), ("k", k)):
         if tensor.shape[2] != plan.local_length:
             raise ValueError(
@@ -31,7 +31,7 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
     if (q.shape[1], k.shape[1]) != plan.heads:
         raise ValueError(
             f"q and k must have the plan's heads {plan.heads}, got ({q.shape[1]}, {k.shape[1]}); "
-            "plan(..., heads=(query heads, key heads)) takes others"
+            "plan(..., heads=(query heads, KV heads)) takes others"
         )
     if plan.layers[layer].batch not in (1, q.shape[0]):
         raise ValueError(
@@ -43,7 +43,7 @@ def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) ->
 
 
 def _is_direct(plan: ContextPlan, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether Ulysses sends heads directly, without packing: each rank holds one long stretch of the sequence.
+    """Whether Ulysses sends heads directly, without packing: each rank holds one long contiguous range.
 
     head_dim, dtype  of the keys
     """
@@ -73,7 +73,7 @@ def n_chunks(chunks: int | None, plan: ContextPlan, layer: int, k: Tensor, v: Te
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         raise TypeError(f"chunks must be an int or None, got {chunks!r}")
     if chunks < 1 or kv_heads % chunks:
-        raise ValueError(f"chunks must divide the {kv_heads} key heads{whose}, got {chunks}; None chooses")
+        raise ValueError(f"chunks must divide the {kv_heads} KV heads{whose}, got {chunks}; None chooses")
     return chunks
 
 
@@ -98,12 +98,12 @@ def _checked(
     autocast = validation.autocast_dtype(q)
     dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
-    unfit_for_hopper = dispatch.unfit_for_hopper((q, k, v), dtype) if q.is_cuda else None
+    why_not_hopper = dispatch.why_not_hopper((q, k, v), dtype) if q.is_cuda else None
     # by the size of the whole sequence, so that all ranks run the kernels of one process
     n_elements = q.shape[0] * plan.length * q.shape[3] * sum(plan.heads)
-    if backend == "auto" and unfit_for_hopper is None and not dispatch.is_worth_hopper(plan.length, n_elements):
-        unfit_for_hopper = dispatch.SMALL
-    chosen = dispatch.choose(backend, q.device, dtype, unfit_for_hopper)
+    if backend == "auto" and why_not_hopper is None and not dispatch.is_worth_hopper(plan.length, n_elements):
+        why_not_hopper = dispatch.SMALL
+    chosen = dispatch.choose(backend, q.device, dtype, why_not_hopper)
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
@@ -187,7 +187,7 @@ def attention_with_lse(
     chunks: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse gives it.
+    """`attention`, and the log-sum-exp of each row's scaled scores, as blocksparse_flash.attention_with_lse returns it.
 
     q, k, v, plan, layer, scale, chunks, backend  as `attention`. All ranks must call the same one of the two functions
     """
@@ -213,7 +213,7 @@ def attention(
     plan     ContextPlan
     layer    index of the plan's layout
     scale    factor on the scores; None is head_dim ** -0.5
-    chunks   number of messages, a divisor of the key heads (under "ulysses" of a rank's key heads): one travels while
+    chunks   number of messages, a divisor of the KV heads (under "ulysses" of a rank's KV heads): one travels while
              another is computed. None chooses up to 4, and 1 under "all_gather"
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)

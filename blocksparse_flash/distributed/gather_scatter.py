@@ -30,12 +30,12 @@ def parts(message: Tensor, features: Sequence[int]) -> list[Tensor]:
     return [part.permute(1, 2, 0, 3) for part in message.split(list(features), dim=3)]
 
 
-def _move(source: Tensor, target: Tensor, taken: Tensor | None, put: Tensor | None) -> None:
-    found = (source if taken is None else source.index_select(2, taken)).to(target.dtype)
-    if put is None:
+def _move(source: Tensor, target: Tensor, source_index: Tensor | None, target_index: Tensor | None) -> None:
+    found = (source if source_index is None else source.index_select(2, source_index)).to(target.dtype)
+    if target_index is None:
         target.copy_(found)
     else:
-        target.index_copy_(2, put, found)
+        target.index_copy_(2, target_index, found)
 
 
 def move(
@@ -43,40 +43,44 @@ def move(
     targets: Sequence[Tensor],
     backend: str,
     *,
-    taken: Tensor | None = None,
-    put: Tensor | None = None,
+    source_index: Tensor | None = None,
+    target_index: Tensor | None = None,
 ) -> None:
-    """target[:, :, put] = source[:, :, taken] for each pair, in target's dtype; None means all tokens in order."""
+    """target[:, :, target_index] = source[:, :, source_index] for each pair, in target's dtype.
+
+    An index of None means all tokens in order.
+    """
     if backend == "eager":
         for source, target in zip(sources, targets, strict=True):
-            _move(source, target, taken, put)
+            _move(source, target, source_index, target_index)
         return
     kernels = _kernels()
     for i in range(0, len(sources), kernels.MOST_PAIRS):
-        kernels.move(sources[i : i + kernels.MOST_PAIRS], targets[i : i + kernels.MOST_PAIRS], taken, put)
+        pairs = slice(i, i + kernels.MOST_PAIRS)
+        kernels.move(sources[pairs], targets[pairs], source_index, target_index)
 
 
-def picked(sources: Sequence[Tensor], taken: Tensor, backend: str) -> list[Tensor]:
-    """source[:, :, taken] of each, contiguous."""
-    targets = [x.new_empty(*x.shape[:2], taken.shape[0], x.shape[3]) for x in sources]
-    move(sources, targets, backend, taken=taken)
+def picked(sources: Sequence[Tensor], source_index: Tensor, backend: str) -> list[Tensor]:
+    """source[:, :, source_index] of each, contiguous."""
+    targets = [x.new_empty(*x.shape[:2], source_index.shape[0], x.shape[3]) for x in sources]
+    move(sources, targets, backend, source_index=source_index)
     return targets
 
 
 def own_in_slots(mine: Sequence[Tensor], plan: ExchangePlan, backend: str) -> list[Tensor]:
     """Own tokens of each tensor in their slots of a plan, with room for received ones."""
     every = [plan.empty(x) for x in mine]
-    move(mine, every, backend, taken=plan.own, put=plan.own_slots)
+    move(mine, every, backend, source_index=plan.own, target_index=plan.own_slots)
     return every
 
 
 def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
-    """The message with these tokens of tensors of one dtype, as many as a launch takes."""
+    """The message with these tokens of up to MOST_PAIRS tensors of one dtype."""
     first = sources[0]
     features = [x.shape[3] for x in sources]
     message = first.new_empty(tokens.shape[0], first.shape[0], first.shape[1], sum(features))
     if backend == "eager":
-        move(sources, parts(message, features), backend, taken=tokens)
+        move(sources, parts(message, features), backend, source_index=tokens)
         return message
     _kernels().pack(sources, message, tokens)
     return message
@@ -85,7 +89,7 @@ def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
 def unpack(message: Tensor, targets: Sequence[Tensor], tokens: Tensor, backend: str) -> None:
     """target[:, :, tokens] = its part of the message, for each target."""
     if backend == "eager":
-        move(parts(message, [x.shape[3] for x in targets]), targets, backend, put=tokens)
+        move(parts(message, [x.shape[3] for x in targets]), targets, backend, target_index=tokens)
         return
     _kernels().unpack(message, targets, tokens)
 
@@ -149,14 +153,14 @@ def merge(
     # a view of a wider dtype must start at a multiple of its size, which a message does not guarantee
     part_lse = bits.clone(memory_format=torch.contiguous_format).view(lse.dtype)
     total = out.new_zeros(*out.shape[:2], len(tokens), width, dtype=lse.dtype)
-    highest = lse.new_full((*lse.shape[:2], len(tokens)), -torch.inf)
+    total_lse = lse.new_full((*lse.shape[:2], len(tokens)), -torch.inf)
     for i_rank, places in enumerate(table):
         given, given_lse = (mine[0], mine[1][..., None]) if i_rank == rank else (part, part_lse)
         if given.shape[2]:
             found = _take(given, places, 0).to(lse.dtype), _take(given_lse, places, -torch.inf)[..., 0]
-            total, highest = merging.merge(total, highest, *found)
+            total, total_lse = merging.merge(total, total_lse, *found)
     out.index_copy_(2, tokens, total.to(out.dtype))
-    lse.index_copy_(2, tokens, highest)
+    lse.index_copy_(2, tokens, total_lse)
 
 
 def _take(part: Tensor, places: Tensor, otherwise: float) -> Tensor:

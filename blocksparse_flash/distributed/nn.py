@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"embed_dim must be a multiple of the plan's {num_heads} query heads, got {embed_dim}")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         if rope is not None and self.head_dim % 2:
-            raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {self.head_dim}")
+            raise ValueError(f"rope rotates pairs of features, so head_dim must be even, got {self.head_dim}")
         self.plan, self.layer, self.rope = plan, layer, None if rope is None else rotary_base("rope", rope)
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(embed_dim, embed_dim, bias=False)

@@ -16,10 +16,10 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class Scheme(ABC):
-    """What calls with equal arguments share, prepared once.
+    """State prepared once and shared by all calls with equal plan and options.
 
     NAME     of the operators, <name>_forward and <name>_backward
-    OPTIONS  their schema behind `Tensor[] tensors, SymInt[] counts`
+    OPTIONS  their schema after `Tensor[] tensors, SymInt[] counts`
     tensors, counts  what a rank exchanges, from LayerPlan
     """
 
@@ -138,4 +138,4 @@ class _Direct(torch.autograd.Function):
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:  # noqa: ARG001
-    raise RuntimeError("the gradients of attention shared by ranks have no gradients of their own")
+    raise RuntimeError("second derivatives of distributed attention are not supported")

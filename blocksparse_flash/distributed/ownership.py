@@ -16,12 +16,12 @@ import numpy as np
 from ..blocks.block_list import Array
 
 ORDERS = ("contiguous", "zigzag", "balanced", "tuned")
-# swaps that "tuned" tries, at most TRIALS_A_PAIR per pair of tiles: 40,000 take 2 to 4 s, and more change little
+# swaps that "tuned" tries, at most TRIALS_PER_PAIR per pair of tiles: 40,000 take 2 to 4 s, and more change little
 TRIALS = 40_000
-TRIALS_A_PAIR = 10
+TRIALS_PER_PAIR = 10
 # largest work of a rank over the mean after a swap of "tuned"
-MOST_WORK = 1.1
-# a row that reaches more than this share of tiles needs them in any order
+MAX_IMBALANCE = 1.1
+# a row that reaches more than this share of tiles needs nearly all keys in any order, so no order helps
 FAR = 15 / 16
 
 
@@ -39,8 +39,9 @@ class Pairs(NamedTuple):
 def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
     """The owner list of a named order, the same on every machine.
 
-    "contiguous"  one stretch per rank, equal up to one tile
-    "zigzag"      2 * n_ranks stretches; rank r holds stretches r and 2 * n_ranks - 1 - r, which balances causal masks
+    "contiguous"  one contiguous range per rank, equal up to one tile
+    "zigzag"      2 * n_ranks contiguous ranges; rank r holds ranges r and 2 * n_ranks - 1 - r, which balances causal
+                  masks
     "balanced"    equal numbers of tiles up to one; the tile rows with most work first, each to the least loaded rank
     "tuned"       starts from "contiguous" or reverse Cuthill-McKee and swaps tiles to reduce transfers
     """
@@ -48,8 +49,8 @@ def owners(order: str, layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> A
     if order == "contiguous":
         return tiles * n_ranks // max(n_tiles, 1)
     if order == "zigzag":
-        stretch = tiles * 2 * n_ranks // max(n_tiles, 1)
-        return np.minimum(stretch, 2 * n_ranks - 1 - stretch)
+        in_range = tiles * 2 * n_ranks // max(n_tiles, 1)
+        return np.minimum(in_range, 2 * n_ranks - 1 - in_range)
     if order == "balanced":
         return _longest_first(_work(layers, n_tiles), n_ranks)
     assert order == "tuned", order
@@ -95,7 +96,7 @@ def _longest_first(work: Array, n_ranks: int) -> Array:
 
 
 def _cuthill_mckee(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
-    """Contiguous stretches of the reverse Cuthill-McKee order of all layers together."""
+    """Contiguous ranges of the reverse Cuthill-McKee order of all layers together."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
@@ -146,11 +147,11 @@ def _swapped(layers: Sequence[Pairs], owner: Array) -> Array:
     np.add.at(count, (col, owner[row]), 1)
     work = _work(layers, n_tiles)
     load = np.bincount(owner, weights=work, minlength=n_ranks)
-    most = MOST_WORK * load.mean()
+    most = MAX_IMBALANCE * load.mean()
 
     owner = owner.copy()
     state = 1
-    for _ in range(min(TRIALS, TRIALS_A_PAIR * n_tiles * n_tiles)):
+    for _ in range(min(TRIALS, TRIALS_PER_PAIR * n_tiles * n_tiles)):
         # Knuth's linear congruential generator: the same numbers on every machine
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         a, b = (state >> 33) % n_tiles, (state >> 13) % n_tiles

@@ -51,8 +51,8 @@ class PassKV(Scheme):
     def __init__(self, tensors: list[Tensor], counts: list[int], *options: Any) -> None:
         super().__init__(tensors, counts, *options)
         scale, n_chunks, self.keeps, gathers, group, backend, deterministic = options
-        self.ranks = rank_context(scale, group, backend, deterministic)
-        (self.keys, *queries), self.local_plan = unflatten(tensors, counts, dist.get_world_size(self.ranks.group))
+        self.context = rank_context(scale, group, backend, deterministic)
+        (self.keys, *queries), self.local_plan = unflatten(tensors, counts, dist.get_world_size(self.context.group))
         self.queries = queries[0] if queries else None
         self.plans = chunk_plans(self.keys.plan, n_chunks)
         self.first_own_slot = counts[-1]
@@ -60,25 +60,26 @@ class PassKV(Scheme):
         self.sizes: list[int] | None = None
         self.slots = self.keys.slots
         if gathers:
-            self.sizes, self.slots = _gathered(self.keys, self.ranks.rank)
+            self.sizes, self.slots = _gathered(self.keys, self.context.rank)
 
     def send_kv(self, k: Tensor, v: Tensor) -> Sequence[AllToAll | AllGather]:
         """Starts one message per chunk, (tokens, batch, heads of a chunk, features of k and v)."""
-        keys, ranks, n_chunks = self.keys, self.ranks, len(self.plans)
+        keys, context, n_chunks = self.keys, self.context, len(self.plans)
         chunks = list(zip(chunk_heads(k, n_chunks), chunk_heads(v, n_chunks), strict=True))
         if self.sizes is not None:
             sizes = self.sizes
-            return [AllGather(gather_scatter.pack(kv, keys.own, ranks.backend), sizes, ranks.group) for kv in chunks]
-        messages = (gather_scatter.pack(kv, keys.sent, ranks.backend) for kv in chunks)
-        return [AllToAll(message, keys.send, keys.receive, ranks.group) for message in messages]
+            own = (gather_scatter.pack(kv, keys.own, context.backend) for kv in chunks)
+            return [AllGather(message, sizes, context.group) for message in own]
+        messages = (gather_scatter.pack(kv, keys.sent, context.backend) for kv in chunks)
+        return [AllToAll(message, keys.send, keys.receive, context.group) for message in messages]
 
     def own_kv_in_slots(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Own keys and values in their slots, with room for received ones."""
-        return gather_scatter.own_in_slots([k, v], self.keys, self.ranks.backend)
+        return gather_scatter.own_in_slots([k, v], self.keys, self.context.backend)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        keys, spec, backend, n_chunks = self.keys, self.ranks.spec, self.ranks.backend, len(self.plans)
-        queries = None if self.queries is None else pass_q.Forward(q, self.queries, self.ranks)
+        keys, spec, backend, n_chunks = self.keys, self.context.spec, self.context.backend, len(self.plans)
+        queries = None if self.queries is None else pass_q.Forward(q, self.queries, self.context)
         pending = self.send_kv(k, v)
         # overlaps with the messages: work that needs none of them comes first
         kept = self.own_kv_in_slots(k, v) if self.keeps else []
@@ -99,7 +100,7 @@ class PassKV(Scheme):
             for i, into in enumerate(
                 zip(chunk_heads(out, n_chunks), chunk_heads(lse[..., None], n_chunks), strict=True)
             ):
-                gather_scatter.move([outs[i], lses[i][..., None]], into, backend, put=keys.rows)
+                gather_scatter.move([outs[i], lses[i][..., None]], into, backend, target_index=keys.rows)
         else:
             out, lse = cat_heads(outs), cat_heads(lses)
         if queries is not None:
@@ -111,12 +112,12 @@ class PassKV(Scheme):
         return [*inputs, out, lse, *kept]
 
     def backward(self, dout: Tensor, dlse: Tensor | None, saved: list[Tensor]) -> QKV:
-        keys, ranks, backend, n_chunks = self.keys, self.ranks, self.ranks.backend, len(self.plans)
+        keys, context, backend, n_chunks = self.keys, self.context, self.context.backend, len(self.plans)
         q, k, v, out, lse, *kept = saved
         # the gradient of a sum has stride 0
         dout = dout if dout.stride(3) == 1 else dout.contiguous()
         inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-        queries = None if self.queries is None else pass_q.Backward(inputs, self.queries, ranks)
+        queries = None if self.queries is None else pass_q.Backward(inputs, self.queries, context)
         pending = [] if kept else self.send_kv(k, v)
         of_q, of_out, of_lse, of_dout = (chunk_heads(x, n_chunks) for x in (q, out, lse, dout))
         of_dlse = (None,) * n_chunks if dlse is None else chunk_heads(dlse, n_chunks)
@@ -129,15 +130,15 @@ class PassKV(Scheme):
             chunk = BackwardInputs(of_dout[i], of_dlse[i], of_q[i], k_all, v_all, of_out[i], of_lse[i])
             if self.local_plan:
                 chunk = _picked_rows(chunk, keys.rows, backend)
-            dq_rows, *dkv = attend_backward(chunk, plan, ranks.spec)
+            dq_rows, *dkv = attend_backward(chunk, plan, context.spec)
             back = gather_scatter.pack(dkv, keys.slots, backend)
-            messages.append(AllToAll(back, keys.receive, keys.send, ranks.group))
+            messages.append(AllToAll(back, keys.receive, keys.send, context.group))
             dq_of_chunk.append(dq_rows)
             dkv_of_chunk.append(dkv)
         # overlaps with the gradient messages; bases are added to what this rank and others give
         bases: list[list[Tensor]] = []
         if self.local_plan:
-            dq, *totals = attend_backward(inputs, self.local_plan, ranks.spec)
+            dq, *totals = attend_backward(inputs, self.local_plan, context.spec)
             bases.append(totals)
         else:
             dq, totals = cat_heads(dq_of_chunk), [x.new_empty(x.shape) for x in (k, v)]
@@ -151,9 +152,9 @@ class PassKV(Scheme):
         of_totals, *of_bases = ([chunk_heads(x, n_chunks) for x in each] for each in (totals, *bases))
         for i, message in enumerate(messages):
             if self.local_plan:
-                gather_scatter.move([dq_of_chunk[i]], [of_dq[i]], backend, put=keys.rows)
+                gather_scatter.move([dq_of_chunk[i]], [of_dq[i]], backend, target_index=keys.rows)
             into, added = [x[i] for x in of_totals], [[x[i] for x in each] for each in of_bases]
-            gather_scatter.add(into, dkv_of_chunk[i], message.wait(), added, keys.table, touched, ranks.rank, backend)
+            gather_scatter.add(into, dkv_of_chunk[i], message.wait(), added, keys.table, touched, context.rank, backend)
         if queries is not None:
             queries.finish(dq)
         return dq, totals[0], totals[1]

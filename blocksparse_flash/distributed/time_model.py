@@ -30,7 +30,8 @@ HOST_OVERHEAD, PASS_Q_OVERHEAD = 0.43e-3, 0.45e-3
 # host seconds of a further message with its launches, and of a further message of direct Ulysses
 CHUNK, ULYSSES_CHUNK = 120e-6, 200e-6
 MAX_CHUNKS = 4
-# bytes of one head of a rank's tokens from which heads are sent directly: 9.6 ms for 16.4 at 16 MiB, 5.3 for 4.2 at 4
+# heads are sent directly from this many bytes of one head of a rank's tokens on: direct 9.6 ms, packed 16.4 ms at
+# 16 MiB; 5.3 and 4.2 ms at 4 MiB
 DIRECT_MIN_BYTES = 8 << 20
 # fewest ranks on which today's pass-Q rows and direct Ulysses were timed
 TIMED_RANKS = 4
@@ -61,7 +62,7 @@ class Work(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Sizes of a call: sequences, query heads, query heads per key head, head dimension, bytes per element."""
+    """Sizes of a call: sequences, query heads, query heads per KV head, head dimension, bytes per element."""
 
     batch: int
     q_heads: int
@@ -71,7 +72,7 @@ class Call(NamedTuple):
 
 
 def link(received: float, call: Call, copies: float) -> float:
-    """Seconds to receive so many heads * tokens, including packing and unpacking."""
+    """Seconds to receive this many heads * tokens, including packing and unpacking."""
     return (1 + copies) * received * call.batch * call.head_dim * call.element_bytes / LINK
 
 
@@ -126,7 +127,7 @@ def all_gather(work: Work, call: Call, keys: float) -> float:
     )
 
 
-def unfitted(machines: Sequence[tuple[str, str]]) -> str:
+def no_prediction_reason(machines: Sequence[tuple[str, str]]) -> str:
     """Why no speed-up is predicted for these ranks, each (GPU name or "cpu", host name); empty if one is."""
     others = sorted({device for device, _ in machines} - {GPU})
     n_hosts = len({host for _, host in machines})
@@ -153,7 +154,7 @@ def splitting_pays(n_tokens: int, kv_heads: int, head_dim: int, element_bytes: i
 
 
 def best_chunks(work: Work, call: Call, kv_heads: int, seconds: Callable[[Work, Call, int], float] = pass_kv) -> int:
-    """The number of messages, a divisor of the key heads; more only if clearly faster, see CHUNKING_MARGIN.
+    """The number of messages, a divisor of the KV heads; more only if clearly faster, see CHUNKING_MARGIN.
 
     seconds  `pass_kv`, or `direct_ulysses` with the heads of a rank
     """

@@ -1,9 +1,9 @@
 """Ulysses: all-to-all from tokens to heads, attention of one process over all tokens, all-to-all back.
 
 DeepSpeed-Ulysses (Jacobs et al., 2023, section 3.1), for any ratio of grouped heads and any shard sizes, as long as the
-number of ranks divides the key heads. Two ways to send:
+number of ranks divides the KV heads. Two ways to send:
 
-    direct  each rank holds one long stretch of the sequence. Heads travel in chunks, straight from the tensors to where
+    direct  each rank holds one long contiguous range. Heads travel in chunks, straight from the tensors to where
             the kernels read them, without copies, while other chunks are computed
     packed  otherwise. One message carries q, k and v, and one carries out: see all_to_all.py
 """
@@ -51,16 +51,16 @@ class Ulysses(Scheme):
     def __init__(self, tensors: list[Tensor], counts: list[int], *options: Any) -> None:
         super().__init__(tensors, counts, *options)
         scale, n_chunks, self.packs, group, backend, deterministic = options
-        self.ranks, self.sizes = rank_context(scale, group, backend, deterministic), counts
+        self.context, self.sizes = rank_context(scale, group, backend, deterministic), counts
         self.plans = chunk_plans(tensors[:N_PLAN], n_chunks)
         orders: Sequence[Tensor | None] = tensors[N_PLAN:] or (None, None)
         self.restore, self.rearrange = orders
-        self.send = partial(exchanged, group=self.ranks.group)
+        self.send = partial(exchanged, group=self.context.group)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         if self.packs:
             q_all, k_all, v_all = to_heads([q, k, v], self.sizes, self.restore, self.send)
-            out_all, lse = attend(q_all, k_all, v_all, self.plans[0], self.ranks.spec)
+            out_all, lse = attend(q_all, k_all, v_all, self.plans[0], self.context.spec)
             (out,) = to_tokens([out_all], self.sizes, q.shape[2], self.rearrange, self.send)
             return out, lse, [q_all, k_all, v_all, out_all.contiguous()]
         local = [x.contiguous() for x in (q, k, v)]
@@ -69,7 +69,7 @@ class Ulysses(Scheme):
         out, outs, lses = q.new_empty(*q.shape[:3], v.shape[3]), [], []
 
         def compute(i: int) -> list[Tensor]:
-            part, lse = attend(of_q[i], of_k[i], of_v[i], self.plans[i], self.ranks.spec)
+            part, lse = attend(of_q[i], of_k[i], of_v[i], self.plans[i], self.context.spec)
             outs.append(part.contiguous())
             lses.append(lse)
             return outs[-1:]
@@ -86,7 +86,7 @@ class Ulysses(Scheme):
         if self.packs:
             (dout_all,) = to_heads([dout], self.sizes, self.restore, self.send)
             inputs = BackwardInputs(dout_all, dlse, q_all, k_all, v_all, outs[0], lse)
-            found = attend_backward(inputs, self.plans[0], self.ranks.spec)
+            found = attend_backward(inputs, self.plans[0], self.context.spec)
             dq, dk, dv = to_tokens(found, self.sizes, dout.shape[2], self.rearrange, self.send)
             return dq, dk, dv
         dout, n_chunks = dout.contiguous(), len(self.plans)
@@ -96,7 +96,7 @@ class Ulysses(Scheme):
 
         def compute(i: int) -> list[Tensor]:
             inputs = BackwardInputs(of_dout[i], of_dlse[i], of_q[i], of_k[i], of_v[i], outs[i], of_lse[i])
-            return [x.contiguous() for x in attend_backward(inputs, self.plans[i], self.ranks.spec)]
+            return [x.contiguous() for x in attend_backward(inputs, self.plans[i], self.context.spec)]
 
         dq, dk, dv = grads = _empty_for_own_tokens((q_all, k_all, v_all), len(self.sizes), dout.shape[2])
         self._pipeline([dout], [dout_all], compute, grads)
@@ -115,7 +115,7 @@ class Ulysses(Scheme):
         compute       chunk -> its results, contiguous tensors of own heads of all tokens
         results       buffers for all heads of own tokens, one for each result
         """
-        n_ranks, n_chunks, group = len(self.sizes), len(self.plans), self.ranks.group
+        n_ranks, n_chunks, group = len(self.sizes), len(self.plans), self.context.group
         sent, received = [_by_head(x, n_ranks) for x in local], [_by_token(x, self.sizes) for x in whole]
         returned = [_by_head(x, n_ranks) for x in results]
 

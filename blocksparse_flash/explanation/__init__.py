@@ -78,7 +78,7 @@ class Explanation:
 
     def _said_balance(self) -> list[str]:
         of = self.balance
-        rows = f"{of.longest_row} tiles at most, {of.mean_row:.4g} in the mean"
+        rows = f"{of.longest_row} tiles at most, {of.mean_row:.4g} on average"
         lines = [f"balance      rows: {rows}; columns: {of.longest_col} and {of.mean_col:.4g}"]
         if of.n_sms is not None:
             lines.append(
@@ -129,7 +129,9 @@ def _said_tiles(call: Call) -> str:
         tiles, share = "64 x 16, four per step", call.shares.gathered
     else:
         tiles, share = "64 x 64", call.shares.fine
-    return f"; in tiles of {tiles}, as they hold {share:.0%} of the pairs of those of 128 x 128"
+    return (
+        f"; in tiles of {tiles}, because they cover only {share:.0%} of the pairs that tiles of 128 x 128 would compute"
+    )
 
 
 def _said_order(call: Call) -> str:
@@ -155,7 +157,7 @@ def _listed(names: list[str]) -> str:
 def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], determinism: str) -> Explanation:
     """The explanation of a call. reason, others: see `dispatch.Choice`."""
     done, device, table = cost.work(call), cost.device_of(call.q.device), prediction.calibrations()
-    predicted, unpredicted = cost.predict(call, device, table)
+    predicted, no_prediction_reason = cost.predict(call, device, table)
     spread = cost.balance(call, device, table)
     is_reference = call.backend == "reference"
     return Explanation(
@@ -175,7 +177,7 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
         backward=memory.backward(call),
         balance=spread,
         prediction=predicted,
-        unpredicted=unpredicted,
+        unpredicted=no_prediction_reason,
         determinism=determinism,
         advice=advice(call, done, spread, device, predicted),
     )

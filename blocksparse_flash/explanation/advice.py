@@ -90,7 +90,7 @@ def _of_heads(call: Call) -> Iterator[str]:
     if repeats > 1 and _repeats(call.v) % repeats == 0:
         yield (
             f"each head of k and v is repeated {repeats} times: pass each once, (batch, {call.kv_heads // repeats}, "
-            "kv_len, head_dim). Query heads share key heads without a copy, and dk and dv are summed inside the kernel"
+            "kv_len, head_dim). Query heads share KV heads without a copy, and dk and dv are summed inside the kernel"
         )
     if call.has_kernels:
         for name, dim in dict.fromkeys((("head_dim", call.head_dim), ("v_head_dim", call.v_dim))):
@@ -108,7 +108,7 @@ def _repeats(tensor: Tensor) -> int:
         return 1
     if tensor.stride(1) == 0:
         return heads
-    if not tracing.has_numbers(tensor):
+    if not tracing.has_values(tensor):
         return 1
     with torch.no_grad():
         # (heads, 3 * head_dim)
@@ -137,14 +137,14 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
     narrow = [name for name in call.unreadable if tensors[name].shape[3] % 8]
     if narrow:
         yield (
-            f"rows of {' and '.join(narrow)} are no multiple of 16 bytes: the backend {instead} them. A head "
-            "dimension that is a multiple of 8 has such rows"
+            f"rows of {' and '.join(narrow)} are not a multiple of 16 bytes: the backend {instead} them. Use "
+            "a head dimension that is a multiple of 8"
         )
     strided = [name for name in call.unreadable if name not in narrow]
     if strided:
         yield (
-            f"strides or the address of {' and '.join(strided)} are no multiples of 16 bytes, or a stride is 0: the "
-            f"backend {instead} them. .contiguous() or .clone() has good ones"
+            f"strides or the address of {' and '.join(strided)} are not multiples of 16 bytes, or a stride is 0: the "
+            f"backend {instead} them. .contiguous() or .clone() fixes this"
         )
 
 

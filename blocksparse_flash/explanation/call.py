@@ -154,7 +154,7 @@ class Call:
 
     @property
     def why_not_reordered(self) -> str:
-        """The option with which no call is reordered; empty if there is none."""
+        """The option that rules out reordering; empty if there is none."""
         options = {
             "has_dropout": self.dropout_p > 0,
             "has_kv_lengths": self.has_kv_lengths,

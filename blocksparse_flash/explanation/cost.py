@@ -57,7 +57,7 @@ class Balance(NamedTuple):
     """How evenly tiles are spread over tile rows and columns, and what that costs.
 
     longest_row, mean_row  tiles of a tile row
-    longest_col, mean_col  tiles of a tile column, over all query heads that share a kv head
+    longest_col, mean_col  tiles of a tile column, over all query heads that share a KV head
     n_sms                  SMs of the GPU; None on another device, as are forward and backward
     forward, backward      how many times longer the kernels take than with work spread evenly over the SMs
     """
@@ -188,11 +188,11 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
 
     def split(lines: Lines, first: int, n_batch_heads: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
-        if chosen.parts == 1 and call.layout is None:
+        if chosen.num_splits == 1 and call.layout is None:
             n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
             n_in_turn = heads_in_turn(n_lines, n_batch_heads, n_sms, *lengths, causal=call.causal)
             return in_turn(lines, n_batch_heads, n_in_turn)
-        return split_lines(lines, chosen.n_lines * n_batch_heads, chosen.parts)
+        return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
 
     forward = backward = call.sides
     if call.backend == "hopper":
@@ -209,7 +209,7 @@ def _times(call: Call, device: Device, forward: Calibration, backward: Calibrati
 
     def one(found: Calibration, sides: Sides, moved: memory.Moved) -> float:
         rates, known = prediction.on_device(found, device)
-        return prediction.direction_ms(rates, sides, known, beside=moved.beside, passes=moved.passes)
+        return prediction.direction_ms(rates, sides, known, main_bytes=moved.main_bytes, extra_bytes=moved.extra_bytes)
 
     sides, n_sms = programs(call, device.n_sms), device.n_sms
     return (

@@ -10,7 +10,7 @@ from ..plan_format import TILE
 from .call import Call
 
 # head dimensions of hopper's own backward
-OWN = range(1, 129)
+HOPPER_BACKWARD_DIMS = range(1, 129)
 # bytes of an element of lse, delta and the sum of dq
 FLOAT = 4
 
@@ -18,18 +18,18 @@ FLOAT = 4
 class Moved(NamedTuple):
     """Bytes of one direction.
 
-    reads      tensors and metadata that are read, each once
-    writes     results
-    workspace  allocated beside the results, and freed at the end; None where PyTorch's operators allocate
-    beside     read and written at least while kernels iterate over tiles
-    passes     read and written by the launches before and after; 0 where there are none
+    reads        tensors and metadata that are read, each once
+    writes       results
+    workspace    allocated beside the results, and freed at the end; None where PyTorch's operators allocate
+    main_bytes   least bytes read and written by the kernels that iterate over tiles
+    extra_bytes  bytes read and written by the launches before and after; 0 where there are none
     """
 
     reads: int
     writes: int
     workspace: int | None
-    beside: int
-    passes: int
+    main_bytes: int
+    extra_bytes: int
 
 
 def _sizes(call: Call) -> dict[str, int]:
@@ -66,7 +66,7 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     return split_of(call.plan or (), first, call.q_shape, call.k_shape, call.causal, n_sms)
 
 
-def _queue(call: Call, first: int, n_sms: int) -> int:
+def _tile_counter(call: Call, first: int, n_sms: int) -> int:
     """Bytes of the counter from which `hopper` programs take tile rows (first = 0) or columns (3), if needed."""
     if call.is_fine:
         return 0
@@ -81,7 +81,7 @@ def _parts(call: Call, first: int, n_sms: int) -> int:
     dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
         return FLOAT * of_lines.floats(dim + dim_v, call.batch * call.kv_heads)
-    # wide ones are as wide as each other, since out takes the place of q; and lse
+    # at head_dim 256, out is staged in q's buffers and so has q's padded width; + 1 for lse
     return FLOAT * of_lines.floats((max(dim, dim_v) if max(dim, dim_v) == 256 else dim_v) + 1, call.batch * call.heads)
 
 
@@ -118,7 +118,8 @@ def _with_gathers(moved: Moved, call: Call, *, of_lse: bool) -> Moved:
         writes += own if is_result else copy
         copies += copy
     workspace = None if moved.workspace is None else moved.workspace + copies
-    return Moved(moved.reads + reads, moved.writes + writes, workspace, moved.beside, moved.passes + reads + writes)
+    extra_bytes = moved.extra_bytes + reads + writes
+    return Moved(moved.reads + reads, moved.writes + writes, workspace, moved.main_bytes, extra_bytes)
 
 
 def forward(call: Call, n_sms: int | None = None) -> Moved:
@@ -148,11 +149,11 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
         named = {"q": call.q, "k": call.k, "v": call.v}
         workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
-        # and the queue of rows, and what their parts write
+        # and the tile counter, and what the splits of rows write
         parts = _parts(call, 0, n_sms)
-        workspace += _copies(call) + _queue(call, 0, n_sms) + parts
+        workspace += _copies(call) + _tile_counter(call, 0, n_sms) + parts
         if call.v_dim % 8:
-            # the last row ends with its numbers
+            # the padding of the last row is not allocated
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
     # the launch that combines splits reads them again
@@ -168,22 +169,22 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
-    # lse and delta of each query, tiles filled up
+    # lse and delta of each query, padded to whole tiles
     side = call.side if uses_hopper_backward(call) else TILE
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
-    passes = 2 * sizes["out"] + sizes["lse"] + statistics
+    extra_bytes = 2 * sizes["out"] + sizes["lse"] + statistics
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
-    beside = 2 * shared + inputs + _lists(call, "row", "col")
+    main_bytes = 2 * shared + inputs + _lists(call, "row", "col")
     if not uses_hopper_backward(call):
-        return Moved(reads, inputs, statistics, beside, passes)
+        return Moved(reads, inputs, statistics, main_bytes, extra_bytes)
     rows = call.batch * call.heads * call.q_len
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
     if call.is_fine:
         workspace = statistics + (dq if call.head_dim % 8 else 0)
     elif has_separate_dq(call):
         # for two kernels, each in its own order
-        workspace, passes = 2 * statistics, passes + statistics
+        workspace, extra_bytes = 2 * statistics, extra_bytes + statistics
     else:
         # of whole tiles
         dq_sum = statistics // 2 * padded_dim("hopper", call.head_dim)
@@ -191,20 +192,20 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         if call.head_dim % 8:
             workspace += dq
         # added to, it is read and written
-        beside = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
-        passes += 2 * dq_sum + dq
+        main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
+        extra_bytes += 2 * dq_sum + dq
     parts = _parts(call, 3, n_sms)
     if call.is_fine:
         # of dq
         columns = padded_dim("hopper", call.head_dim)
         parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
-    workspace, beside, passes = workspace + parts, beside + parts, passes + parts
-    workspace += _copies(call) + _queue(call, 3, n_sms)
+    workspace, main_bytes, extra_bytes = workspace + parts, main_bytes + parts, extra_bytes + parts
+    workspace += _copies(call) + _tile_counter(call, 3, n_sms)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
-        # dk and dv are written in padded rows first; dout is copied into such
+        # dk and dv are written in padded rows first; dout is copied into padded rows
         if dim % 8:
             workspace += sizes[name] // dim * _padded(dim)
-    return Moved(reads, inputs, workspace, beside, passes)
+    return Moved(reads, inputs, workspace, main_bytes, extra_bytes)
 
 
 def has_separate_dq(call: Call) -> bool:
@@ -222,4 +223,4 @@ def adds_dq(call: Call) -> bool:
 def uses_hopper_backward(call: Call) -> bool:
     """Whether the backward is hopper's own; wider heads and the gradient of slopes use that of `triton`."""
     is_own = call.backend == "hopper" and not call.has_slopes_gradient
-    return is_own and max(call.head_dim, call.v_dim) in OWN
+    return is_own and max(call.head_dim, call.v_dim) in HOPPER_BACKWARD_DIMS

@@ -2,9 +2,10 @@
 
 A direction (forward or backward) takes
 
-    launch + passes / bandwidth + max(beside / bandwidth, sum over kernels of max(makespan, alone * longest program))
+    launch + extra_bytes / bandwidth
+    + max(main_bytes / bandwidth, sum over kernels of max(makespan, alone * longest program))
 
-`beside` are the bytes moved while kernels iterate over tiles, `passes` those of the launches before and after: see
+`main_bytes` are moved by the kernels that iterate over tiles, `extra_bytes` by the launches before and after: see
 memory.py. A program of `tiles` tiles, `partial` of them masked, occupies an SM for (program + tiles + masking *
 partial) times the kernel's seconds per tile. The makespan is that of list scheduling with one server per SM. Programs
 on the same SM share its rate; a last program without neighbors does not reach that rate, hence `alone`.
@@ -74,7 +75,7 @@ class Calibration(NamedTuple):
     direction  "fwd" or "bwd"
     n_lines, benches, commits  number of result lines in the fit, their benchmarks and commits
     median_error, worst_error  |predicted / measured - 1| over those lines
-    unseen_error               worst error over held-out lines, in five-fold cross-validation
+    cross_validation_error     worst error over held-out lines, in five-fold cross-validation
     """
 
     device: Device
@@ -87,7 +88,7 @@ class Calibration(NamedTuple):
     commits: tuple[str, ...]
     median_error: float
     worst_error: float
-    unseen_error: float
+    cross_validation_error: float
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,12 @@ def kernel_us(kernel: Kernel, rates: Rates, sides: Sides, n_sms: int) -> float:
     return kernel.tile_us * max(scheduling.makespan(work, n_sms), rates.alone * float(work.max()))
 
 
-def direction_ms(rates: Rates, sides: Sides, device: Device, *, beside: int, passes: int) -> float:
-    """Milliseconds of one direction; beside, passes in bytes, as in the model above."""
+def direction_ms(rates: Rates, sides: Sides, device: Device, *, main_bytes: int, extra_bytes: int) -> float:
+    """Milliseconds of one direction; main_bytes, extra_bytes as in the model above."""
     # GB/s is bytes per nanosecond
-    us_of_byte = 1e-3 / device.bandwidth
+    us_per_byte = 1e-3 / device.bandwidth
     kernels = sum(kernel_us(kernel, rates, sides, device.n_sms) for kernel in rates.kernels)
-    return 1e-3 * (rates.launch_us + passes * us_of_byte + max(beside * us_of_byte, kernels))
+    return 1e-3 * (rates.launch_us + extra_bytes * us_per_byte + max(main_bytes * us_per_byte, kernels))
 
 
 def loss(rates: Rates, sides: Sides, n_sms: int) -> float:
@@ -208,13 +209,10 @@ def on_device(found: Calibration, device: Device) -> tuple[Rates, Device]:
 
 
 def basis(used: tuple[Calibration, ...]) -> str:
-    """`48 measurements on NVIDIA H200, off by 5 % in the median and 14 % at most`."""
+    """`48 measurements on NVIDIA H200, median error 5%, largest 14%`."""
     names = " and ".join(dict.fromkeys(one.device.name for one in used))
     median, worst = (max(getattr(one, name) for one in used) for name in ("median_error", "worst_error"))
-    return (
-        f"{sum(one.n_lines for one in used)} measurements on {names}, from which it is off by {median:.0%} in the "
-        f"median and {worst:.0%} at most"
-    )
+    return f"{sum(one.n_lines for one in used)} measurements on {names}, median error {median:.0%}, largest {worst:.0%}"
 
 
 def caveats(used: Calibration, device: Device, head_dim: int) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ class Lines(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """The tile rows of every query head, and the tile columns of every kv head over all its query heads."""
+    """The tile rows of every query head, and the tile columns of every KV head over all its query heads."""
 
     rows: Lines
     cols: Lines
@@ -37,7 +37,7 @@ class Sides(NamedTuple):
 def of_records(records: Array, *, batch: int, heads: int, group: int = 1) -> Lines:
     """The lines of one direction of a plan from its records (batch | 1, heads | 1, lines, 8).
 
-    group  query heads per program: the program of a kv head iterates over the tile column of each of its query heads
+    group  query heads per program: the program of a KV head iterates over the tile column of each of its query heads
     """
     records = np.asarray(records, dtype=np.int64)
     n_lines = records.shape[2]

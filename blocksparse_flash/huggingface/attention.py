@@ -12,7 +12,7 @@ from .config_layouts import index_of
 from .mask import Mask
 from .mask_builder import mask_of_layer
 from .model_hooks import record_attention
-from .names import KEY, NAME, WAY_OUT, running_layer
+from .names import ATTENTION_NAME, CONFIG_KEY, HINT, running_layer
 from .selection import attention_to_selection, check_call
 
 # arguments that transformers passes to attention functions and that do not change the result
@@ -27,13 +27,13 @@ _HARMLESS = {
     "return_dict",
     "use_cache",
 }
-_WAYS_OUT = {
-    "position_bias": "a bias of pairs has no place in blocks",
+_HINTS = {
+    "position_bias": "a bias per pair is not supported",
     "output_attentions": "attention weights are never stored",
     "cache": "continuous batching keeps its cache in pages; model.generate does not",
     **dict.fromkeys(
         ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-        "packed sequences are recognised by position_ids that restart, if there is no attention_mask",
+        "packed sequences are recognized by position_ids that restart, if there is no attention_mask",
     ),
 }
 
@@ -42,11 +42,11 @@ def _refuse(unread: dict[str, Any]) -> None:
     """ValueError for arguments that would change the result, and for unknown ones."""
     for name, value in unread.items():
         if value is not None and value is not False and name not in _HARMLESS:
-            way_out = _WAYS_OUT.get(name, "it is not known what that means")
+            hint = _HINTS.get(name, "its meaning is unknown")
             given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"attn_implementation='{NAME}' cannot attend with {name}, which is {given}: {way_out}; "
-                "attn_implementation='eager' is transformers' own"
+                f"attn_implementation='{ATTENTION_NAME}' cannot attend with {name}, which is {given}: {hint}; "
+                "attn_implementation='eager' uses transformers' own attention"
             )
 
 
@@ -56,20 +56,20 @@ def _check(mask: Any, q_len: int, kv_len: int, is_causal: bool | None, sliding_w
         raise TypeError(
             "attention_mask must be (batch, length), from which transformers makes the masks of layers, but "
             f"{running_layer()} attends with a {type(mask).__name__} of shape {tuple(getattr(mask, 'shape', ()))}: a "
-            f"mask of pairs is a layout, config.{KEY} = blocksparse_flash.interop.from_huggingface(mask, "
-            f"block_size=128); if none was given, the model makes a mask of its own: {WAY_OUT}"
+            f"mask of pairs is a layout, config.{CONFIG_KEY} = blocksparse_flash.interop.from_huggingface(mask, "
+            f"block_size=128); if none was given, the model makes a mask of its own: {HINT}"
         )
     if mask.shape is not None and mask.shape[2:] != (q_len, kv_len):
         raise ValueError(
             f"{running_layer()} attends with {q_len} queries to {kv_len} keys, but its model asked for a mask of "
-            f"{mask.shape[2]} x {mask.shape[3]}, without positions for the others: {WAY_OUT}"
+            f"{mask.shape[2]} x {mask.shape[3]}, without positions for the others: {HINT}"
         )
     if mask.kind == "other":
         return
     if is_causal is not None and is_causal != (mask.kind == "causal"):
         raise ValueError(
             f"is_causal={is_causal} contradicts the mask that the model made, which is {mask.kind}, in "
-            f"{running_layer()}: {WAY_OUT}"
+            f"{running_layer()}: {HINT}"
         )
     if sliding_window is not None and mask.window is None and kv_len > sliding_window:
         raise ValueError(
@@ -116,7 +116,7 @@ def attention_function(
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"{running_layer()} attends with keys of {key.shape[1]} heads and {key.shape[2]} positions, but values of "
-            f"{value.shape[1]} and {value.shape[2]}: {WAY_OUT}"
+            f"{value.shape[1]} and {value.shape[2]}: {HINT}"
         )
     if mask.selection is not None:
         check_call(mask, dropout, s_aux, softcap)

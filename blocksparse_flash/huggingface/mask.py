@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..layout import BlockLayout
-from .names import NAME, WAY_OUT, running_layer
+from .names import ATTENTION_NAME, HINT, running_layer
 
 
 class _Fields(NamedTuple):
@@ -75,8 +75,8 @@ class Mask(_Fields):
 def _computed_with(what: str) -> str:
     """The message for code that uses a Mask as a tensor."""
     return (
-        f"{running_layer()} computes with the attention mask itself ({what}), but attn_implementation='{NAME}' has a "
-        f"Mask in its place, which only its own attention reads: {WAY_OUT}"
+        f"{running_layer()} computes with the attention mask itself ({what}), but "
+        f"attn_implementation='{ATTENTION_NAME}' has a Mask in its place, which only its own attention reads: {HINT}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .config_layouts import layouts_of
-from .names import KEY, NAME, WAY_OUT, owner_of
+from .names import ATTENTION_NAME, CONFIG_KEY, HINT, owner_of
 
 # attributes of a watched model: whether it has hooks, and the attn_implementation that its hooks have checked
 _WATCHED = "_blocksparse_flash_watched"
@@ -58,32 +58,35 @@ def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
     name, config = type(model).__name__, owner_of(model.config)
     if not read:
         return ValueError(
-            f"{name} ignored config.{KEY}: none of its layers called attn_implementation='{NAME}', since it computes "
-            f"its own attention, or has none; {WAY_OUT}"
+            f"{name} ignored config.{CONFIG_KEY}: none of its layers called attn_implementation='{ATTENTION_NAME}', "
+            f"since it computes its own attention, or has none; {HINT}"
         )
     others = sorted(other for other in read if other is not None)
     parts = getattr(model.config, "sub_configs", {})
-    keys = [f"config.{key}.{KEY}" for key in parts if owner_of(getattr(model.config, key, None)) in others]
-    way_out = f"set {' or '.join(keys)} instead, and config.{KEY} = None" if keys else WAY_OUT
+    keys = [f"config.{key}.{CONFIG_KEY}" for key in parts if owner_of(getattr(model.config, key, None)) in others]
+    hint = f"set {' or '.join(keys)} instead, and config.{CONFIG_KEY} = None" if keys else HINT
     said = " and ".join(others) or "no config"
-    return ValueError(f"{name} ignored config.{KEY}: it is in its {config}, but its attention reads {said}; {way_out}")
+    return ValueError(
+        f"{name} ignored config.{CONFIG_KEY}: it is in its {config}, but its attention reads {said}; {hint}"
+    )
 
 
 @torch.compiler.disable(
-    reason=f"config.{KEY} is ignored, since attn_implementation is not '{NAME}': set config.{KEY} = None for attention "
-    f"to all, or model.set_attn_implementation('{NAME}')"
+    reason=f"config.{CONFIG_KEY} is ignored, since attn_implementation is not '{ATTENTION_NAME}': set "
+    f"config.{CONFIG_KEY} = None for attention to all, or model.set_attn_implementation('{ATTENTION_NAME}')"
 )
 def _warn(model: torch.nn.Module) -> None:
     """Once for each model and attn_implementation."""
     config: Any = model.config
-    how = config._attn_implementation
+    implementation = config._attn_implementation
     for module in model.modules():
         if getattr(module, "config", None) is config and hasattr(module, _WATCHED):
-            setattr(module, _CHECKED, how)
+            setattr(module, _CHECKED, implementation)
     warnings.warn(
-        f"{type(model).__name__} ignores config.{KEY}: its attn_implementation is {how!r}, and attends to all. For the "
-        f"layout load or make the model with attn_implementation='{NAME}', or call "
-        f"model.set_attn_implementation('{NAME}'); if {how!r} is meant, as to compare, config.{KEY} = None says so",
+        f"{type(model).__name__} ignores config.{CONFIG_KEY}: its attn_implementation is {implementation!r}, and "
+        f"attends to all. For the layout load or make the model with attn_implementation='{ATTENTION_NAME}', or call "
+        f"model.set_attn_implementation('{ATTENTION_NAME}'); if you want {implementation!r}, for example to compare, "
+        f"set config.{CONFIG_KEY} = None",
         UserWarning,
         stacklevel=2,
     )
@@ -94,12 +97,12 @@ def _check_parts(model: torch.nn.Module) -> None:
     config: Any = model.config
     for key in getattr(config, "sub_configs", {}):
         part = getattr(config, key, None)
-        if getattr(part, KEY, None) is None:
+        if getattr(part, CONFIG_KEY, None) is None:
             continue
         if not any(owner_of(getattr(module, "config", None)) == owner_of(part) for module in model.modules()):
             raise ValueError(
-                f"{type(model).__name__} ignores config.{key}.{KEY}: no module of it has a {owner_of(part)}; set it in "
-                f"the config of the part that attends, and config.{key}.{KEY} = None"
+                f"{type(model).__name__} ignores config.{key}.{CONFIG_KEY}: no module of it has a {owner_of(part)}; "
+                f"set it in the config of the part that attends, and config.{key}.{CONFIG_KEY} = None"
             )
 
 
@@ -108,11 +111,11 @@ def _before(model: torch.nn.Module, _: Any) -> None:
     config: Any = model.config
     if not torch.compiler.is_compiling():
         _check_parts(model)
-    if getattr(config, KEY, None) is None:
+    if getattr(config, CONFIG_KEY, None) is None:
         return
-    how = config._attn_implementation
-    if how != NAME:
-        if getattr(model, _CHECKED, None) != how:
+    implementation = config._attn_implementation
+    if implementation != ATTENTION_NAME:
+        if getattr(model, _CHECKED, None) != implementation:
             _warn(model)
         return
     _last.attended = False
@@ -127,7 +130,7 @@ def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
     read: set[str | None] = set()
     if not torch.compiler.is_compiling() and _running.forwards and _running.forwards[-1].model is model:
         read = _running.forwards.pop().read
-    if output is None or getattr(config, KEY, None) is None or config._attn_implementation != NAME:
+    if output is None or getattr(config, CONFIG_KEY, None) is None or config._attn_implementation != ATTENTION_NAME:
         return
     # in a partly traced forward `read` is empty, and only _last is known
     was_read = owner_of(config) in read if read else _last.attended
@@ -135,9 +138,9 @@ def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
         if not was_read:
             raise _ignored(model, read)
     elif was_read:
-        setattr(model, _CHECKED, NAME)
+        setattr(model, _CHECKED, ATTENTION_NAME)
     # a model that attended before may have forwards that drop all attention layers
-    elif getattr(model, _CHECKED, None) != NAME:
+    elif getattr(model, _CHECKED, None) != ATTENTION_NAME:
         raise _ignored(model, read)
 
 
@@ -150,17 +153,17 @@ def _refuse_tables(model: Any) -> None:
         if (
             isinstance(table, dict)
             and "eager" in table
-            and NAME not in table
+            and ATTENTION_NAME not in table
             and all(isinstance(kind, type) and issubclass(kind, torch.nn.Module) for kind in table.values())
         ):
 
             def refuse(*_: Any, name: str = name, known: tuple[str, ...] = tuple(table), **__: Any) -> None:
                 raise ValueError(
-                    f"{type(model).__name__} has no attn_implementation='{NAME}': it computes its own attention, which "
-                    f"it chooses from {name}, of {', '.join(known)}; {WAY_OUT}"
+                    f"{type(model).__name__} has no attn_implementation='{ATTENTION_NAME}': it computes its own "
+                    f"attention, which it chooses from {name}, of {', '.join(known)}; {HINT}"
                 )
 
-            table[NAME] = refuse
+            table[ATTENTION_NAME] = refuse
 
 
 def _watch(module: Any, _: str, child: Any) -> None:
@@ -171,7 +174,7 @@ def _watch(module: Any, _: str, child: Any) -> None:
         if isinstance(model, PreTrainedModel) and not hasattr(model, _WATCHED):
             setattr(model, _WATCHED, True)
             _refuse_tables(model)
-            if isinstance(getattr(model.config, KEY, None), list | tuple | dict):
+            if isinstance(getattr(model.config, CONFIG_KEY, None), list | tuple | dict):
                 layouts_of(model.config)
             model.register_forward_pre_hook(_before)
             model.register_forward_hook(_after, always_call=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 # not "blocksparse_flash": transformers takes every name with "flash" in it for a build of the package flash-attn
-NAME = "blocksparse"
+ATTENTION_NAME = "blocksparse"
 # the attribute of a model's config that holds its layout
-KEY = "attention_layout"
+CONFIG_KEY = "attention_layout"
 # docs/huggingface.md lists tested models
-WAY_OUT = (
+HINT = (
     "use a model that attends through transformers' attention interface, such as Llama, GPT-2 or BERT, or keep this "
     "model's own attention: attn_implementation='sdpa' or 'eager', with config.attention_layout = None"
 )

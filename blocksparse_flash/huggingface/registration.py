@@ -9,7 +9,7 @@ from ..layout import BlockLayout
 from .attention import attention_function
 from .mask_builder import attention_mask
 from .model_hooks import watch_models
-from .names import KEY, NAME
+from .names import ATTENTION_NAME, CONFIG_KEY
 
 
 @functools.cache
@@ -28,9 +28,9 @@ def _explain_unsaved_layouts() -> None:
             if BlockLayout.__name__ not in str(error):
                 raise
             raise TypeError(
-                f"config.{KEY} has a BlockLayout, which JSON cannot store: set it to a specification for masks.build, "
-                "such as 'butterfly | local(window=512)', which is saved; or to None before saving, and to the layout "
-                "again after loading"
+                f"config.{CONFIG_KEY} has a BlockLayout, which JSON cannot store: set it to a specification for "
+                "masks.build, such as 'butterfly | local(window=512)', which is saved; or to None before saving, and "
+                "to the layout again after loading"
             ) from error
 
     configs.to_json_string = to_json_string
@@ -68,7 +68,7 @@ def register() -> None:
         raise ImportError(
             "huggingface.register needs transformers: pip install 'blocksparse_flash[huggingface]'"
         ) from error
-    AttentionInterface.register(NAME, attention_function)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(ATTENTION_NAME, attention_function)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
     watch_models()
     _explain_unsaved_layouts()

@@ -15,14 +15,14 @@ from ..nn.native_sparse import compressed_layout, most_important_blocks
 from ..runtime import tracing
 from ..selection import has_blocks_of, selected_attention
 from .mask import Mask
-from .names import KEY, running_layer
+from .names import CONFIG_KEY, running_layer
 
 EXAMPLE = "{'kind': 'moba', 'k_blocks': 4, 'block_size': 64}"
 # keys of each kind; by_group is optional
 _KEYS = {"moba": ("kind", "k_blocks", "block_size", "by_group"), "topk": ("kind", "k_blocks", "block_size")}
 # first blocks, and last blocks up to the query's own, that "topk" always selects
 _ALWAYS = 1, 2
-# tokens of a mean of keys, and from one to the next, with which "topk" selects: those of native sparse attention
+# "topk" selects by the means of 32 keys, one every 16, as native sparse attention does
 _POOLED, _STRIDE = 32, 16
 
 
@@ -67,7 +67,7 @@ def _check(given: dict[Any, Any], name: str, key: str, expected: str, is_valid: 
 
 
 def _more_than_causal(mask: Mask) -> tuple[str, str] | None:
-    """What the mask of a layer has besides causality and the padding of whole sequences, and its way out, or None."""
+    """What the mask of a layer has besides causality and the padding of whole sequences, and a hint, or None."""
     if mask.window is not None:
         return f"a sliding window of {mask.window} tokens", ""
     if mask.kind == "bidirectional":
@@ -81,11 +81,11 @@ def _more_than_causal(mask: Mask) -> tuple[str, str] | None:
 
 def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float | None) -> None:
     """ValueError for what attention to selected blocks does not have; `mask` is that of the layer."""
-    layer, selection = running_layer(), f"the selection in config.{KEY}"
-    way_out = f"give this layer None or a layout, config.{KEY} = [...] with an entry for each layer"
+    layer, selection = running_layer(), f"the selection in config.{CONFIG_KEY}"
+    hint = f"give this layer None or a layout, config.{CONFIG_KEY} = [...] with an entry for each layer"
     more = _more_than_causal(mask)
     if more is not None:
-        raise ValueError(f"{selection} needs a causal attention_mask, but {layer} has {more[0]}: {more[1]}{way_out}")
+        raise ValueError(f"{selection} needs a causal attention_mask, but {layer} has {more[0]}: {more[1]}{hint}")
     if dropout:
         raise ValueError(
             f"{selection} has no dropout, got dropout={dropout} in {layer}: set the attention dropout of the config, "
@@ -93,7 +93,7 @@ def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float 
         )
     for name, value in (("sinks (s_aux)", s_aux), ("softcap", softcap)):
         if value is not None:
-            raise ValueError(f"{selection} has no {name}, but {layer} has: {way_out}")
+            raise ValueError(f"{selection} has no {name}, but {layer} has: {hint}")
 
 
 @tracing.untraced
@@ -112,7 +112,7 @@ def top_block_attention(
     q, k, v, block_size, scale, deterministic  as `mixture_of_block_attention`
     k_blocks  blocks for each query and head of keys, the first and the last two up to the query's own included
 
-    A block matters by the attention weights of the means of 32 keys, one every 16, that overlap it; weights are summed
+    The importance of a block is the attention weight of the key means (32 keys, one every 16) that overlap it, summed
     over the query heads that share keys. There are no parameters, and the selection has no gradient.
     """
     queries, keys = q.detach(), k.detach()
@@ -158,7 +158,7 @@ def attention_to_selection(
             return mixture_of_block_attention(q, k, v, by_group=chosen.by_group, **options)
         return top_block_attention(q, k, v, **options)
 
-    # padding behind all tokens is behind every query that is a token, and neither selected nor attended to
+    # padding after the tokens comes after every real query, so causality excludes it
     if mask.kv_lengths is None or q.shape[2] == k.shape[2]:
         return attend(q, k, v)
     # one query for each sequence, its last token; at least one key, also for a sequence of padding alone

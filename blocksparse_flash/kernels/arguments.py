@@ -123,7 +123,7 @@ def scale_log2(scale: float) -> float:
 class Constants(NamedTuple):
     """Compile-time arguments of a Triton kernel.
 
-    GROUP            query heads per key head
+    GROUP            query heads per KV head
     TILE             tokens per side of the plan's tiles
     PRECISION        of products of float32: "tf32" or "ieee"
     TMA              whether q, k, v and dout are TMA descriptors

@@ -25,7 +25,7 @@ MAX_SHARE = 1 / 4
 MAX_WAVES = 4
 # cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
 # estimates, checked on an H200: see triton/TUNING.md
-PART, MERGE = 2, 4
+SPLIT_COST, COMBINE_COST = 2, 4
 # most heads whose lines causal calls take in turn: their keys and values must fit into L2
 MAX_HEADS_IN_TURN = 16
 # split only if the estimated time is at most this share of the time without splitting
@@ -40,22 +40,24 @@ def padded_dim(backend: str, head_dim: int) -> int:
 
 
 class Split(NamedTuple):
-    """The first n_lines lines of every head in launch order, the longest ones, are split into `parts` programs each.
+    """Which lines are split.
 
-    side  tokens of a line
+    n_split_lines  the first lines of every head in launch order, which are the longest ones
+    num_splits     programs into which each of them is split
+    side           tokens of a line
     """
 
-    n_lines: int
-    parts: int
+    n_split_lines: int
+    num_splits: int
     side: int = TILE
 
     def n_programs(self, n_lines: int, n_batch_heads: int) -> int:
         """Number of programs for n_lines lines of each of n_batch_heads heads."""
-        return (n_lines + self.n_lines * (self.parts - 1)) * n_batch_heads
+        return (n_lines + self.n_split_lines * (self.num_splits - 1)) * n_batch_heads
 
     def floats(self, columns: int, n_batch_heads: int) -> int:
         """Number of float32 values in the workspace of the splits, with `columns` values per token of a line."""
-        return self.n_lines * self.parts * n_batch_heads * self.side * columns if self.parts > 1 else 0
+        return self.n_split_lines * self.num_splits * n_batch_heads * self.side * columns if self.num_splits > 1 else 0
 
 
 WHOLE = Split(0, 1)
@@ -79,7 +81,7 @@ def choose(
     if n_long and 2 * n_programs > n_sms:
         whole = float(longest)
         split = Split(n_long, max(1, min(math.ceil(longest / share), MAX_PARTS, int(MAX_SHARE * n_lines / n_long))))
-        time = max(share, longest / split.parts + PART) + MERGE
+        time = max(share, longest / split.num_splits + SPLIT_COST) + COMBINE_COST
     else:
         most = min(MAX_PARTS, MAX_WAVES * n_sms // n_programs)
         if most < 2:
@@ -87,13 +89,13 @@ def choose(
         mean = work / n_programs
         reach = mean if is_even and not n_long else longest
 
-        def time_of(parts: int, more: int) -> float:
-            waves = math.ceil(n_programs * parts / n_sms)
-            return max(waves * (mean / parts + more), reach / parts + more)
+        def time_of(num_splits: int, more: int) -> float:
+            waves = math.ceil(n_programs * num_splits / n_sms)
+            return max(waves * (mean / num_splits + more), reach / num_splits + more)
 
         whole = time_of(1, 0)
-        time, parts = min((time_of(parts, PART) + MERGE, parts) for parts in range(2, most + 1))
-        split = Split(n_lines, parts)
+        time, num_splits = min((time_of(n, SPLIT_COST) + COMBINE_COST, n) for n in range(2, most + 1))
+        split = Split(n_lines, num_splits)
     return split if time <= WORTHWHILE * whole else WHOLE
 
 
@@ -130,7 +132,7 @@ def _of_shapes(
 def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, causal: bool) -> int:
     """Number of heads whose lines are taken in turn, the longest of all of them first; 1: head after head.
 
-    Lines of causal calls shrink, with as many queries as keys to one tile. Head after head, the first line of the last
+    In causal calls lines get shorter, down to one tile if q_len == kv_len. Head after head, the first line of the last
     head would begin late, and all other SMs would wait for it. Heads in turn have at least as much work for each SM as
     one such line.
     """
@@ -149,7 +151,7 @@ def split_of(
     causal: bool,
     n_sms: int,
 ) -> Split:
-    """The split of the tile rows of query heads (first = 0) or of the tile columns of key heads (first = 3).
+    """The split of the tile rows of query heads (first = 0) or of the tile columns of KV heads (first = 3).
 
     plan              the tensors of a Plan; empty for dense or causal calls
     q_shape, k_shape  (batch, heads, length, head_dim)

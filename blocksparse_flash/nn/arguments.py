@@ -34,7 +34,7 @@ def rotary_base(name: str, base: Any) -> float:
 
 
 def probability(name: str, value: Any, *, below_one: bool = False) -> float:
-    """A probability to drop something; attention needs one below 1, nn.Dropout takes 1 too."""
+    """A probability of dropping something; attention needs one below 1, nn.Dropout takes 1 too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}); 0.0 drops nothing")
     if not 0 <= value <= 1 or (below_one and value == 1):
@@ -56,8 +56,8 @@ def check_positions(positions: Any) -> None:
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")
     if positions.dtype == torch.bool:
         raise ValueError(
-            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts, and "
-            "kv_lengths= says how much of a padded batch exists"
+            "positions must be real numbers, got torch.bool, which is a mask; positions.cumsum(0) counts; "
+            "pass kv_lengths= for padded batches"
         )
 
 
@@ -103,7 +103,7 @@ class Heads(NamedTuple):
         if features > MAX_HEAD_DIM:
             raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {features}: take more heads")
         if rope is not None and features % 2:
-            raise ValueError(f"rope turns features in pairs, so head_dim must be even, got {features}")
+            raise ValueError(f"rope rotates pairs of features, so head_dim must be even, got {features}")
         return cls(embed_dim, num_heads, kv_heads, features, None if rope is None else rotary_base("rope", rope))
 
     def check_input(self, x: Tensor) -> None:

@@ -23,7 +23,7 @@ class DecoderBlock(nn.Module):
 
     attention   SelfAttention with causal=True or a causal layout
     hidden_dim  features between the dense layers; None is 4 embed_dim
-    dropout_p   probability, 0 to 1, to drop a hidden feature or a feature of either residual branch in training;
+    dropout_p   probability, 0 to 1, of dropping a hidden feature or a feature of either residual branch in training;
                 default 0.0
     raises      TypeError, ValueError. If the layout is a function, it is checked at the first call with a cache
 

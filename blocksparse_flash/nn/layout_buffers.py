@@ -29,11 +29,11 @@ class HoldsLayout(nn.Module):
         self._place_layout()
         return self
 
-    def layout_for(self, length: int, batch: int | None = None, way_out: str = "") -> BlockLayout | None:
+    def layout_for(self, length: int, batch: int | None = None, hint: str = "") -> BlockLayout | None:
         """The layout for `length` queries; TypeError if a function returns None, which would mean every pair.
 
         batch    of the input, for the check that its axes are not swapped; None for no check
-        way_out  advice at the end of the error message if they seem swapped (batch equals the length of the layout)
+        hint  advice at the end of the error message if they seem swapped (batch equals the length of the layout)
         """
         layout = self.layout
         if layout is None:
@@ -42,7 +42,7 @@ class HoldsLayout(nn.Module):
             if layout.q_len != length and layout.q_len == batch:
                 raise ValueError(
                     f"layout describes {layout.q_len} queries, but the input has a batch of {batch} and a length of "
-                    f"{length}: it {way_out}"
+                    f"{length}: it {hint}"
                 )
             return layout
         made: Any = layout(length)

@@ -7,7 +7,7 @@ from einops import repeat
 from torch import Tensor, nn
 
 from .. import validation
-from ..blocks.checks import switch
+from ..blocks.checks import boolean
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
@@ -72,7 +72,7 @@ def mixture_of_block_attention(
     raises      TypeError, ValueError
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
-    Without by_group, or with at most 2 query heads per key head, a call on a GPU takes one bit of memory per pair and
+    Without by_group, or with at most 2 query heads per KV head, a call on a GPU takes one bit of memory per pair and
     head. Without by_group, it takes the time of all blocks that 64 neighboring tokens select; see `selected_attention`.
     torch.compile calls this function outside of its graphs (a graph break).
 
@@ -87,7 +87,7 @@ def mixture_of_block_attention(
     validation.check(q, k, v, None, False, scale, None, 0.0, None, deterministic, validation.autocast_dtype(q))
     positive_int("k_blocks", k_blocks)
     check_block_size(block_size)
-    switch(by_group, "by_group")
+    boolean(by_group, "by_group")
     q_start = k.shape[2] - q.shape[2]
     if q_start < 0:
         raise ValueError(f"q must be the last tokens of k, got {q.shape[2]} tokens, and {k.shape[2]} of k")
@@ -134,7 +134,7 @@ class MixtureOfBlockAttention(nn.Module):
         super().__init__()
         self.k_blocks = positive_int("k_blocks", k_blocks)
         check_block_size(block_size)
-        self.block_size, self.by_group = block_size, switch(by_group, "by_group")
+        self.block_size, self.by_group = block_size, boolean(by_group, "by_group")
         self.projections = SelfAttention(
             embed_dim, num_heads, kv_heads=kv_heads, causal=True, rope=rope, head_dim=head_dim
         )

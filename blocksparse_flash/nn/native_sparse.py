@@ -179,7 +179,7 @@ def native_sparse_attention(
                 from i * stride on
     selected, window  k (batch, kv_heads, length, head_dim) and v (batch, kv_heads, length, v_head_dim)
     gates       (batch, heads, length, 3): weights of the compressed, selected and window branches
-    n_blocks    blocks selected for each query and key head, including `always`; all if there are fewer
+    n_blocks    blocks selected for each query and KV head, including `always`; all if there are fewer
     block_size  tokens of a selected block: 16, 32, 64 or a multiple of 128, and a multiple of stride
     compressed_size, stride  tokens of a compressed block, a multiple of stride; tokens from one start to the next
     window_size  tokens of the window, the query's own included
@@ -208,13 +208,13 @@ def native_sparse_attention(
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
     length = q.shape[2]
-    (few_k, few_v), (k, v), near = branches.values()
+    (compressed_k, compressed_v), (k, v), near = branches.values()
     # keys that no query sees yet have no layout
-    layout = compressed_layout(length, compressed_size, stride) if few_k.shape[2] else None
-    coarse, lse = attention_with_lse(q, few_k, few_v, layout, scale=scale)
+    layout = compressed_layout(length, compressed_size, stride) if compressed_k.shape[2] else None
+    coarse, lse = attention_with_lse(q, compressed_k, compressed_v, layout, scale=scale)
     indices = most_important_blocks(
         q.detach(),
-        few_k.detach().to(q.dtype),
+        compressed_k.detach().to(q.dtype),
         lse.detach(),
         n_blocks=n_blocks,
         block_size=block_size,
@@ -380,18 +380,19 @@ class NativeSparseAttention(nn.Module):
         self.heads.check_input(x)
         d, length = self.heads.head_dim, x.shape[1]
         q = rearrange(self.q(x), "batch length (heads d) -> batch heads length d", d=d)
-        few_k, few_v, k, v, near_k, near_v = rearrange(
+        compressed_k, compressed_v, k, v, window_k, window_v = rearrange(
             self.kv(x), "batch length (branch heads d) -> branch batch heads length d", branch=6, d=d
         ).unbind(0)
-        few_k, few_v = self.compress_k(few_k), self.compress_v(few_v)
+        compressed_k, compressed_v = self.compress_k(compressed_k), self.compress_v(compressed_v)
         if self.heads.rope is not None:
             positions = torch.arange(length, device=x.device)
             table = rotary_table(positions, self.heads.rope, d)
-            q, k, near_k = (rotate(tensor, table) for tensor in (q, k, near_k))
-            starts = positions[: few_k.shape[2]] * self.sizes["stride"]
-            few_k = rotate(few_k, rotary_table(starts, self.heads.rope, d))
+            q, k, window_k = (rotate(tensor, table) for tensor in (q, k, window_k))
+            starts = positions[: compressed_k.shape[2]] * self.sizes["stride"]
+            compressed_k = rotate(compressed_k, rotary_table(starts, self.heads.rope, d))
         gates = rearrange(self.gates(x).sigmoid(), "batch length (heads branch) -> batch heads length branch", branch=3)
-        out = native_sparse_attention(q, (few_k, few_v), (k, v), (near_k, near_v), gates, **self.sizes)
+        compressed, window = (compressed_k, compressed_v), (window_k, window_v)
+        out = native_sparse_attention(q, compressed, (k, v), window, gates, **self.sizes)
         return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
 
     def extra_repr(self) -> str:

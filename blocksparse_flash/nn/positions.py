@@ -52,7 +52,7 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     if coordinates.dim() != 2 or not coordinates.shape[1] or head_dim % (2 * coordinates.shape[1]):
         raise ValueError(
             "positions must have shape (length,) or (length, axes), with a head_dim that is a multiple of 2 * axes, "
-            f"since each axis turns pairs of features, got {tuple(positions.shape)} and head_dim={head_dim}"
+            f"since each axis rotates pairs of features, got {tuple(positions.shape)} and head_dim={head_dim}"
         )
     n_pairs, axes = head_dim // 2, coordinates.shape[1]
     exponents = torch.arange(n_pairs // axes, device=coordinates.device, dtype=torch.float32) * (axes / n_pairs)

@@ -1,4 +1,4 @@
-"""Attention to blocks that a small indexer selects for each query and key head, and the indexer's loss."""
+"""Attention to blocks that a small indexer selects for each query and KV head, and the indexer's loss."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import validation
-from ..blocks.checks import switch
+from ..blocks.checks import boolean
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
 from .layers import SelfAttention
-from .positions import RotaryTable, rotary_table, rotate
+from .positions import rotary_table, rotate
 
 # scores of tokens in memory at a time, for all heads of the indexer: 128 MB in half precision
 SCORES_OF_CHUNK = 1 << 26
@@ -65,7 +65,7 @@ def shared_index_attention(
 
     q           (batch, heads, length, head_dim)
     k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
-    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each key head, or one for all
+    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each KV head, or one for all
     index_k     (batch, 1, length, index_dim), shared by the index heads
     k_blocks    blocks for each query, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
@@ -96,7 +96,7 @@ def shared_index_attention(
     validation.check(q, k, v, None, False, scale, None, 0.0, None, None, validation.autocast_dtype(q))
     positive_int("k_blocks", k_blocks)
     check_block_size(block_size)
-    switch(with_loss, "with_loss")
+    boolean(with_loss, "with_loss")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
     _check_index(index_q, index_k, q, k)
@@ -114,9 +114,9 @@ def shared_index_attention(
     keys = index_k.expand(-1, kv_heads, -1, -1).contiguous()
     means = selected_attention(q.detach(), k.detach(), keys.to(k.dtype), indices, block_size=block_size, scale=scale)
     means = means.unflatten(1, (index_heads, heads // index_heads)).to(lse.dtype).mean(2)
-    # 0 of no queries
-    entropy = lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)
-    return out, entropy.sum() / max(1, entropy.numel())
+    # 0 without queries
+    cross_entropy = lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)
+    return out, cross_entropy.sum() / max(1, cross_entropy.numel())
 
 
 def _check_index(index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor) -> None:
@@ -176,7 +176,7 @@ class SharedIndexAttention(nn.Module):
         )
         self.index_dim = self.projections.head_dim if index_dim is None else positive_int("index_dim", index_dim)
         if rope is not None and self.index_dim % 2:
-            raise ValueError(f"rope turns features in pairs, so index_dim must be even, got {self.index_dim}")
+            raise ValueError(f"rope rotates pairs of features, so index_dim must be even, got {self.index_dim}")
         self.index = nn.Linear(embed_dim, (self.projections.kv_heads + 1) * self.index_dim, bias=False)
 
     def forward(self, x: Tensor, with_loss: bool | None = None) -> tuple[Tensor, Tensor | None]:
@@ -184,7 +184,6 @@ class SharedIndexAttention(nn.Module):
 
         with_loss  None: with the loss in training mode; without it, the loss is None
         """
-        table: RotaryTable | None = None
         q, k, v = self.projections.project(x)
         index = rearrange(self.index(x.detach()), "batch length (heads d) -> batch heads length d", d=self.index_dim)
         if self.projections.rope is not None:
@@ -199,7 +198,7 @@ class SharedIndexAttention(nn.Module):
             index[:, -1:],
             k_blocks=self.k_blocks,
             block_size=self.block_size,
-            with_loss=self.training if with_loss is None else switch(with_loss, "with_loss"),
+            with_loss=self.training if with_loss is None else boolean(with_loss, "with_loss"),
         )
         return self.projections.unite(out), loss
 

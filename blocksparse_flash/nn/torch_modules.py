@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..blocks.checks import switch
+from ..blocks.checks import boolean
 from ..functional import attention
 from .arguments import Layout, check_tensor, checked_layout, probability
 from .layout_buffers import HoldsLayout
@@ -74,7 +74,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
                 raise ValueError(f"{name} must be False, got {value!r}: it adds a key that is not in the layout")
         probability("dropout", dropout, below_one=True)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
-        self.layout, self.causal = checked_layout(layout), switch(causal, "causal")
+        self.layout, self.causal = checked_layout(layout), boolean(causal, "causal")
         self._is_packed = self._qkv_same_embed_dim
         # False keeps torch's encoders from their fused path, which would compute dense attention
         self._qkv_same_embed_dim = False
@@ -126,7 +126,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
                 "BlockLayout.from_dense(~attn_mask, block_size=64), and give it to the constructor"
             )
         if key_padding_mask is not None and kv_lengths is not None:
-            raise ValueError("key_padding_mask and kv_lengths say the same: give one of them")
+            raise ValueError("key_padding_mask and kv_lengths describe the same padding: give one of them")
         for name, given in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, given)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):

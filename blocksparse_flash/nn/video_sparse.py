@@ -96,8 +96,8 @@ class VideoSparseAttention(nn.Module):
     kv_heads, rope, head_dim  as SelfAttention
     raises     TypeError, ValueError
 
-    A block holds the tokens of one cube. Where an axis of the grid is no multiple of the cube's side, cubes at its end
-    are smaller, and blocks hold tokens of several neighboring cubes.
+    A block holds the tokens of one cube. Where an axis of the grid is not a multiple of the cube's side, cubes at its
+    end are smaller, and blocks hold tokens of several neighboring cubes.
 
     The gate of the coarse branch is a linear function of the input that starts at zero. A new layer therefore computes
     sparse attention alone, and the weights of a dense layer, a SelfAttention, can be loaded into `projections`.

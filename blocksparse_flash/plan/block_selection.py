@@ -24,15 +24,16 @@ from ..runtime import tracing
 
 # blocks per tile up to which all possible bitmasks are made in advance: 2^4 patterns
 FEW = 4
-# rows of 128 tokens (a million tokens) or larger blocks, and cols, up to which kernels mark blocks as bits: a program
-# holds all cols of a row, and the kernels visit every tile of the grid, stored or not
+# the kernels mark blocks as bits only up to this many block rows (of 128 tokens or more: a million tokens) and block
+# cols: a program holds all cols of a row, and the kernels visit every tile of the grid, stored or not
 MOST_LINES = 8192
 # rows of 128 tokens or block cols of all batches and heads together: each program sums the counts of all programs
 # before it, and offsets are 32-bit
 MOST_OF_ALL_AXES = 1 << 20
 # block rows of all batches and heads together
 MOST_ROWS = 1 << 22
-# words of bits allowed per row: always (they are few beside its scores), and per entry, which takes as much in a plan
+# bit words allowed per row: FREE_WORDS (few beside the row's scores) plus WORDS_OF_ENTRY per selected entry (an entry
+# takes as much in a plan)
 FREE_WORDS, WORDS_OF_ENTRY = 64, 4
 # int32 words of the bitmasks of a plan; their offsets are 32-bit
 MOST_WORDS = (1 << 31) - (1 << 12)
@@ -64,12 +65,12 @@ def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
     if not isinstance(values, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(values).__name__}; "
-            f"torch.tensor({name}) makes one of nested lists"
+            f"torch.tensor({name}) makes one from nested lists"
         )
     checks.check_in_memory(values, name)
     if values.dtype not in (INTEGERS if kind == "integers" else FLOATS):
-        way_out = "int64" if kind == "integers" else "float32"
-        raise ValueError(f"{name} must be {kind}, got {values.dtype}; {name}.to(torch.{way_out}) makes them")
+        hint = "int64" if kind == "integers" else "float32"
+        raise ValueError(f"{name} must be {kind}, got {values.dtype}; {name}.to(torch.{hint}) makes them")
     last, size = ("k", None) if kind == "integers" else (f"n_cols = {frame.n_cols}", frame.n_cols)
     if (
         values.ndim != 4
@@ -119,7 +120,7 @@ def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
         raise ValueError(f"indptr must give each row of this selection at most k = {k} blocks, got {int(counts.max())}")
     unused = indices[int(counts.sum()) :]
     if unused.any():
-        raise ValueError(f"indices must be 0 behind the last block, {len(indices) - len(unused)}, got {unused.max()}")
+        raise ValueError(f"indices must be 0 after the last block, {len(indices) - len(unused)}, got {unused.max()}")
     if (ids != FULL).any():
         where = int((ids != FULL).argmax())
         raise ValueError(f"bitmask_ids must be -1 (full) for selected blocks, got {ids[where]} at {where}")
@@ -141,7 +142,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
     return (
         tensor.is_cuda
         and not tracing.has_observers()
-        and type(tensor) in tracing.PLAIN
+        and type(tensor) in tracing.PLAIN_TYPES
         and tracing.runs_triton(tensor.device.index)
     )
 
@@ -182,11 +183,8 @@ def by_indices(indices: Tensor, frame: Frame) -> Selection:
 def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selection:
     """The layout of the cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
     if checks.integer(k, "k") < 1:
-        raise ValueError(f"k must be at least 1 col a row, got {k}")
-    if causal is not True and causal is not False:
-        raise TypeError(
-            f"causal must be True or False, got {causal!r} ({type(causal).__name__}); bool(causal) makes one"
-        )
+        raise ValueError(f"k must be at least 1 col per row, got {k}")
+    checks.boolean(causal, "causal")
     k = min(k, frame.n_cols)
     if not _has_kernels(scores, frame, k):
         return Selection(*sorted_rows(highest(scores, frame, k, causal=causal), frame.n_cols), None)

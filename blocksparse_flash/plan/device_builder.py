@@ -22,7 +22,7 @@ WORTH_SENDING = 1 << 11
 
 
 def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool:
-    """Whether the kernels can build the plan, and faster: of at least WORTH_SENDING full blocks of 128 x 128."""
+    """Whether the kernels can build the plan and are faster: at least WORTH_SENDING full blocks of 128 x 128."""
     if device.type != "cuda" or n_bitmasks or nnz < WORTH_SENDING or frame.block_size != (TILE, TILE):
         return False
     n_rows, n_cols, batch_heads = frame.n_rows, frame.n_cols, frame.batch_heads

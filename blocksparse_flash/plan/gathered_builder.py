@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..blocks.block_list import FULL, Array, BlockList, Frame, edge_kinds, existing, regroup
+from ..blocks.block_list import FULL, Array, BlockList, Frame, edge_kinds, in_bounds_bitmasks, regroup
 from ..blocks.set_operations import transpose
 from ..blocks.transfer import may_pin, sent, views, zeros
 from ..plan_format import FINE_TILE, PIECE, PIECES, RECORD, Plan, list_lengths, with_dynamic_lengths
@@ -73,7 +73,7 @@ def _direction(found: BlockList, frame: Frame) -> Direction:
     kinds = edge_kinds(keys, tiles)
     is_partial = (ids != FULL) | (kinds > 0)
     ids = 1 + np.where(ids == FULL, len(bitmasks) + kinds, ids)
-    words = np.concatenate([bitmasks, existing(tiles)])[:, :, 0]
+    words = np.concatenate([bitmasks, in_bounds_bitmasks(tiles)])[:, :, 0]
     n_lines = tiles.batch_heads * tiles.n_rows
     steps = -(-np.bincount(line, minlength=n_lines) // PIECES)
     # first tiles of the steps of neighbors, which are aligned like tiles of 64 x 64

@@ -35,8 +35,8 @@ WORTH = 0.75
 # time to gather 128 tokens of a head, k and v or q and out, in units of the forward time of a 128 x 128 tile: 128 KB at
 # 4.3 TB/s take 30 ns, 8.4 MFLOP at 600 TFLOP/s 14 ns (H200, head_dim 128). The ratio is about the same in the backward
 GATHER_TILES = 2.0
-# no other order is tried if that of the keys costs less than this many times its minimum: its pairs in full tiles, and
-# gathering its keys
+# if the order of the keys costs less than ENOUGH times its lower bound (its pairs in full tiles, plus gathering its
+# keys), no other order is tried
 ENOUGH = 1.5
 # tile rows below which gathering takes longer than it can save
 FEWEST_ROWS = 3
@@ -117,7 +117,7 @@ def find(found: BlockList, frame: Frame, n_groups: int) -> Orders | None:
     """The orders in which a layout is fastest, or None if that is its own.
 
     found     canonical, in blocks of 128 x 128
-    n_groups  number of key heads, if heads of the layout differ: query heads of a group share their keys
+    n_groups  number of KV heads, if heads of the layout differ: query heads of a group share their keys
     """
     n_groups = n_groups if frame.heads > 1 else 1
     size = frame.heads // n_groups
@@ -368,7 +368,7 @@ def _n_read_by(bitmasks: Array, ids: Array, stays: Array) -> Array:
 def periodic(blocks: BlockList, frame: Frame) -> Iterator[tuple[Array, Array]]:
     """Orders of (queries, keys) that make tokens at distance `period` neighbors, if they look faster; one at most.
 
-    A tile has `near` consecutive tokens of each of 128 / near periods. Queries and keys are aligned at their ends, as
+    A tile has `near` consecutive tokens of each of 128 / near periods. Queries and keys are aligned bottom-right, as
     in a causal mask.
     """
     period = period_of(blocks, frame)
@@ -433,8 +433,8 @@ def period_of(blocks: BlockList, frame: Frame) -> int:
     periods = []
     for query in queries:
         reads = _read_by(blocks, frame, query[None])
-        for batch_head in reads:
-            starts = np.flatnonzero(batch_head & ~np.append(False, batch_head[:-1]))
+        for keys_read in reads:
+            starts = np.flatnonzero(keys_read & ~np.append(False, keys_read[:-1]))
             steps = np.diff(starts)
             if len(steps) < 4:
                 return 0

@@ -3,8 +3,8 @@
 Triton's launcher expands each argument (a descriptor becomes a tensor map, sizes and strides) and passes them to a
 compiled function. Here it expands them once; later launches call that function with other addresses in the same slots.
 
-launch.py decides what repeats what. This relies on internals of the launchers of Triton 3.6 to 3.9. Any other launcher
-is called the usual way.
+launch.py decides which launches may be repeated. This relies on internals of the launchers of Triton 3.6 to 3.9. Any
+other launcher is called the usual way.
 """
 
 from __future__ import annotations

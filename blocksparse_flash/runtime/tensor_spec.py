@@ -63,7 +63,7 @@ def is_tma_loadable(tensor: torch.Tensor) -> bool:
     """
     if tensor.stride(-1) != 1:
         return False
-    if torch.compiler.is_compiling() or not tracing.has_numbers(tensor):
+    if torch.compiler.is_compiling() or not tracing.has_values(tensor):
         return tma_can_load(tensor.element_size(), tensor.shape, tensor.stride(), True)
     is_aligned = tensor.data_ptr() % ALIGNMENT == 0
     return _tma_can_load(tensor.element_size(), tensor.shape, tensor.stride(), is_aligned)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = nullcontext()
 
 
@@ -36,10 +36,10 @@ def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *othe
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return (
         not has_observers()
-        and all(type(other) in PLAIN or not isinstance(other, torch.Tensor) for other in others)
-        and type(q) in PLAIN
-        and type(k) in PLAIN
-        and type(v) in PLAIN
+        and all(type(other) in PLAIN_TYPES or not isinstance(other, torch.Tensor) for other in others)
+        and type(q) in PLAIN_TYPES
+        and type(k) in PLAIN_TYPES
+        and type(v) in PLAIN_TYPES
         and not q.is_meta
         and q.layout is k.layout is v.layout is torch.strided
         and not (q.is_nested or k.is_nested or v.is_nested)
@@ -60,7 +60,7 @@ def unsupported_tensor(name: str, tensor: torch.Tensor) -> tuple[str, str] | Non
         return "a nested tensor", f"torch.nested.to_padded_tensor({name}, 0.0) makes one"
     if tensor.layout is not torch.strided:
         return f"a {tensor.layout} tensor", f"{name}.to_dense() makes one"
-    if type(tensor) in PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         return None
     # only if already imported: the import takes 5 s
     if "torch.distributed.tensor" in sys.modules:
@@ -83,7 +83,7 @@ def mixes_fake_and_real(tensor: torch.Tensor, q: torch.Tensor) -> bool:
     return (a is None) != (b is None) and not (a or b).allow_non_fake_inputs
 
 
-def has_numbers(tensor: torch.Tensor) -> bool:
+def has_values(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be read now.
 
     False while a compiler, FakeTensorMode, make_fx or AOTAutograd traces, and for fake and torch.func-wrapped tensors.
@@ -103,7 +103,7 @@ def _is_traced() -> bool:
 
 def _fake_mode(tensor: torch.Tensor) -> Any:
     """The mode of a fake tensor, or None; a fake tensor can be used outside its mode."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         return None
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -128,7 +128,7 @@ def as_graph_constants(tensors: Iterable[torch.Tensor], like: torch.Tensor) -> l
         return found
     with mode or _NOTHING:
         # as PyTorch does for torch.tensor
-        return [torch.ops.aten.lift_fresh(tensor) if type(tensor) in PLAIN else tensor for tensor in found]
+        return [torch.ops.aten.lift_fresh(tensor) if type(tensor) in PLAIN_TYPES else tensor for tensor in found]
 
 
 def outside_transforms(tensor: torch.Tensor | None = None) -> AbstractContextManager[None]:
@@ -152,7 +152,7 @@ def _outside(tensor: torch.Tensor | None) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         if tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             stack.enter_context(torch._C._DisableFuncTorch())
-        if (tensor is None or type(tensor) in PLAIN) and _is_traced():
+        if (tensor is None or type(tensor) in PLAIN_TYPES) and _is_traced():
             stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         yield
 
@@ -198,7 +198,7 @@ def is_without_autocast(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not torch._C._is_any_autocast_enabled()
 
 
-def is_current(tensor: torch.Tensor) -> bool:
+def is_on_current_device(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on the current GPU or on no GPU; a third of the time of `on_device`."""
     # CUDA is initialized, since the tensor exists; torch.cuda.current_device would check that first
     return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()

@@ -76,11 +76,11 @@ def test_packing_puts_key_0_in_the_lowest_bit(block_kv: int, seed: int) -> None:
 def test_existing_pairs_are_those_inside_the_lengths(problem: Problem) -> None:
     frame, (block_q, block_kv) = framed(problem.mask, problem.block_size), problem.block_size
     keys = np.arange(frame.n_blocks)
-    exists = block_list.unpack(block_list.existing(frame), block_kv)[block_list.edge_kinds(keys, frame)]
+    exists = block_list.unpack(block_list.in_bounds_bitmasks(frame), block_kv)[block_list.edge_kinds(keys, frame)]
     _, rows, cols = (index[:, None, None] for index in frame.positions(keys))
     q_pos, kv_pos = rows * block_q + np.arange(block_q)[:, None], cols * block_kv + np.arange(block_kv)
     np.testing.assert_array_equal(exists, (q_pos < frame.q_len) & (kv_pos < frame.kv_len))
-    interior, last_col, last_row, corner = block_list.existing(frame)
+    interior, last_col, last_row, corner = block_list.in_bounds_bitmasks(frame)
     if frame.q_len % block_q == 0:
         assert np.array_equal(interior, last_row) and np.array_equal(last_col, corner)
     if frame.kv_len % block_kv == 0:
@@ -261,11 +261,12 @@ def test_ranges_lie_one_after_another(pairs: list[tuple[int, int]]) -> None:
     np.testing.assert_array_equal(block_list.ranges(starts, counts), np.array(expected, np.int64))
 
 
-def test_settling_drops_what_is_empty_and_fills_what_is_full() -> None:
-    exists = block_list.existing(Frame(1, 1, 20, 20, (16, 16)))
+def test_empty_and_full_bitmasks_are_not_stored() -> None:
+    exists = block_list.in_bounds_bitmasks(Frame(1, 1, 20, 20, (16, 16)))
     words = np.stack([exists[0] * 0, exists[0], exists[1], exists[1]])
     # bits that are full at the edge, and the same bits in an interior block
-    found = block_list.settle(np.arange(5), np.array([0, 1, 2, 3, EMPTY]), words, np.array([0, 0, 1, 0]), exists)
+    ids, kinds = np.array([0, 1, 2, 3, EMPTY]), np.array([0, 0, 1, 0])
+    found = block_list.canonical_from_bitmasks(np.arange(5), ids, words, kinds, exists)
     assert found.keys.tolist() == [1, 2, 3]
     assert found.ids.tolist() == [FULL, FULL, 0]
     np.testing.assert_array_equal(found.bitmasks, exists[1:2])

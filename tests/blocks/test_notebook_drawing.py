@@ -17,7 +17,7 @@ from blocksparse_flash.blocks import drawing
 from tests.support.dense_masks import Problem, problems
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
-KINDS = {drawing._COLOURS[kind]: kind for kind in range(3)}
+KINDS = {drawing._COLORS[kind]: kind for kind in range(3)}
 
 
 def squares(svg: str) -> np.ndarray:

@@ -221,7 +221,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "order-again": (
         lambda: _GOOD.permute([5, *_BACKWARDS[:-1]]),
         ValueError,
-        "q_order must name every token once, but token 5 comes again",
+        "q_order must list each token once, but token 5 is repeated",
     ),
     "order-negative": (
         lambda: _GOOD.permute([-1, *_BACKWARDS[1:]]),

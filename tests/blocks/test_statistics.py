@@ -102,7 +102,7 @@ def test_mixing_is_that_of_the_worst_batch(case: cases.Case) -> None:
 
 
 def ring(n_blocks: int, *far: int) -> BlockLayout:
-    """Each block joined to itself, its neighbours and those `far` away, on a ring."""
+    """Each block joined to itself, its neighbors and those `far` away, on a ring."""
     rows = np.arange(n_blocks)
     cols = np.concatenate([(rows + step) % n_blocks for step in sorted({0, 1, -1, *far})])
     return BlockLayout.from_blocks(

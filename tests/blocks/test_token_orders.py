@@ -1,4 +1,4 @@
-"""Token orders are permutations that keep neighbours together."""
+"""Token orders are permutations that keep neighbors together."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_other_types_are_not_packed() -> None:
         transfer.pack([torch.zeros(2, dtype=torch.int64)])
 
 
-def test_arrays_are_sent_one_right_behind_the_other() -> None:
+def test_arrays_are_sent_one_right_after_the_other() -> None:
     arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros(0, np.int32), np.array([7], np.int32)]
     assert transfer.sent_flat(arrays, torch.device("cpu")).tolist() == [0, 1, 2, 3, 4, 5, 7]
 

@@ -50,7 +50,7 @@ def test_long_messages_are_split_by_divisors_of_the_heads() -> None:
     assert time_model.best_chunks(small, call, 16) == 1 < time_model.best_chunks(small, call._replace(batch=128), 16)
 
 
-# (name, tokens, key heads, exchange, all-gather): ms of a step on four GPUs
+# (name, tokens, KV heads, exchange, all-gather): ms of a step on four GPUs
 MEASURED = [
     ("butterfly", 262144, 16, 14.690, 22.561),
     ("random", 262144, 16, 123.487, 127.305),
@@ -99,7 +99,7 @@ def test_ulysses_takes_about_what_was_measured(name: str, measured: float) -> No
     ],
 )  # fmt: skip
 def test_ulysses_is_chosen_where_most_keys_are_needed(name: str, length: int, kv_heads: int, scheme: str) -> None:
-    """With a key head per query head, and direct messages, which shards with gaps do not allow."""
+    """With a KV head per query head, and direct messages, which shards with gaps do not allow."""
     assert costs_of(name, length, kv_heads, 4).scheme == scheme
     (pattern,) = (pattern for pattern in patterns(length) if pattern.name == name)
     with_gaps = np.arange(length // 128) % 4
@@ -120,12 +120,12 @@ def cells() -> Any:
 
 @pytest.fixture
 def measured(cells: Any) -> list[Any]:
-    """Rows of the cells, which begin with the number of GPUs, the length, the key heads and the pattern."""
+    """Rows of the cells, which begin with the number of GPUs, the length, the KV heads and the pattern."""
     return [*cells.itertuples(index=False)]
 
 
 def test_auto_takes_what_was_fastest_or_nearly(cells: Any, measured: list[Any]) -> None:
-    """The fastest in 26 of 32 cells; the largest loss is 12.7 % (bigbird, 65,536 tokens, 4 key heads, 4 GPUs)."""
+    """The fastest in 26 of 32 cells; the largest loss is 12.7 % (bigbird, 65,536 tokens, 4 KV heads, 4 GPUs)."""
     print(context_choices.report(cells))
     losses = sorted(cell.loss for cell in measured)
     assert sum(cell.chosen == cell.best for cell in measured) == 26
@@ -136,9 +136,9 @@ def test_auto_takes_what_was_fastest_or_nearly(cells: Any, measured: list[Any]) 
 
 
 def test_the_speed_up_is_about_what_was_measured(measured: list[Any]) -> None:
-    """Below 1 only where measured below 1: bigbird of 16 key heads on two GPUs. At most 23 % off.
+    """Below 1 only where measured below 1: bigbird of 16 KV heads on two GPUs. At most 23 % off.
 
-    Except bigbird of 4 key heads on two GPUs, up to 32 % off: its kernels did not yet split long rows.
+    Except bigbird of 4 KV heads on two GPUs, up to 32 % off: its kernels did not yet split long rows.
     """
     slower = {cell[:4] for cell in measured if cell.speedup < 1}
     assert slower == {(2, 65536, 16, "bigbird"), (2, 262144, 16, "bigbird")}
@@ -160,10 +160,10 @@ def test_what_was_never_timed_is_not_predicted(scheme: str) -> None:
 
 def test_other_machines_are_not_predicted() -> None:
     here = (time_model.GPU, "host")
-    assert not time_model.unfitted([here] * 2) and not time_model.unfitted([here] * 4)
-    assert "not to 8" in time_model.unfitted([here] * 8)
-    assert "not to a link between 2 hosts" in time_model.unfitted([here, (time_model.GPU, "other")])
-    assert "not to NVIDIA H100 80GB HBM3" in time_model.unfitted([here, ("NVIDIA H100 80GB HBM3", "host")])
+    assert not time_model.no_prediction_reason([here] * 2) and not time_model.no_prediction_reason([here] * 4)
+    assert "not to 8" in time_model.no_prediction_reason([here] * 8)
+    assert "not to a link between 2 hosts" in time_model.no_prediction_reason([here, (time_model.GPU, "other")])
+    assert "not to NVIDIA H100 80GB HBM3" in time_model.no_prediction_reason([here, ("NVIDIA H100 80GB HBM3", "host")])
 
 
 def test_a_name_is_obeyed() -> None:

@@ -107,7 +107,7 @@ def test_balance_has_the_longest_and_the_mean_line() -> None:
     layout = BlockLayout.from_blocks([0] * 8 + [*range(1, 8)], [*range(8), *range(1, 8)], 1024, 1024, block_size=128)
     q, k = torch.zeros(1, 4, 1024, 16), torch.zeros(1, 2, 1024, 16)
     balance = explain(q, k, k, layout).balance
-    # a key head iterates over a tile column for both of its query heads: two tiles in the first column, four in others
+    # a KV head iterates over a tile column for both of its query heads: two tiles in the first column, four in others
     assert balance == cost.Balance(8, 15 / 8, 4, 2 * 15 / 8, None, None, None)
 
 
@@ -263,7 +263,7 @@ ADVICE = {
         (1, 16, 2048, 128), layout=masks.causal(2048), causal=True, dtype=torch.float32
     ),
     "head_dim 80 is computed as 128: 38%": lambda: call((1, 16, 2048, 80)),
-    "rows of q and k and v are no multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
+    "rows of q and k and v are not a multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
     "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
     "8 blocks of 128 queries leave some of 132 SMs idle": lambda: call((1, 2, 512, 64)),
     "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),

@@ -184,18 +184,15 @@ def sides(rows: list[int], cols: list[int], partial: int = 0) -> Sides:
 def test_a_direction_is_the_sum_of_its_parts() -> None:
     # 1 kB a nanosecond. rows: 8 programs of 1 + 3 tiles on 4 SMs, 2 us a tile: 2 waves of 8 us
     # cols: 8 programs of 1 + 6 / 2 tiles, 6 us a tile: 2 waves of 24 us
-    assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=0, passes=5_000_000) == pytest.approx(
-        1e-3 * (7.0 + 5.0 + 2 * 8 + 2 * 24)
-    )
+    took = prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, main_bytes=0, extra_bytes=5_000_000)
+    assert took == pytest.approx(1e-3 * (7.0 + 5.0 + 2 * 8 + 2 * 24))
     # masking costs half a tile each: rows 2 of 3, cols 2 of 6
-    assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4, 2), DEVICE, beside=0, passes=0) == pytest.approx(
-        1e-3 * (7.0 + 2 * 10 + 2 * 27)
-    )
+    took = prediction.direction_ms(RATES, sides([3] * 8, [6] * 4, 2), DEVICE, main_bytes=0, extra_bytes=0)
+    assert took == pytest.approx(1e-3 * (7.0 + 2 * 10 + 2 * 27))
     # these bytes take longer than the tiles
-    assert prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, beside=10**9, passes=0) == pytest.approx(
-        1e-3 * (7.0 + 1e6 * 1e-3)
-    )
-    assert prediction.direction_ms(RATES, sides([], []), DEVICE, beside=0, passes=0) == pytest.approx(7e-3)
+    took = prediction.direction_ms(RATES, sides([3] * 8, [6] * 4), DEVICE, main_bytes=10**9, extra_bytes=0)
+    assert took == pytest.approx(1e-3 * (7.0 + 1e6 * 1e-3))
+    assert prediction.direction_ms(RATES, sides([], []), DEVICE, main_bytes=0, extra_bytes=0) == pytest.approx(7e-3)
 
 
 def test_a_lone_program_is_slower_per_tile() -> None:
@@ -340,7 +337,7 @@ def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     calibrate.main(["--lines", str(tmp_path / "lines.jsonl"), "--out", str(out)])
     (found,) = prediction.from_json(out.read_text(encoding="utf-8"))
     assert (found.backend, found.head_dim, found.direction, found.n_lines) == ("triton", 128, "fwd", 2)
-    assert found.worst_error < 0.02 and "worst unseen" in capsys.readouterr().out
+    assert found.worst_error < 0.02 and "worst in cross-validation" in capsys.readouterr().out
     (tmp_path / "none.jsonl").write_text("")
     with pytest.raises(SystemExit, match="no line"):
         calibrate.main(["--lines", str(tmp_path / "none.jsonl"), "--out", str(out)])

@@ -226,7 +226,7 @@ def rows(indptr: list[int], indices: list[int], **options: Any) -> BlockLayout:
         (
             lambda: rows([0, 2, 2], [1, 1]),
             ValueError,
-            r"indices must name every block once, but block \(row 0, col 1\) comes again",
+            r"indices must list each block once, but block \(row 0, col 1\) is repeated",
         ),
         (lambda: rows([0, 1, 1], [0], block_size=1), ValueError, "block_size must be a multiple of 16"),
         (

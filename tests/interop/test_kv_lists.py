@@ -304,12 +304,12 @@ def int32(values: Any) -> torch.Tensor:
             {"kv_indices": int32([[[[0, 0], [2, 0]]]])},
             "kv_num_blocks, kv_indices cols must be in 0 .. n_cols - 1 = 1, got 2",
         ),
-        ({"kv_num_blocks": int32([[[2, 1]]])}, r"must name every block once, but block \(row 0, col 0\) comes again"),
+        ({"kv_num_blocks": int32([[[2, 1]]])}, r"must list each block once, but block \(row 0, col 0\) is repeated"),
         (
             {"full_kv_num_blocks": int32([[[1, 1]]])},
             r"both name block \(row 0, col 0\): kernels would count its keys twice",
         ),
-        ({"mask_mod": lambda b, h, q, kv: q - kv}, "fn must give a bool tensor"),
+        ({"mask_mod": lambda b, h, q, kv: q - kv}, "fn must return a bool tensor"),
         (
             {"kv_num_blocks": torch.tensor([[[1.0, 1.0]]])},
             "kv_num_blocks, kv_indices must be integers, got torch.float32",
@@ -368,7 +368,7 @@ def test_wrong_types_are_refused() -> None:
         from_flash_attention_4(3, 128, 128)
     with pytest.raises(TypeError, match="must be torch tensors, got list"):
         from_flash_attention_4(BlockSparseTensors([[[0]]], [[[[0]]]], block_size=(64, 64)), 64, 64)
-    with pytest.raises(ValueError, match=r"mask_mod must be given.*batch and heads are what it is evaluated for"):
+    with pytest.raises(ValueError, match=r"mask_mod must be given.*batch= and heads= only apply to mask_mod"):
         none = BlockSparseTensors(int32([[[0]]]), int32([[[[0]]]]), block_size=(64, 64))
         from_flash_attention_4(none, 64, 64, heads=2)
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, without spills and serialised wgmma; needs no GPU (compile_kernels.py).
+"""Every kernel compiles for every architecture, without spills and serialized wgmma; needs no GPU (compile_kernels.py).
 
 One test per kernel, target and Triton version, or a few. Of the tuned configurations for sm90 with the installed
 Triton, `make test` compiles a share for each kernel and `make test-thorough` the others. `make test-compilers` compiles
@@ -34,7 +34,14 @@ OPTIONS = (*TABLES, *ROWS, *SELECTION, *PACKED, "count_kernel", "list_kernel", "
 FINE = ("fine_dkdv_kernel", "fine_dq_kernel", "fine_forward_kernel")
 HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *FINE, "postprocess_kernel")
 # and the portable kernels that backend `hopper` uses, in one launch each
-HOPPER_TABLES = (*HOPPER, "preprocess_kernel", "keys_kernel", "queries_kernel", "merge_rows_kernel", "sum_cols_kernel")
+HOPPER_TABLES = (
+    *HOPPER,
+    "preprocess_kernel",
+    "keys_kernel",
+    "queries_kernel",
+    "combine_rows_kernel",
+    "sum_splits_kernel",
+)
 # (target, Triton version or None for the installed one): kernels.
 # Registers, spills and shared memory of a tuned configuration depend on Triton and on the architecture, so each is
 # compiled with the installed and the older Triton for every architecture. Other options and head dimensions only have
@@ -263,7 +270,7 @@ def faults(record: Record) -> list[str]:
         found.append(f"needs {record['tensor_memory']} columns of tensor memory, the GPU has 512")
     if record["early_arrivals"]:
         found.append(
-            f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have synchronised"
+            f"arrives {record['early_arrivals']} times at an mbarrier before its other warps have synchronized"
         )
     if record["unwritten_registers"]:
         found.append(f"reads {record['unwritten_registers']} unwritten uniform registers")
@@ -273,11 +280,11 @@ def faults(record: Record) -> list[str]:
         # wgmma has 64 rows
         if not record["wgmma"] and call.get("q_len", 64) * call.get("group", 1) >= 64:
             found.append("has matrix products without wgmma")
-        # head_dim 256, kv_lengths and score mods are correct but not tuned: ptxas serialises some of their wgmma
+        # head_dim 256, kv_lengths and score mods are correct but not tuned: ptxas serializes some of their wgmma
         is_tuned = call["head_dim"] <= 128 and not any(map(call.get, ("limited", "scores")))
         is_tuned |= record["kernel"].startswith("hopper")
-        if record["serialised"] and is_tuned:
-            found.append(f"serialises wgmma: {', '.join(record['serialised'])}")
+        if record["serialized"] and is_tuned:
+            found.append(f"serializes wgmma: {', '.join(record['serialized'])}")
         # a good loop issues at least 2 wgmma per wait
         if record["wgmma_waits"] * 2 > record["wgmma"] and call["head_dim"] >= 64:
             found.append(f"waits {record['wgmma_waits']} times for {record['wgmma']} wgmma")
@@ -370,7 +377,7 @@ GOOD = {
     "warps": 8,
     "wgmma": 44,
     "wgmma_waits": 4,
-    "serialised": [],
+    "serialized": [],
     "call": CALL,
 }
 
@@ -390,8 +397,8 @@ GOOD = {
         ({"spills": 4, "kernel": "hopper_forward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
         ({"spills": 565, "kernel": "hopper_backward_kernel", "call": {"head_dim": 64, "dtype": "bfloat16"}}, "spills"),
         (
-            {"serialised": ["C7510"], "kernel": "hopper_forward_kernel", "call": {**CALL, "limited": True}},
-            "serialises",
+            {"serialized": ["C7510"], "kernel": "hopper_forward_kernel", "call": {**CALL, "limited": True}},
+            "serializes",
         ),
         ({"spills": 32, "kernel": "keys_kernel"}, "spills"),
         ({"spills": 33, "kernel": "keys_kernel", "call": {**CALL, "group": 4}}, "spills"),
@@ -403,7 +410,7 @@ GOOD = {
         ({"lost_operands": 8}, "keeps in registers"),
         ({"unwritten_registers": 2}, "unwritten uniform registers"),
         ({"wgmma": 0, "wgmma_waits": 0}, "without wgmma"),
-        ({"serialised": ["C7510"]}, "serialises"),
+        ({"serialized": ["C7510"]}, "serializes"),
         ({"wgmma_waits": 23}, "waits"),
     ],
 )

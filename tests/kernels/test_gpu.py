@@ -1,4 +1,4 @@
-"""GPU tests: offsets past 2^31, memory, bitwise reproducibility, CUDA graphs, no synchronisation.
+"""GPU tests: offsets past 2^31, memory, bitwise reproducibility, CUDA graphs, no synchronization.
 
 On a machine with a GPU, the zoo of layouts (test_zoo.py) and the operators (test_ops.py) run there too.
 """
@@ -302,7 +302,7 @@ def test_a_layout_is_moved_in_one_copy() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_each_plan_is_moved_in_one_copy_without_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_plan_is_moved_in_one_copy_without_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial and full blocks (the GPU lists full ones itself); pinned memory is not reused before its copy has run."""
     monkeypatch.setattr(device_builder, "WORTH_SENDING", 1)
     layouts = []
@@ -334,7 +334,7 @@ def test_each_plan_is_moved_in_one_copy_without_synchronisation(monkeypatch: pyt
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by PyTorch operations, and without synchronisation."""
+    """Not by PyTorch operations, and without synchronization."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("PyTorch operations were used")
@@ -363,7 +363,7 @@ def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("mean_length", [60, 1000])
 def test_a_cuda_graph_captures_packed_documents_and_their_attention(mean_length: int) -> None:
-    """A CUDA graph of layout, plan, forward and backward follows new boundaries, without synchronisation."""
+    """A CUDA graph of layout, plan, forward and backward follows new boundaries, without synchronization."""
     length, n_documents = 3000, 3000 // mean_length
     torch.manual_seed(0)
     q, key, v = (torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
@@ -409,7 +409,7 @@ def test_a_cuda_graph_captures_packed_documents_and_their_attention(mean_length:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_cuda_graph_captures_a_selection_and_its_attention() -> None:
-    """A CUDA graph of selection, plan, forward and backward follows new scores, without synchronisation."""
+    """A CUDA graph of selection, plan, forward and backward follows new scores, without synchronization."""
     length, block_size, k = 1100, 64, 4
     n_rows = -(-length // block_size)
     torch.manual_seed(0)
@@ -590,7 +590,7 @@ def test_decoding_over_131072_keys_is_accurate(q_len: int, case: str) -> None:
 
 
 def test_decoding_with_offsets_past_2_to_the_31_is_accurate() -> None:
-    """17 kv heads of 1,048,576 x 128: 2.3e9 elements; the last head lies past 2^31."""
+    """17 KV heads of 1,048,576 x 128: 2.3e9 elements; the last head lies past 2^31."""
     q, k, v = decoding(1, 1 << 20, heads=34, kv_heads=17)
     assert k[0, :16].numel() >= 2**31
     layout = sparse(1, 1 << 20)
@@ -614,7 +614,7 @@ def test_decoding_is_bitwise_reproducible(head_dim: int, dtype: torch.dtype) -> 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("case", ["sparse", "dense"])
 def test_a_cuda_graph_replays_decoding(case: str) -> None:
-    """The graph reads kv_lengths at every replay, as a cache with spare room needs; the call does not synchronise."""
+    """The graph reads kv_lengths at every replay, as a cache with spare room needs; the call does not synchronize."""
     q, k, v = decoding(1, 30_000, batch=2)
     layout = sparse(1, 30_000).to("cuda") if case == "sparse" else None
     lengths = torch.tensor([30_000, 20], device="cuda")

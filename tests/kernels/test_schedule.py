@@ -129,12 +129,12 @@ def test_lines_longer_than_an_sms_share_are_split(heads: int, kv_heads: int, row
 
 
 def test_no_split_is_longer_than_an_sms_share() -> None:
-    """16 query heads on 4 key heads, as in the measured case of 262,144 tokens."""
+    """16 query heads on 4 KV heads, as in the measured case of 262,144 tokens."""
     length, plan = 65536, bigbird(65536)
     split = split_of(plan, 3, *shapes(length, 16, 4), False, N_SMS)
     n_tiles = 16 * int(plan[3][..., 2].sum())
-    assert split.n_lines == 2 and 4 * (length // TILE) / split.parts <= n_tiles / N_SMS
-    assert 4 * (length // TILE) / (split.parts - 1) > n_tiles / N_SMS
+    assert split.n_split_lines == 2 and 4 * (length // TILE) / split.num_splits <= n_tiles / N_SMS
+    assert 4 * (length // TILE) / (split.num_splits - 1) > n_tiles / N_SMS
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_splits_and_their_workspace_are_bounded(
         is_even=is_even,
         n_sms=n_sms,
     )
-    assert split == WHOLE or (split.n_lines in (n_long, n_lines) and 2 <= split.parts <= 16)
+    assert split == WHOLE or (split.n_split_lines in (n_long, n_lines) and 2 <= split.num_splits <= 16)
     if others * n_sms <= work:
         assert split == WHOLE
     of_tensor, of_line = 2 * n_lines * n_batch_heads * TILE * 128, 4 * TILE * 128

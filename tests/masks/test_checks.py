@@ -66,9 +66,9 @@ def test_an_empty_list_is_accepted():
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ([0, True], TypeError, r"tokens: expected ints, got True \(bool\) at place 1"),
-        ([0, 1.0], TypeError, r"tokens: expected ints, got 1.0 \(float\) at place 1"),
-        ([[0, 1]], TypeError, "tokens: expected ints, got .* at place 0"),
+        ([0, True], TypeError, r"tokens: expected ints, got True \(bool\) at index 1"),
+        ([0, 1.0], TypeError, r"tokens: expected ints, got 1.0 \(float\) at index 1"),
+        ([[0, 1]], TypeError, "tokens: expected ints, got .* at index 0"),
         ("012", TypeError, "tokens: expected ints in a sequence, array or tensor, got '012'"),
         ({0, 1}, TypeError, "tokens: expected ints in a sequence, array or tensor, got"),
         (np.array([0.0]), TypeError, "tokens: expected ints, got ndarray of float64"),

@@ -27,7 +27,7 @@ def test_equal_numbers_equal_places(lengths, block_size, size):
         assert chunks.is_apart[place] == (apart != 0).all()
         assert chunks.is_inside[place] == (apart == 0).all()
         # keys in an earlier, the same or a later chunk
-        numbers = tuple(int(part[place]) for part in (chunks.queries, chunks.keys, chunks.apart))
+        numbers = tuple(int(part[place]) for part in (chunks.queries, chunks.keys, chunks.chunk_distance))
         assert np.array_equal(seen.setdefault(numbers, np.sign(apart)), np.sign(apart))
 
 

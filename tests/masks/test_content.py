@@ -133,7 +133,7 @@ def test_nothing_has_no_blocks():
         (np.zeros(4), ValueError, "scores: expected shape"),
         (np.zeros((0, 4, 4)), ValueError, "at least one batch and one head"),
         (np.full((4, 4), np.nan), ValueError, "scores: expected no nan, got 16"),
-        (np.full((4, 4), np.inf), ValueError, "scores: expected no inf"),
+        (np.full((4, 4), np.inf), ValueError, r"scores: expected no \+inf"),
     ],
 )
 def test_refused_scores(choose, given, scores, error, message):

@@ -292,9 +292,9 @@ def test_a_long_sequence_is_never_a_square():
         ("Fixed", {"num_different_global_patterns": 5}, ValueError, "num_different_global_patterns: .* from 1 to 4"),
         ("Variable", {"num_random_blocks": 2}, ValueError, "seed: expected an int, as num_random_blocks is 2"),
         ("Variable", {"local_window_blocks": []}, ValueError, "local_window_blocks: expected sizes"),
-        ("Variable", {"global_block_indices": [-1]}, ValueError, "got -1 and 0 at place 0"),
+        ("Variable", {"global_block_indices": [-1]}, ValueError, "got -1 and 0 at index 0"),
         ("Variable", {"global_block_end_indices": [1, 2]}, ValueError, "one for each of 1 global_block_indices, got 2"),
-        ("BSLongformer", {"global_block_end_indices": [0]}, ValueError, "got 0 and 0 at place 0"),
+        ("BSLongformer", {"global_block_end_indices": [0]}, ValueError, "got 0 and 0 at index 0"),
         ("BigBird", {}, ValueError, "seed: expected an int"),
         ("BigBird", {"seed": -1}, ValueError, "seed: .* got -1"),
         (

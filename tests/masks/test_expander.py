@@ -25,7 +25,7 @@ def is_connected(graph: np.ndarray) -> bool:
 # every degree; from about n // 2 on, graphs are complements
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 21])
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
-def test_every_block_has_as_many_neighbours(n_blocks, seed):
+def test_every_block_has_as_many_neighbors(n_blocks, seed):
     for degree in range(n_blocks):
         if degree % 2 and n_blocks % 2:
             continue
@@ -66,7 +66,7 @@ def test_same_seed_same_graph_other_seed_another():
 
 
 def test_orders_are_drawn_evenly():
-    # each of 10 possible neighbours of block 0 in 600 graphs of degree 2: 120 times on average, deviation 9.8
+    # each of 10 possible neighbors of block 0 in 600 graphs of degree 2: 120 times on average, deviation 9.8
     hits = sum(graph_of(masks.expander(176, degree=2, seed=seed, block_size=16))[0] for seed in range(600))
     assert abs(hits[1:] - 120).max() < 4.5 * 9.8
 

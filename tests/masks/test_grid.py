@@ -52,7 +52,7 @@ def assert_sees(layout, grid, order, seen_from):
     assert_attends(layout, attends)
 
 
-def neighbours(x: int, side: int, kernel: int, dilation: int, stride: int, causal: bool) -> list[int]:
+def neighbors(x: int, side: int, kernel: int, dilation: int, stride: int, causal: bool) -> list[int]:
     """The definition for one token along one axis, step by step."""
     group = [other for other in range(side) if other % dilation == x % dilation]
     place = group.index(x)
@@ -85,7 +85,7 @@ def test_any_neighborhood(grid, block_size, data):
     )
 
     def seen_from(axis: int, q: int) -> list[int]:
-        return neighbours(q, grid[axis], kernel[axis], dilation[axis], stride[axis], causal[axis])
+        return neighbors(q, grid[axis], kernel[axis], dilation[axis], stride[axis], causal[axis])
 
     assert_sees(layout, grid, order, seen_from)
 
@@ -97,7 +97,7 @@ def test_any_wide_dilation(length, kernel, block_size, data):
     dilation = data.draw(st.integers(1, length // kernel), label="dilation")
     causal = data.draw(st.booleans(), label="causal")
     layout = masks.neighborhood(length, kernel=kernel, dilation=dilation, causal=causal, block_size=block_size)
-    assert_sees(layout, (length,), None, lambda axis, q: neighbours(q, length, kernel, dilation, 1, causal))
+    assert_sees(layout, (length,), None, lambda axis, q: neighbors(q, length, kernel, dilation, 1, causal))
 
 
 @given(grid=GRIDS, block_size=BLOCK_SIZES, data=st.data())
@@ -121,7 +121,7 @@ def test_any_swin(grid, block_size, data):
 
 
 def test_swin_is_the_cyclic_shift_with_its_mask():
-    """The published recipe: roll by -shift, cut into windows, mask pairs that were not neighbours before the roll."""
+    """The published recipe: roll by -shift, cut into windows, mask pairs that were not neighbors before the roll."""
     side, window, shift = 12, 4, 2
     # the regions of the rolled map that the recipe numbers
     region = np.zeros(side, dtype=int)
@@ -147,7 +147,7 @@ def test_any_sliding_tile(grid, block_size, data):
     layout = masks.sliding_tile(grid, kernel=kernel, tile=tile, order=order, block_size=block_size)
 
     def seen_from(axis: int, q: int) -> list[int]:
-        seen = neighbours(q // tile[axis], n_tiles[axis], n_seen[axis], 1, 1, False)
+        seen = neighbors(q // tile[axis], n_tiles[axis], n_seen[axis], 1, 1, False)
         return [kv for kv in range(grid[axis]) if kv // tile[axis] in seen]
 
     assert_sees(layout, grid, order, seen_from)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from masks.kinds import joint_numbers, kinds_of_rows, kinds_of_sides
+from masks.kinds import joint_ids, kinds_of_rows, kinds_of_sides
 
 
 def alike(things: list[object], numbers: np.ndarray) -> bool:
@@ -32,11 +32,11 @@ def test_sides():
         assert [not part for part in sides] == (kinds == 0).tolist()
 
 
-def test_joint_numbers_are_equal_for_equal_parts_only():
+def test_joint_ids_are_equal_for_equal_parts_only():
     generator = np.random.default_rng(0)
     # the wide ones exceed 64 bits together
     for width in (3, 2**40):
         parts = [generator.choice([0, 1, width, -width], 500) for _ in range(5)]
-        numbers = joint_numbers(*parts)
+        numbers = joint_ids(*parts)
         pairs = set(zip(numbers.tolist(), zip(*(part.tolist() for part in parts), strict=True), strict=True))
         assert len(pairs) == len({number for number, _ in pairs}) == len({together for _, together in pairs})

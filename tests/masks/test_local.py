@@ -12,7 +12,7 @@ from blocksparse_flash import BlockLayout
 from masks.local import past_of
 from tests.support.double_loop import ANY_GRID, EDGE_GRIDS, EDGES, GRIDS, assert_attends, both
 
-# the diagonal; less than a block; a block's side and its neighbours; more than any length; one-sided; skewed
+# the diagonal; less than a block; a block's side and its neighbors; more than any length; one-sided; skewed
 WINDOWS = [0, 1, 15, 16, 47, 48, 49, 64, 1000, (5, 0), (0, 70), (33, 3), (None, 0), (10, None), (None, None)]
 
 
@@ -85,7 +85,7 @@ def test_a_window_beyond_the_length_attends_to_everything():
 
 def test_a_block_that_the_window_covers_is_full():
     layout = masks.local(1024, window=255, block_size=128)
-    # distances in the diagonal block and in its neighbours are at most 255
+    # distances in the diagonal block and in its neighbors are at most 255
     assert (layout.bitmask_ids == -1).sum() == 8 + 7 + 7
 
 

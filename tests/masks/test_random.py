@@ -123,7 +123,7 @@ def test_cols_are_drawn_evenly():
 
 
 def test_rows_are_drawn_independently():
-    # neighbouring rows of 32 from 64 blocks share 16 on average, with deviation about 2 a pair, 0.06 over 1023 pairs
+    # neighboring rows of 32 from 64 blocks share 16 on average, with deviation about 2 a pair, 0.06 over 1023 pairs
     rows = cols_of(masks.random((16384, 1024), blocks_per_row=32, seed=5, block_size=16))
     shared = [len(set(one) & set(other)) for one, other in itertools.pairwise(rows)]
     assert abs(np.mean(shared) - 16) < 0.4

@@ -12,7 +12,7 @@ from tests.masks.test_random import cols_of, mix
 
 
 def graph(n_blocks: int, neighbors: int, rewire: float, seed: int) -> list[set[int]]:
-    """The procedure, edge by edge, on sets of neighbours."""
+    """The procedure, edge by edge, on sets of neighbors."""
     joined = [set() for _ in range(n_blocks)]
     for step in range(1, neighbors // 2 + 1):
         for block in range(n_blocks):

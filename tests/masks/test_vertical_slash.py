@@ -88,9 +88,9 @@ def test_nothing_named_is_nothing_kept():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"verticals": [100]}, ValueError, "verticals: expected numbers from 0 to 99, .* got 100 at place 0"),
-        ({"verticals": [3, -1]}, ValueError, "verticals: .* got -1 at place 1"),
-        ({"slashes": [[0], [3, 200]]}, ValueError, r"slashes\[1\]: .* got 200 at place 1"),
+        ({"verticals": [100]}, ValueError, "verticals: expected numbers from 0 to 99, .* got 100 at index 0"),
+        ({"verticals": [3, -1]}, ValueError, "verticals: .* got -1 at index 1"),
+        ({"slashes": [[0], [3, 200]]}, ValueError, r"slashes\[1\]: .* got 200 at index 1"),
         ({"slashes": [0.5]}, TypeError, r"slashes: expected ints, got 0\.5"),
         ({"slashes": 5}, TypeError, "slashes: expected ints in a sequence"),
         ({"verticals": [[0], 1]}, TypeError, r"verticals\[1\]: expected ints"),

@@ -327,7 +327,7 @@ def test_the_module_compiles_without_a_break() -> None:
 
 
 def test_the_module_uses_what_attention_computes() -> None:
-    """Grouped heads: query heads 0 and 1 read kv head 0."""
+    """Grouped heads: query heads 0 and 1 read KV head 0."""
     layer, x = module(kv_heads=2), tokens()
     projected = layer.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2)
     out = attention(projected[:, :4], projected[:, 4:6], projected[:, 6:], window(LENGTH))

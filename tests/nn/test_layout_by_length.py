@@ -73,7 +73,7 @@ def test_what_is_no_specification_is_refused() -> None:
         LayoutByLength("buterfly")(50)
 
 
-def test_a_graph_is_refused_with_the_way_out() -> None:
+def test_a_graph_is_refused_with_a_hint() -> None:
     layer = SelfAttention(32, 4, layout=LayoutByLength(SPEC))
     with pytest.raises(Exception, match=r"layout must be a BlockLayout while torch\.compile traces"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.zeros(1, 50, 32))

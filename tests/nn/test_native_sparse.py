@@ -61,7 +61,8 @@ def expected(
     out = torch.zeros(batch, heads, length, selected[1].shape[3], dtype=q.dtype)
     for b in range(batch):
         for h in range(kv_heads):
-            few_k, few_v, k, v, near_k, near_v = (x[b, h] for pair in (compressed, selected, window) for x in pair)
+            branches = (x[b, h] for pair in (compressed, selected, window) for x in pair)
+            compressed_k, compressed_v, k, v, window_k, window_v = branches
             for t in range(length):
                 spans = [range(first, first + compressed_size) for first in range(0, length, stride)]
                 seen = [span for span in spans if span.stop <= t + 1]
@@ -69,7 +70,7 @@ def expected(
                 importance = torch.zeros(own + 1, dtype=torch.float64)
                 of_heads = range(h * group, (h + 1) * group)
                 for head in of_heads:
-                    coarse, weights = attended(q[b, head, t], few_k[: len(seen)], few_v[: len(seen)])
+                    coarse, weights = attended(q[b, head, t], compressed_k[: len(seen)], compressed_v[: len(seen)])
                     out[b, head, t] += gates[b, head, t, 0] * coarse
                     # a weight counts once for each piece of `stride` tokens that a compressed block shares with a block
                     for span, weight in zip(seen, weights.detach(), strict=True):
@@ -82,7 +83,7 @@ def expected(
                 recent = slice(max(0, t + 1 - window_size), t + 1)
                 for head in of_heads:
                     fine, _ = attended(q[b, head, t], k[tokens], v[tokens])
-                    near, _ = attended(q[b, head, t], near_k[recent], near_v[recent])
+                    near, _ = attended(q[b, head, t], window_k[recent], window_v[recent])
                     out[b, head, t] += gates[b, head, t, 1] * fine + gates[b, head, t, 2] * near
     return out
 
@@ -98,8 +99,8 @@ def inputs(case: tuple[int, ...]) -> list[Tensor]:
 def test_it_is_the_definition(case: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With several chunks of queries."""
     monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", 1)
-    q, few_k, few_v, k, v, near_k, near_v, gates = leaves = inputs(case)
-    arguments = q, (few_k, few_v), (k, v), (near_k, near_v), gates
+    q, compressed_k, compressed_v, k, v, window_k, window_v, gates = leaves = inputs(case)
+    arguments = q, (compressed_k, compressed_v), (k, v), (window_k, window_v), gates
     found = native_sparse_attention(*arguments, **sizes_of(case))
     truth = expected(*arguments, **sizes_of(case))
     torch.testing.assert_close(found, truth)
@@ -110,13 +111,13 @@ def test_it_is_the_definition(case: tuple[int, ...], monkeypatch: pytest.MonkeyP
 
 
 def test_chunks_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, few_k, few_v, *_ = inputs((300, 2, 2, 16, 16, 8, 4, 50))
-    lse = attention_with_lse(q, few_k, few_v, native_sparse.compressed_layout(300, 16, 8))[1]
+    q, compressed_k, compressed_v, *_ = inputs((300, 2, 2, 16, 16, 8, 4, 50))
+    lse = attention_with_lse(q, compressed_k, compressed_v, native_sparse.compressed_layout(300, 16, 8))[1]
     sizes = {"n_blocks": 6, "block_size": 16, "compressed_size": 16, "stride": 8}
     found = []
     for size in (1, 1 << 26):
         monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", size)
-        found.append(native_sparse.most_important_blocks(q, few_k, lse, **sizes).sort(3).values)
+        found.append(native_sparse.most_important_blocks(q, compressed_k, lse, **sizes).sort(3).values)
     assert torch.equal(*found)
 
 
@@ -168,14 +169,14 @@ def test_a_layer_is_its_steps_spelled_out() -> None:
         blocks = [keys[:, :, first : first + 16] + compression.positions for first in range(0, 110 - 15, 8)]
         return torch.stack([compression.layers(block.flatten(2)) for block in blocks], 2)
 
-    few_k, few_v, k, v, near_k, near_v = branches
-    few_k, few_v = compressed(few_k, layer.compress_k), compressed(few_v, layer.compress_v)
+    compressed_k, compressed_v, k, v, window_k, window_v = branches
+    compressed_k, compressed_v = compressed(compressed_k, layer.compress_k), compressed(compressed_v, layer.compress_v)
     table = rotary_table(torch.arange(110), 100.0, 12)
-    q, k, near_k = (rotate(each, table) for each in (q, k, near_k))
-    few_k = rotate(few_k, rotary_table(torch.arange(0, 110 - 15, 8), 100.0, 12))
+    q, k, window_k = (rotate(each, table) for each in (q, k, window_k))
+    compressed_k = rotate(compressed_k, rotary_table(torch.arange(0, 110 - 15, 8), 100.0, 12))
     gates = layer.gates(x).sigmoid().unflatten(2, (4, 3)).transpose(1, 2)
     sizes = {"n_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
-    truth = expected(q, (few_k, few_v), (k, v), (near_k, near_v), gates, **sizes)
+    truth = expected(q, (compressed_k, compressed_v), (k, v), (window_k, window_v), gates, **sizes)
     truth, found = layer.out(truth.transpose(1, 2).flatten(2)), layer(x)
     torch.testing.assert_close(found, truth)
     leaves, dout = [x, *layer.parameters()], drawn(*x.shape, seed=1).detach()

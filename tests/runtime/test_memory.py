@@ -40,11 +40,11 @@ def test_rows_are_padded(device: torch.device) -> None:
     assert made.fill_(1.0).sum() == made.numel()
 
 
-def test_tma_storable_memory_has_padding_after_the_last_row() -> None:
+def test_tma_padded_memory_has_padding_after_the_last_row() -> None:
     """TMA stores dq, dk and dv in padded rows."""
     hopper = pytest.importorskip("blocksparse_flash.kernels.hopper.tma", reason="needs Gluon")
     for head_dim, row in ((60, 64), (64, 64), (1, 8)):
-        memory = hopper.tma_storable(torch.float32, (2, 3, 5, head_dim))
+        memory = hopper.tma_padded_memory(torch.float32, (2, 3, 5, head_dim))
         made = torch.empty_strided(memory.shape, memory.strides, dtype=memory.dtype)
         assert made.stride() == (15 * row, 5 * row, row, 1)
         assert made.untyped_storage().nbytes() == 4 * 30 * row

@@ -171,7 +171,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(backend: str, options: str) -
         return attention_with_lse(q, k, v, layout, backend=backend, **kwargs)
 
     def inputs() -> list[Tensor]:
-        # (batch, length, heads, head_dim) in memory, as from a projection; two query heads per key head
+        # (batch, length, heads, head_dim) in memory, as from a projection; two query heads per KV head
         q = torch.randn(2, 40, 2, 8).transpose(1, 2)
         return [q.requires_grad_(), *(torch.randn(2, 1, 40, width).requires_grad_() for width in (8, 16))]
 

@@ -79,7 +79,7 @@ def sums_gradients_in_place(layout: str, kv_heads: int) -> None:
     dist.all_gather_object(counts, plan.layers[0].counts[-1])
     assert max(counts) >= 0, "no rank sums in place: the case tests nothing"
     case = whole(layout, LENGTH, heads)
-    with mock.patch.object(exchange_plan, "MOST_TOUCHED", -1.0):
+    with mock.patch.object(exchange_plan, "MAX_SHARED_SHARE", -1.0):
         other = bd.plan(layout_of(layout, LENGTH), dist.group.WORLD, heads=heads, scheme="exchange", deterministic=True)
     assert other.layers[0].counts[-1] == -1
     assert_equal_to_one_process(plan, case, has_exact_rows=True)
@@ -165,7 +165,7 @@ def gathers_every_key(order: str, n_chunks: int) -> None:
 
 def as_if_fitted() -> contextlib.AbstractContextManager[object]:
     """Makes the time model treat the ranks as GPUs to which it was fitted."""
-    return mock.patch.object(time_model, "unfitted", lambda machines: "")
+    return mock.patch.object(time_model, "no_prediction_reason", lambda machines: "")
 
 
 def plans_predict_speed_ups() -> None:
@@ -185,8 +185,8 @@ def plans_predict_speed_ups() -> None:
     if rank == 0:
         message = str(warned[0].message)
         assert f'layer 0 ("{plan.layers[0].scheme}") {slow:.2f} times' in message and warned[0].filename == __file__
-        for way_out in ("Fewer ranks", "longer sequence", 'order="tuned"'):
-            assert way_out in message, message
+        for hint in ("Fewer ranks", "longer sequence", 'order="tuned"'):
+            assert hint in message, message
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         plan = bd.plan(layouts, dist.group.WORLD, heads=heads)
@@ -252,8 +252,8 @@ def ulysses_uses_chunks(order: str) -> None:
     found = out, lse, *torch.autograd.grad([out, lse], leaves, douts)
     for name, actual, same in zip(NAMES, found, case.same, strict=True):
         assert torch.equal(actual, plan.shard(same, dim=2).expand_as(actual)), name
-    # a rank has 2 key heads, which 4 chunks would divide
-    assert "2 key heads of a rank" in raised(ValueError, lambda: sharded(plan, case, chunks=4))
+    # a rank has 2 KV heads, which 4 chunks would divide
+    assert "2 KV heads of a rank" in raised(ValueError, lambda: sharded(plan, case, chunks=4))
     mine, others = plan.sizes[rank] * (n_ranks - 1), LENGTH - plan.sizes[rank]
     to_heads, to_tokens = 4 * HEAD_DIM + 2 * (HEAD_DIM + V_HEAD_DIM), 4 * V_HEAD_DIM
     leaves = [plan.shard(tensor, dim=2).requires_grad_() for tensor in (case.q, case.k, case.v)]

@@ -156,7 +156,7 @@ def runs_over_and_over(layout: str, group: int, n_runs: int) -> None:
 
 
 def never_waits_on_the_host(scheme: str) -> None:
-    """After a first call, which compiles, neither forward nor backward synchronises with the GPU."""
+    """After a first call, which compiles, neither forward nor backward synchronizes with the GPU."""
     heads = (HEADS, HEADS)
     with slow_link():
         plan = bd.plan(layout_of("bigbird", LENGTH), dist.group.WORLD, heads=heads, scheme=scheme, order="zigzag")

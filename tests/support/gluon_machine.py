@@ -1,4 +1,4 @@
-"""A simulated GPU for warp-specialised kernels: mbarriers, named barriers, shared memory and TMA, on the CPU.
+"""A simulated GPU for warp-specialized kernels: mbarriers, named barriers, shared memory and TMA, on the CPU.
 
 Each partition (the warps of one entry point of gl.warp_specialize) is a thread. Over all programs, one partition runs
 at a time. At every operation on a barrier, shared memory, TMA, an atomic or a matrix product it yields to the

@@ -1,4 +1,4 @@
-"""Simulates the Hopper kernels and their synchronisation on the CPU.
+"""Simulates the Hopper kernels and their synchronization on the CPU.
 
 The kernels' sources run as plain Python: this file replaces the Gluon language, gluon_machine.py simulates the GPU. A
 wgmma reads its operands until it is waited for and, since each warp waits for itself, until the warps meet at a
@@ -9,7 +9,7 @@ Raised as ProtocolError
     shared memory  written while wgmma or TMA reads it, read during a TMA load, read by wgmma or TMA without a fence
     at the end     wgmma or TMA transfers in flight
 Found by comparison with the reference
-    wrong arithmetic, wrong tiles, and reads of uninitialised shared memory, which is full of NaN
+    wrong arithmetic, wrong tiles, and reads of uninitialized shared memory, which is full of NaN
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def main() -> None:
     ]
     check(recorder, add, arguments[0], arguments)
     recorder.calls.clear()
-    # integer arguments, also 1 and multiples of 16, which Triton specialises
+    # integer arguments, also 1 and multiples of 16, which Triton specializes
     grid = plan_builder.Grid(block_selection.Rows(2, 3, 3, 384, 384, (128, 128)), causal=False)
     bits, counts = torch.zeros(2, 3, 1, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
     arguments = [

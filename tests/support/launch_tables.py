@@ -59,7 +59,7 @@ class Variant:
 
     mode   "dense"; "causal"; "blocks": blocks of 128 and a window; "blocks-causal"; "heads": blocks of 64, different
            for each head; "long": global tokens, whose rows and columns are split; "fine": blocks of 16
-    group  query heads per key head
+    group  query heads per KV head
     tile   tokens per side of a tile of the plan
     """
 
@@ -214,7 +214,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
     elif name == "preprocess":
         wanted = tuple(
-            given[word] is not None for word in ("pairs_ptr", "lines_ptr", "cleared_ptr", "tile_counter_ptr")
+            given[word] is not None for word in ("lse_delta_pairs_ptr", "lines_ptr", "cleared_ptr", "tile_counter_ptr")
         )
         yield name, *wanted
     elif name == "hopper_forward":
@@ -238,7 +238,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         changes = rest["cap"] is not None or given["slopes_ptr"] is not None
         yield name, dim, given["kv_lengths_ptr"] is not None, rest["GATHERED"], changes, rest["maxnreg"]
         yield name, dim, "split" if rest["num_splits"] > 1 else "whole"
-    elif name in ("combine", "merge_rows", "sum_cols", "postprocess"):
+    elif name in ("combine", "combine_rows", "sum_splits", "postprocess"):
         yield name, dim
 
 
@@ -328,7 +328,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
 
 
 def _scores(call: Call, plan: list[Tensor]) -> Scores:
-    """Score mods with uninitialised values, which are never read."""
+    """Score mods with uninitialized values, which are never read."""
     heads, variant = call.shape[1], call.variant
     sinks, slopes = (torch.empty(heads) if has else None for has in (variant.has_sinks, variant.has_slopes))
     bias, index = None, list[Tensor]()
@@ -376,7 +376,7 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
             of_rows = split_kv.config(
                 n_rows, dim, size, shared_memory=gpu.shared_memory, major=gpu.major, modifies_scores=modifies_scores
             )
-            yield "split_kv", dim, size, tile, *dataclasses.astuple(of_rows.config)
+            yield "split_kv", dim, size, tile, *dataclasses.astuple(of_rows)
         yield from (("split_kv", dim, word) for word in ("split", "whole"))
         yield "combine", dim
     yield "preprocess", True, False, False, False
@@ -391,7 +391,7 @@ def _known_hopper() -> Iterator[Key]:
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in HOPPER_DIMS:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
-        yield "merge_rows", dim
+        yield "combine_rows", dim
         if dim > hopper_backward.MAX_HEAD_DIM:
             continue
         for *has, has_softcap in itertools.product(flags, flags, flags):
@@ -399,7 +399,7 @@ def _known_hopper() -> Iterator[Key]:
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own")
         yield from (("hopper_backward", dim, word) for word in words)
-        yield from (("sum_cols", dim), ("postprocess", dim))
+        yield from (("sum_splits", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):

@@ -42,7 +42,7 @@ def _zoo(*cases: str) -> str:
 
 
 RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
-GROUPS = 'tests/test_zoo.py -k "several_key and triton"'
+GROUPS = 'tests/test_zoo.py -k "several_kv and triton"'
 BY_INDEX = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
 BY_TOKEN = "tests/kernels/triton/test_block_selection.py -k by_token"
 BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
@@ -214,6 +214,18 @@ MUTANTS: dict[str, list[Mutant]] = {
     "blocks": _of(
         PACKAGE,
         (
+            "blocks/key_runs.py",
+            "is_full = crossing == heights",
+            "is_full = crossing >= heights - 1",
+            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
+        ),
+        (
+            "blocks/key_runs.py",
+            "np.minimum(block_q, frame.q_len - rows % max(frame.n_rows, 1) * block_q)",
+            "np.minimum(block_q, frame.q_len - rows * block_q)",
+            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
+        ),
+        (
             "blocks/block_list.py",
             'packbits(bits, axis=-1, bitorder="little")',
             'packbits(bits, axis=-1, bitorder="big")',
@@ -247,13 +259,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/block_list.py",
-            "words &= exists[kinds[first]]",
-            "words &= exists[0]",
+            "words &= in_bounds[kinds[first]]",
+            "words &= in_bounds[0]",
             "tests/blocks/test_block_list.py",
         ),
         (
             "blocks/block_list.py",
-            "bitmasks[values // 4] & exists[values % 4]",
+            "bitmasks[values // 4] & in_bounds[values % 4]",
             "bitmasks[values // 4]",
             "tests/blocks/test_block_list.py",
         ),
@@ -327,6 +339,54 @@ MUTANTS: dict[str, list[Mutant]] = {
     ),
     "plan": _of(
         PACKAGE,
+        (
+            "kernels/triton/packed_plan.py",
+            "b_position = b_end - (b_q_end - o_q)",
+            "b_position = b_first + (b_q_end - o_q)",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "kernels/triton/packed_plan.py",
+            "m_row = i_row * TILE + o_row < q_len",
+            "m_row = i_row * TILE + o_row <= q_len",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "kernels/triton/packed_plan.py",
+            "first_bits(b_stop[:, None] - b_key) & ~",
+            "first_bits(b_stop[:, None] - b_key) | ~",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "kernels/triton/packed_plan.py",
+            "(b_end - b_begin <= longest)",
+            "(b_end - b_begin <= longest + 1)",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "kernels/triton/packed_plan.py",
+            "is_past = tl.load(starts_ptr + middle * (n_runs + 1) + run) > column",
+            "is_past = tl.load(starts_ptr + middle * (n_runs + 1) + run) >= column",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "plan/packed_builder.py",
+            "edges += 2 + n_right",
+            "edges += 2",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "plan/packed_builder.py",
+            "most = 1 + sum(",
+            "most = sum(",
+            "tests/plan/test_packed_builder.py",
+        ),
+        (
+            "packed.py",
+            "position = cu_kv[ends] - (cu_q[ends] - q_pos)",
+            "position = cu_kv[document] + (q_pos - cu_q[document])",
+            "tests/masks/test_documents.py",
+        ),
         # on the host
         (
             "plan/host_builder.py",
@@ -489,10 +549,15 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         # on the device, by kernels
         ("kernels/triton/plan_builder.py", "behind < TILE - 1", "behind < TILE", BY_INDEX),
-        ("kernels/triton/plan_builder.py", "(last_q // ROWS + ahead", "(last_q // ROWS + ahead - 1", BY_INDEX),
-        ("kernels/triton/plan_builder.py", "o_row * TILE // ROWS", "o_row * TILE", BY_TOKEN),
-        ("kernels/triton/plan_builder.py", "b_query // ROWS +", "b_query +", BY_TOKEN),
-        ("kernels/triton/plan_builder.py", "b_q // ROWS +", "b_q +", BY_TOKEN),
+        (
+            "kernels/triton/plan_builder.py",
+            "(last_q // ROWS_PER_TOKEN + ahead",
+            "(last_q // ROWS_PER_TOKEN + ahead - 1",
+            BY_INDEX,
+        ),
+        ("kernels/triton/plan_builder.py", "o_row * TILE // ROWS_PER_TOKEN", "o_row * TILE", BY_TOKEN),
+        ("kernels/triton/plan_builder.py", "b_query // ROWS_PER_TOKEN +", "b_query +", BY_TOKEN),
+        ("kernels/triton/plan_builder.py", "b_q // ROWS_PER_TOKEN +", "b_q +", BY_TOKEN),
         ("kernels/triton/block_selection.py", "counts_ptr + n_lines - 1", "counts_ptr + n_lines - 2", BY_TOKEN),
         (
             "kernels/triton/plan_builder.py",
@@ -510,7 +575,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         (
             "kernels/triton/plan_builder.py",
             "b_next_partial += tl.sum(b_is_partial, 1)",
-            "b_next_partial += tl.sum(b_there, 1)",
+            "b_next_partial += tl.sum(b_stored, 1)",
             "tests/kernels/triton/test_block_selection.py -k many_iterations",
         ),
         (
@@ -819,18 +884,6 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/interop/test_cudnn.py",
         ),
         (
-            "key_runs.py",
-            "is_full = crossing == heights",
-            "is_full = crossing >= heights - 1",
-            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
-        ),
-        (
-            "key_runs.py",
-            "np.minimum(block_q, frame.q_len - rows % max(frame.n_rows, 1) * block_q)",
-            "np.minimum(block_q, frame.q_len - rows * block_q)",
-            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
-        ),
-        (
             "flashmask.py",
             "np.minimum(array, min(q_len, np.iinfo(array.dtype).max)).astype",
             "array.astype",
@@ -898,8 +951,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "block_arrays.py",
-            'layout.batch(batch).head(checks.position(head, layout.shape[1], "head", way_out))',
-            'layout.batch(batch).head(min(batch, checks.position(head, layout.shape[1], "head", way_out)))',
+            'layout.batch(batch).head(checks.position(head, layout.shape[1], "head", hint))',
+            'layout.batch(batch).head(min(batch, checks.position(head, layout.shape[1], "head", hint)))',
             "tests/interop/test_bsr.py",
         ),
         (
@@ -981,8 +1034,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("merging.py", "pivot + divisor.log())", "divisor.log())", "tests/test_merging.py"),
         (
             "distributed/pass_kv.py",
-            "AllToAll(back, keys.receive, keys.send, ranks.group)",
-            "AllToAll(back.flip(0), keys.receive, keys.send, ranks.group)",
+            "AllToAll(back, keys.receive, keys.send, context.group)",
+            "AllToAll(back.flip(0), keys.receive, keys.send, context.group)",
             RANKS,
         ),
         (
@@ -1166,8 +1219,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "_log(backend, chosen, device, dtype, unfit_for_hopper)",
-            "_log.__wrapped__(backend, chosen, device, dtype, unfit_for_hopper)",
+            "_log(backend, chosen, device, dtype, why_not_hopper)",
+            "_log.__wrapped__(backend, chosen, device, dtype, why_not_hopper)",
             "tests/test_dispatch_log.py",
         ),
         (

@@ -180,7 +180,7 @@ def _by_flash_attention(
     """out, lse and the gradients of the leaves by the backward of FlashAttention: lse and delta are constants.
 
     If `out` is a number, it seeds the roundings of kernels in half types. out comes from weights that are rounded
-    before normalisation by a running maximum, and tensor cores read rounded operands: the weights for dv, ds for dq and
+    before normalization by a running maximum, and tensor cores read rounded operands: the weights for dv, ds for dq and
     dk. Below 6e-5 float16 has fixed steps, and a gradient may consist of these roundings alone.
     """
     q, k, v = leaves[:3]

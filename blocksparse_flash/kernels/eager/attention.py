@@ -37,7 +37,7 @@ from ... import philox
 from ...plan_format import PARTIAL, TILE
 from ...score_mods import Scores
 from ..inputs import BackwardInputs
-from .score_mods import Change, Changes
+from .score_mods import CallMods, SpanMods
 
 # exp of this is still a normal number; lower exponents give weight 0
 LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
@@ -104,7 +104,7 @@ class _Span(NamedTuple):
     limit     (rows, queries, keys of the partial tiles), or None
     length_limit  broadcasts to shape, or None
     keep      dropout factors of that shape, 0 or 1 / philox.kept_share(dropout_p), or None
-    change    the score mods, or None
+    mods      the score mods, or None
     """
 
     kv_tiles: Tensor
@@ -112,7 +112,7 @@ class _Span(NamedTuple):
     limit: Tensor | None
     length_limit: Tensor | None
     keep: Tensor | None
-    change: Change | None
+    mods: SpanMods | None
 
 
 class _Chunks:
@@ -126,11 +126,11 @@ class _Chunks:
         seed: Tensor | None,
         causal: bool,
         dropout_p: float,
-        changes: Changes | None,
+        mods: CallMods | None,
         *,
         like: Tensor,
     ) -> None:
-        self.changes = changes
+        self.mods = mods
         self.sizes, self.seed, self.dropout_p = sizes, seed, dropout_p
         self.device, self.dtype = like.device, like.dtype
         is_on_cpu = like.device.type == "cpu"
@@ -174,7 +174,7 @@ class _Chunks:
         first_kv_tile = (batch_idx * sizes.kv_heads + kv_head_idx) * sizes.n_cols
         # (rows, queries, 1)
         q_pos = _positions(rows.rows[:, None])[:, : sizes.q_side, None]
-        # the key at the position of each query; lengths are aligned at their ends
+        # the key at the position of each query, aligned bottom-right
         diagonal = q_pos + (sizes.kv_len - sizes.q_len)
         for first in range(0, rows.n_tiles, self.tiles_at_once):
             last = min(first + self.tiles_at_once, rows.n_tiles)
@@ -185,16 +185,16 @@ class _Chunks:
             if first < rows.n_partial and first not in memory:
                 memory.clear()
                 memory[first] = self._limit_of(min(last, rows.n_partial) - first, entries, diagonal, kv_pos)
-            change = None
-            if self.changes is not None:
-                change = self.changes.of_span(batch_idx, head_idx, entries, diagonal, kv_pos)
+            mods = None
+            if self.mods is not None:
+                mods = self.mods.of_span(batch_idx, head_idx, entries, diagonal, kv_pos)
             yield _Span(
                 kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
                 shape=(*batch_idx.shape, sizes.q_side, TILE * (last - first)),
                 limit=memory.get(first),
                 length_limit=self._length_limit(batch_idx, kv_pos),
                 keep=self._keep(batch_idx, head_idx, q_pos, kv_pos),
-                change=change,
+                mods=mods,
             )
 
     def _listed(self, rows: _Rows, first: int, last: int) -> tuple[Tensor, Tensor | None]:
@@ -241,8 +241,8 @@ class _Chunks:
         items = items[items[:, 4] > 0]
         # stable: rows of one kind stay in launch order
         items = items[np.lexsort((items[:, 5], items[:, 4]))]
-        changes = np.flatnonzero(np.any(np.diff(items[:, 4:6], axis=0), axis=1)) + 1
-        for kind in np.split(items, changes) if len(items) else ():
+        borders = np.flatnonzero(np.any(np.diff(items[:, 4:6], axis=0), axis=1)) + 1
+        for kind in np.split(items, borders) if len(items) else ():
             n_tiles, n_partial = (int(count) for count in kind[0, 4:6])
             batch_idx, head_idx, rows, begins, *_ = torch.from_numpy(kind.T.copy()).to(self.device)
             yield _Rows(batch_idx, head_idx, rows, begins, n_partial, n_tiles)
@@ -310,7 +310,7 @@ def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tupl
     nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
     scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
     by_head = scores.view(span.shape)
-    tanh = None if span.change is None else span.change.apply(by_head)
+    tanh = None if span.mods is None else span.mods.apply(by_head)
     if span.limit is not None:
         _mask(by_head[..., : span.limit.shape[-1]], span.limit)
     if span.length_limit is not None:
@@ -386,7 +386,7 @@ def _merged(a: _Partial, b: _Partial) -> _Partial:
     return _Partial(out, highest, b.total.mul_(decay_b).addcmul_(a.total, decay_a), is_divided=False)
 
 
-def _sunk(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
+def _sink_partial(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
     """The sinks as a partial result; a sink of -inf gets no weight in `_merged`."""
     highest = sinks[index // sizes.n_rows % sizes.heads][:, None, None].expand(-1, sizes.q_side, 1)
     return _Partial(
@@ -405,13 +405,13 @@ def _pairs(
     return _weights(scores, pivot), dscores, tanh
 
 
-def _unrounded(delta: Tensor, of_out: Tensor, summed: Tensor, total: Tensor) -> Tensor:
+def _unrounded(delta: Tensor, dout_out: Tensor, summed: Tensor, total: Tensor) -> Tensor:
     """delta with rowsum(p dp) in place of rowsum(dout out), for rows whose weights p add up to 1.
 
     For other rows, out and lse cover more keys than this call, as in context parallelism. 2^-14 is an eighth of a
     float16 ulp.
     """
-    return torch.where((total - 1).abs() < 2**-14, delta + (summed - of_out), delta)
+    return torch.where((total - 1).abs() < 2**-14, delta + (summed - dout_out), delta)
 
 
 def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
@@ -457,8 +457,8 @@ def forward(
     if sizes.is_empty:
         return out, lse
     q_tiles = _tiles(q, dtype, sizes.q_side)
-    changes = None if scores is None else Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles)
-    chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
+    mods = None if scores is None else CallMods(scores, (sizes.batch, sizes.heads), plan, like=q_tiles)
+    chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, mods, like=q_tiles)
     # with one tile row each key tile is read once per head, so only the tiles in use are converted
     stored = k.dtype if sizes.n_rows == 1 else dtype
     k_tiles, v_tiles = (_kv_tiles(tensor, stored, kv_lengths) for tensor in (k, v))
@@ -471,7 +471,7 @@ def forward(
             _attended(q_chunk, k_tiles, v_tiles, scale, span, is_all=is_all) for span in spans()
         )
         if sinks is not None:
-            partials = itertools.chain([_sunk(sinks, index, sizes, v.shape[3])], partials)
+            partials = itertools.chain([_sink_partial(sinks, index, sizes, v.shape[3])], partials)
         merged = functools.reduce(_merged, partials)
         total = _nonzero(merged.total)
         out_tiles.index_copy_(0, index, merged.out if merged.is_divided else merged.out.div_(total))
@@ -501,23 +501,23 @@ def backward(
         assert scores is None, "the reference handles calls without keys"
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype = lse.dtype
-    of_out = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+    dout_out = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
     # half types: rowsum(p dp) instead, since the rounding of out dominates the gradients of rows with one or two keys
     is_rounded = out.dtype != dtype
-    delta = of_out
+    delta = dout_out
     if dlse is not None:
         # the lse of a row without keys is constant: its gradient is ignored
         delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
     # +inf for a row without keys: exp(s - inf) = 0
     pivot = lse.masked_fill(lse == -torch.inf, torch.inf)
     q_tiles = _tiles(q, dtype, sizes.q_side)
-    changes = None
+    mods = None
     if scores is not None:
-        changes = Changes(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
-    chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, changes, like=q_tiles)
+        mods = CallMods(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
+    chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, mods, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
-    dout_tiles, delta_tiles, of_out_tiles = (
-        _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], of_out[..., None])
+    dout_tiles, delta_tiles, dout_out_tiles = (
+        _tiles(tensor, dtype, sizes.q_side) for tensor in (dout, delta[..., None], dout_out[..., None])
     )
     # +inf also for padding queries, where ALiBi could overflow exp, and 0 * inf = nan
     pivot_tiles = _tiles(pivot[..., None], dtype, sizes.q_side, beyond=torch.inf)
@@ -534,21 +534,21 @@ def backward(
                 weights, dscores, _ = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
                 total += weights.sum(dim=-1, keepdim=True)
                 summed += weights.mul_(dscores).sum(dim=-1, keepdim=True)
-            delta_chunk = _unrounded(delta_chunk, of_out_tiles.index_select(0, index), summed, total)
+            delta_chunk = _unrounded(delta_chunk, dout_out_tiles.index_select(0, index), summed, total)
         dq_chunk = torch.zeros_like(q_chunk)
         for span in spans():
             weights, dscores, tanh = _pairs(q_chunk, dout_chunk, pivot_chunk, k_tiles, v_tiles, scale, span)
             if is_rounded and is_single:
                 total += weights.sum(dim=-1, keepdim=True)
                 summed += (weights * dscores).sum(dim=-1, keepdim=True)
-                delta_chunk = _unrounded(delta_chunk, of_out_tiles.index_select(0, index), summed, total)
+                delta_chunk = _unrounded(delta_chunk, dout_out_tiles.index_select(0, index), summed, total)
             kept = weights
             if span.keep is not None:
                 kept = (weights.view(span.shape) * span.keep).view(weights.shape)
             _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
-            if changes is not None and span.change is not None:
-                changes.collect(span.change, dscores.view(span.shape), index)
+            if mods is not None and span.mods is not None:
+                mods.collect(span.mods, dscores.view(span.shape), index)
                 if tanh is not None:
                     dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
             _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
@@ -556,10 +556,10 @@ def backward(
         dq_tiles.index_copy_(0, index, dq_chunk)
         delta_tiles.index_copy_(0, index, delta_chunk)
     grads = _untiled(dq_tiles.mul_(scale), q), _untiled(dk_tiles.mul_(scale), k), _untiled(dv_tiles, v)
-    if scores is None or changes is None:
+    if scores is None or mods is None:
         return grads
-    of_slopes = changes.distance_sums
+    of_slopes = mods.distance_sums
     if of_slopes is not None:
         of_slopes = _untiled(of_slopes, lse[..., None].double())[..., 0]
     delta = _untiled(delta_tiles, lse[..., None])[..., 0]
-    return *grads, *scores.gradients(wanted, lse, delta, of_slopes, changes.bias_sums)
+    return *grads, *scores.gradients(wanted, lse, delta, of_slopes, mods.bias_sums)

@@ -12,7 +12,7 @@ from ...plan_format import TILE
 from ...score_mods import Scores, sums_shape
 
 
-class Change(NamedTuple):
+class SpanMods(NamedTuple):
     """The score mods of a span.
 
     softcap   or 0.0
@@ -41,7 +41,7 @@ class Change(NamedTuple):
         return tanh
 
 
-class Changes:
+class CallMods:
     """The score mods of a call, and the sums for their gradients.
 
     distance_sums  (query tiles, queries, 1): of -ds * distance, in float64, since far and near pairs nearly cancel
@@ -70,7 +70,7 @@ class Changes:
 
     def of_span(
         self, batch_idx: Tensor, head_idx: Tensor, entries: Tensor | None, diagonal: Tensor, kv_pos: Tensor
-    ) -> Change:
+    ) -> SpanMods:
         """The score mods of a span.
 
         batch_idx, head_idx  (sharing heads, rows)
@@ -89,19 +89,19 @@ class Changes:
         if self.scores.alibi_slopes is not None:
             slopes = self.scores.alibi_slopes[head_idx][:, :, None, None]
             distance = (diagonal - kv_pos).abs().to(slopes.dtype)
-        return Change(self.scores.softcap, slopes, distance, bias, places)
+        return SpanMods(self.scores.softcap, slopes, distance, bias, places)
 
-    def collect(self, change: Change, dscores: Tensor, index: Tensor) -> None:
+    def collect(self, mods: SpanMods, dscores: Tensor, index: Tensor) -> None:
         """Adds ds (sharing heads, rows, queries, keys) of the query tiles `index` to the sums."""
-        if self.bias_sums is not None and change.places is not None:
-            n_tiles, (down, across) = change.places[2].shape[1], self.bias_sums.shape[3:]
+        if self.bias_sums is not None and mods.places is not None:
+            n_tiles, (down, across) = mods.places[2].shape[1], self.bias_sums.shape[3:]
             whole = F.pad(dscores, (0, 0, 0, TILE - self._queries))
             of_pieces = whole.reshape(*whole.shape[:2], down, TILE // down, n_tiles, across, TILE // across)
             of_tiles = of_pieces.sum(dim=(3, 6)).transpose(2, 3)
-            self.bias_sums[_within(change.places, self.bias_sums)] = of_tiles
-        if self.distance_sums is not None and change.distance is not None:
+            self.bias_sums[_within(mods.places, self.bias_sums)] = of_tiles
+        if self.distance_sums is not None and mods.distance is not None:
             # each query tile occurs once per chunk
-            sums = (dscores * change.distance).sum(dim=-1, dtype=torch.float64)
+            sums = (dscores * mods.distance).sum(dim=-1, dtype=torch.float64)
             self.distance_sums[index] -= sums.view(-1, self._queries, 1)
 
 

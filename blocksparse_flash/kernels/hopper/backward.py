@@ -7,7 +7,7 @@
 q, dO (batch, heads, q_len, head_dim | v_head_dim), k, v (batch, kv_heads, kv_len, ...). Each score is computed once, in
 five products per tile.
 
-One program per SM takes tile columns from a counter (128 keys of a key head) and iterates over their steps: BLOCK_Q
+One program per SM takes tile columns from a counter (128 keys of a KV head) and iterates over their steps: BLOCK_Q
 queries each, of every query head of the group. A producer warp loads K and V, then Q, LSE, dO and delta of each step
 (backward_producer.py). Two consumer warpgroups have 64 keys each:
 
@@ -55,7 +55,7 @@ from ..schedule import Split, heads_in_turn, padded_dim, split_of
 from ..separate_dq import is_dq_separate
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
-from ..triton.combine_splits import sum_cols
+from ..triton.combine_splits import sum_splits
 from ..triton.tile import TILE
 from .backward_postprocess import postprocess_launch
 from .backward_producer import (
@@ -88,7 +88,7 @@ from .registers import (
     zero_tail,
 )
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
-from .tma import DescriptorFactory, tma_loadable, tma_reduce_add, tma_storable, tma_store
+from .tma import DescriptorFactory, tma_padded_memory, tma_reduce_add, tma_store, to_tma_loadable
 from .work_tiles import WORK_TILE_STAGES
 
 MAX_HEAD_DIM = 128
@@ -122,7 +122,7 @@ CONFIGS = {
 }
 
 
-# with a softcap, whose tanh stays in registers until ds is computed: 2,800 bytes would spill
+# with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes
 CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
 
 
@@ -175,15 +175,15 @@ def opaque(i):
 
 @gluon.jit
 def backward_step(
-    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head, step, n_now,
+    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head, step, i_step_total,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One step: adds to dk and dv of this warpgroup's keys, and its share of the step's dq to the sum of dQ.
+    """One step: adds to dk and dv of this warpgroup's keys, and this warpgroup's part of the step's dq to the dQ sum.
 
     kv_stage  buffer of K and V
     i_head    query head
     step      step of the tile lists, or of the head without a layout
-    n_now     steps of this program so far: they choose the stage
+    i_step_total  steps of this program so far: they choose the stage
     MASKED    applies bitmasks, or the diagonal and the end of the keys
     """
     q_buffers, dout_buffers = pipelines.q.buffers.q, pipelines.dout.buffers.dout
@@ -200,7 +200,7 @@ def backward_step(
     dv_layout: gl.constexpr = accumulator(DIM_V)
     dq_layout: gl.constexpr = accumulator(DQ_DIM)
     query_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
-    stage = n_now % STAGES
+    stage = i_step_total % STAGES
     q_tile = q_buffers.index(stage).reshape([BLOCK_Q, DIM])
     dout_tile = dout_buffers.index(stage).reshape([BLOCK_Q, DIM_V])
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_Q], gl.float32, score_layout)
@@ -210,10 +210,10 @@ def backward_step(
     k_all = k_buffers.index(kv_stage).reshape([TILE, DIM])
     k_half = k_all.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
     v_half = v_buffers.index(kv_stage).reshape([TILE, DIM_V]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
-    consumer_wait(pipelines.q, stage, n_now // STAGES)
+    consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     # [WARPGROUP_ROWS, BLOCK_Q]
     scores_token = warpgroup_mma(k_half, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    consumer_wait(pipelines.dout, stage, n_now // STAGES)
+    consumer_wait(pipelines.dout, stage, i_step_total // STAGES)
     # [WARPGROUP_ROWS, BLOCK_Q]
     dp_token = warpgroup_mma(v_half, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
@@ -239,7 +239,7 @@ def backward_step(
     dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
     if ptrs.dq_sum_ptr is not None:
         # two buffers: both warpgroups have met in the step between, so nobody still reads this one
-        ds_tile = staging.ds.index(n_now % 2)
+        ds_tile = staging.ds.index(i_step_total % 2)
         ds_tile.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
         named_barrier("sync", 9)
@@ -421,7 +421,7 @@ def hopper_backward_kernel(
     scale,
     # softcap, see score_mods.ScoreMods
     cap,
-    # GROUP: query heads per key head
+    # GROUP: query heads per KV head
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -543,7 +543,7 @@ def backward_launches(
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     n_tile_cols, n_batch_heads = -(-kv_len // TILE_SIDE), batch * kv_heads
     # the memory has padded rows; the descriptors and sums see the first head_dim columns
-    dq, dk, dv = (tma_storable(each.dtype, each.shape) for each in (q, k, v))
+    dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     line = contiguous(torch.float32, batch * heads * n_padded).spec
     descriptor_factories = {
@@ -557,9 +557,9 @@ def backward_launches(
         "dv_desc": DescriptorFactory(dv_spec, (1, 1, TILE_SIDE, dim_v)),
     }
     n_sms, n_programs = num_sms(options.device), split.n_programs(n_tile_cols, n_batch_heads)
-    postprocess = dq_sum = pairs = None
+    postprocess = dq_sum = lse_delta_pairs = None
     if is_separate:
-        dq, pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
+        dq, lse_delta_pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
     else:
         # whole tiles, so that additions need no mask
         dq_sum = contiguous(torch.float32, batch * heads, n_padded, dim)
@@ -577,8 +577,8 @@ def backward_launches(
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
-        "n_split_cols": split.n_lines,
-        "num_splits": split.parts,
+        "n_split_cols": split.n_split_lines,
+        "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, causal=options.causal),
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
@@ -587,16 +587,16 @@ def backward_launches(
         "KV_STAGES": chosen.kv_stages,
         "num_warps": 4,
     }
-    splits = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.parts > 1 else None
+    splits = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.num_splits > 1 else None
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else dim),
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
-        sum_splits=sum_cols(
-            split, lists[0], dk_spec, dv_spec, {**arguments, "n_split_lines": split.n_lines}, (dim, dim_v)
+        sum_splits=sum_splits(
+            split, lists[0], dk_spec, dv_spec, {**arguments, "n_split_lines": split.n_split_lines}, (dim, dim_v)
         ),
         postprocess=postprocess,
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
-        workspaces=(dq_sum, pairs, contiguous(torch.int32, 1) if n_programs > n_sms else None, splits),
+        workspaces=(dq_sum, lse_delta_pairs, contiguous(torch.int32, 1) if n_programs > n_sms else None, splits),
         adds_by_tma="dq_sum_desc" in descriptor_factories,
     )
 
@@ -626,7 +626,7 @@ def backward(
     if widest > MAX_HEAD_DIM or (scores is not None and wanted[1]):
         return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     # gradients from autograd may have strides of 0
-    (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
+    (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     by_cols, empty, n_sms = tile_lists(plan, 3), allocator(q), num_sms(options.device)
@@ -636,10 +636,10 @@ def backward(
     slopes = None if scores is None else scores.alibi_slopes
     ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options, mod_specs_of(scores))
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
-    dq_sum, pairs, tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
+    dq_sum, lse_delta_pairs, tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
-    ready.preprocess(out, dout, lse, dlse, pairs, lse_delta, dq_sum, tile_counter)
+    ready.preprocess(out, dout, lse, dlse, lse_delta_pairs, lse_delta, dq_sum, tile_counter)
     records, indices, bitmask_ids, bitmasks = by_cols
     pointers = Pointers(
         records_ptr=records,
@@ -665,7 +665,7 @@ def backward(
         other = portable.backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
         assert other.queries is not None
         # without bias tables and sums for the gradients of bias and slopes
-        other.queries(q, k, v, dout, pairs, *by_rows, kv_lengths, seed, slopes, None, dq, None, None)
+        other.queries(q, k, v, dout, lse_delta_pairs, *by_rows, kv_lengths, seed, slopes, None, dq, None, None)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
     if scores is None:

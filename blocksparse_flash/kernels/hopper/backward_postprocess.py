@@ -21,12 +21,12 @@ def dq_layout():
     return gl.DistributedLinearLayout(in_thread, of_lanes, [[16, 0], [32, 0]], [], [64, 32])
 
 
-@gluon.jit(do_not_specialize=["n_padded", "q_len", "n_eighths"])
-def postprocess_kernel(dq_sum_ptr, dq_ptr, scale, n_padded, q_len, n_eighths, DIM: gl.constexpr):
+@gluon.jit(do_not_specialize=["n_padded", "q_len", "n_octets"])
+def postprocess_kernel(dq_sum_ptr, dq_ptr, scale, n_padded, q_len, n_octets, DIM: gl.constexpr):
     """One piece of dQ per program of four warps.
 
     dq_sum_ptr  (batch * heads, n_padded, DIM) float32, in the order of `in_register_order`
-    dq_ptr      (batch, heads, q_len, 8 * n_eighths)
+    dq_ptr      (batch, heads, q_len, 8 * n_octets)
     """
     ROW_PIECES: gl.constexpr = DIM // PIECE_COLS
     i_piece = gl.program_id(0)
@@ -40,9 +40,9 @@ def postprocess_kernel(dq_sum_ptr, dq_ptr, scale, n_padded, q_len, n_eighths, DI
     layout: gl.constexpr = dq_layout()
     o_row = gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
     o_dim = i_piece % ROW_PIECES * PIECE_COLS + gl.arange(0, PIECE_COLS, layout=gl.SliceLayout(0, layout))
-    p_dq = dq_ptr + (batch_head.to(gl.int64) * q_len + q_start) * (8 * n_eighths)
-    p_dq = p_dq + gl.expand_dims(o_row * (8 * n_eighths), 1) + gl.expand_dims(o_dim, 0)
-    m_dq = gl.expand_dims(o_row < q_len - q_start, 1) & gl.expand_dims(o_dim < 8 * n_eighths, 0)
+    p_dq = dq_ptr + (batch_head.to(gl.int64) * q_len + q_start) * (8 * n_octets)
+    p_dq = p_dq + gl.expand_dims(o_row * (8 * n_octets), 1) + gl.expand_dims(o_dim, 0)
+    m_dq = gl.expand_dims(o_row < q_len - q_start, 1) & gl.expand_dims(o_dim < 8 * n_octets, 0)
     gl.store(p_dq, gl.convert_layout(b_dq, layout), mask=m_dq)
 
 
@@ -50,5 +50,5 @@ def postprocess_launch(dq_sum: TensorSpec, dq: TensorSpec, scale: float) -> Laun
     """The launch of postprocess_kernel; its arguments are dq_sum and dq."""
     n_heads, n_padded, dim = dq_sum.shape
     n_pieces = n_heads * n_padded // PIECE_ROWS.value * (dim // PIECE_COLS.value)
-    sizes = {"n_padded": n_padded, "q_len": dq.shape[2], "n_eighths": dq.shape[3] // 8}
+    sizes = {"n_padded": n_padded, "q_len": dq.shape[2], "n_octets": dq.shape[3] // 8}
     return Launch(postprocess_kernel, (n_pieces,), {"scale": scale, **sizes, "DIM": dim, "num_warps": 4})

@@ -1,6 +1,6 @@
 """Producer warp of the Hopper backward: tile scheduler, and TMA loads of K, V, Q, dO, LSE and delta.
 
-A work tile is one tile column: 128 keys of one key head, or one split of them, for all query heads of its group.
+A work tile is one tile column: 128 keys of one KV head, or one split of them, for all query heads of its group.
 
     producer                                      consumers (two warpgroups)
     scheduler: find the next work tile
@@ -88,12 +88,12 @@ class Descriptors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes. The first n_split_cols tile columns of each key head are computed by num_splits programs each.
+    """Run-time sizes. The first n_split_cols tile columns of each KV head are computed by num_splits programs each.
 
-    n_heads        key heads
+    n_heads        KV heads
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
-    n_in_turn      key heads whose tile columns are taken in turn without a layout
+    n_in_turn      KV heads whose tile columns are taken in turn without a layout
     """
 
     n_heads: Any
@@ -111,7 +111,7 @@ class Sizes(NamedTuple):
 class WorkTile(NamedTuple):
     """One tile column, or one split of it.
 
-    batch_head  batch * key heads + key head; END: no more work tiles
+    batch_head  batch * KV heads + KV head; END: no more work tiles
     kv_start    first key
     begin       first entry of the tile list of the first query head (this and the next three: 0 without a layout)
     n_tiles     tiles of the first query head
@@ -216,10 +216,10 @@ def heads_of_step(has_layout, causal, group):
 
 @gluon.jit
 def step_of(steps, i, HEADS: gl.constexpr):
-    """(step, head) number i of steps.n_steps * HEADS: a step for all heads, masked steps first, the others backwards.
+    """The i-th of steps.n_steps * HEADS pairs (step, head).
 
-    All tile columns of a causal head end with the last query: those which start there share q and dO in L2, though
-    their lengths differ.
+    Each step for all heads; masked steps first, then the others from last to first. All tile columns of a causal head
+    end with the last query: starting there, tile columns of different lengths share q and dO in L2.
     """
     if HEADS == 1:
         return steps.first + i, 0
@@ -339,7 +339,7 @@ def load(
     descs, pipelines, ptrs, record_strides, sizes,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the producer warp. GROUP: query heads per key head."""
+    """Entry point of the producer warp. GROUP: query heads per KV head."""
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
     HEADS: gl.constexpr = heads_of_step(ptrs.records_ptr is not None, CAUSAL, GROUP)
     n_heads = sizes.n_heads

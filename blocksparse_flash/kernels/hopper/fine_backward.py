@@ -6,7 +6,7 @@
 
 Shapes as in backward.py. Two kernels after the preprocess launch, which computes LSE (in base 2) and delta:
 
-    dk, dv   a program per tile column, 64 keys of a key head: k, v stay, q, dO of each listed tile are loaded
+    dk, dv   a program per tile column, 64 keys of a KV head: k, v stay, q, dO of each listed tile are loaded
     dq       a program per tile row, 64 queries of a head: q, dO stay, k, v of each listed tile are loaded
 
 Each computes scores and dp for itself: seven products per tile, where a single kernel needs five. In return every sum
@@ -43,7 +43,7 @@ from ..inputs import BackwardInputs
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
-from ..triton.combine_splits import sum_cols
+from ..triton.combine_splits import sum_splits
 from ..triton.tile import NUMBER, find_line_record
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import mask_columns, transposed_mask
@@ -61,7 +61,7 @@ from .fine_tiles import (
 )
 from .registers import accumulator, clamped_kv_len, store_split
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
-from .tma import DescriptorFactory, tma_loadable, tma_storable, tma_store
+from .tma import DescriptorFactory, tma_padded_memory, tma_store, to_tma_loadable
 
 # buffers of q and dO in the kernel for dk and dv
 STAGES = gl.constexpr(2)
@@ -121,7 +121,7 @@ def add_dkdv(
     b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, i_entry, kv_start, kv_ahead, kv_limit, stage, phase,
     MASKED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with the share of one step of 64 queries.
+    """dk and dv plus the contribution of one step of 64 queries.
 
     slope    see score_mods.load_slope
     o_head   offset of the head in lse and delta
@@ -151,7 +151,7 @@ def add_dkdv(
     if len(starts) == 1:
         o_line = (o_head + starts[0]) + o_q
     else:
-        # tiles that only fill the step lie before the first query: the last tile, which exists, stands in for them
+        # empty tiles of a step have negative starts; read the last tile's LSE instead, which is never empty
         starts = (
             gl.where(starts[0] < 0, starts[3], starts[0]),
             gl.where(starts[1] < 0, starts[3], starts[1]),
@@ -209,13 +209,13 @@ def fine_dkdv_kernel(
     n_heads, n_batch_heads, n_tile_cols, n_split_cols, num_splits, q_len, kv_len, n_padded, scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
-    # compile time; GROUP: query heads per key head; GATHERED: whether the plan is
+    # compile time; GROUP: query heads per KV head; GATHERED: whether the plan is
     GROUP: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     # loads per step
-    PIECES: gl.constexpr = SIDE // q_desc.block_type.shape[2]
+    LOADS: gl.constexpr = SIDE // q_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     k_full, v_full = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, 1).index(0)
     buffers = ColBuffers(
@@ -264,7 +264,7 @@ def fine_dkdv_kernel(
         zero_rows_from(buffers.v.reshape([SIDE, DIM_V]), (kv_start,), kv_limit)
     b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     b_dv = gl.zeros([SIDE, DIM_V], gl.float32, accumulator(DIM_V))
-    # tiles so far, of all heads: they choose the stage
+    # steps so far, of all heads: they choose the stage
     n_done = 0
     for i_group_head in range(GROUP):
         i_head = i_kv_head * GROUP + i_group_head
@@ -272,37 +272,37 @@ def fine_dkdv_kernel(
         if GROUP > 1:
             # the heads of a group may have layouts, and hence launch orders, of their own
             p_record = find_line_record(records_ptr, record_strides, i_batch, i_head, i_col)
-        begin, n_tiles, n_partial = tiles_of(lines, p_record, work_tile.i_split)
+        begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
         if kv_lengths_ptr is not None:
-            n_tiles = gl.where(kv_start < kv_limit, n_tiles, 0)
-            n_partial = gl.minimum(n_partial, n_tiles)
+            n_steps = gl.where(kv_start < kv_limit, n_steps, 0)
+            n_partial = gl.minimum(n_partial, n_steps)
         o_head = (i_batch * n_heads * GROUP + i_head).to(gl.int64) * n_padded
         for i in gl.static_range(STAGES):
             # steps past the end are those of other tile columns, or padding
-            starts = starts_of(indices_ptr, begin + i * (i < n_tiles).to(gl.int32), PIECES)
+            starts = starts_of(indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
             stage = (n_done + i) % STAGES
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, i < n_tiles)
+            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, i < n_steps)
         for i in range(n_partial):
             stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
-            starts = starts_of(indices_ptr, begin + i, PIECES)
-            has_more = i + STAGES < n_tiles
-            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), PIECES)
+            starts = starts_of(indices_ptr, begin + i, LOADS)
+            has_more = i + STAGES < n_steps
+            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), LOADS)
             b_dk, b_dv = add_dkdv(
                 b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
                 stage, phase, MASKED=True, GATHERED=GATHERED,
             )  # fmt: skip
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
-        for i in range(n_partial, n_tiles):
+        for i in range(n_partial, n_steps):
             stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
-            starts = starts_of(indices_ptr, begin + i, PIECES)
-            has_more = i + STAGES < n_tiles
-            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), PIECES)
+            starts = starts_of(indices_ptr, begin + i, LOADS)
+            has_more = i + STAGES < n_steps
+            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), LOADS)
             b_dk, b_dv = add_dkdv(
                 b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
                 stage, phase, MASKED=False, GATHERED=GATHERED,
             )  # fmt: skip
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
-        n_done += n_tiles
+        n_done += n_steps
     if work_tile.i_split < 0:
         # every warp has read the keys and values
         thread_barrier()
@@ -337,7 +337,10 @@ def add_dq(
     b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_start, i_batch, i_kv_head, starts, next_starts,
     i_entry, i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """dq with the share of one step of 64 keys; starts the loads of the next. Arguments as of fine_forward.step."""
+    """dq plus the contribution of one step of 64 keys; starts the loads of the next.
+
+    Arguments as of fine_forward.step.
+    """
     DIM: gl.constexpr = buffers.q.shape[3]
     DIM_V: gl.constexpr = buffers.dout.shape[3]
     dtype: gl.constexpr = buffers.q.dtype
@@ -393,7 +396,7 @@ def fine_dq_kernel(
     dq_desc, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes, see Lines; group: query heads per key head, n_padded: queries per head in lse and delta
+    # sizes, see Lines; group: query heads per KV head, n_padded: queries per head in lse and delta
     n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, n_padded, group, scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
@@ -403,7 +406,7 @@ def fine_dq_kernel(
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = dout_desc.block_type.shape[3]
     # loads per step
-    PIECES: gl.constexpr = SIDE // k_desc.block_type.shape[2]
+    LOADS: gl.constexpr = SIDE // k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     query_layout: gl.constexpr = gl.SliceLayout(1, accumulator(SIDE))
     q_full, dout_full = allocate_mbarriers(1, 1).index(0), allocate_mbarriers(1, 1).index(0)
@@ -447,7 +450,7 @@ def fine_dq_kernel(
     begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    starts = starts_of(indices_ptr, begin, PIECES)
+    starts = starts_of(indices_ptr, begin, LOADS)
     load_step(q_desc, buffers.q, q_full, i_batch, i_head, (q_start,), has_steps)
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
     load_step(dout_desc, buffers.dout, dout_full, i_batch, i_head, (q_start,), has_steps)
@@ -459,14 +462,14 @@ def fine_dq_kernel(
     mbarrier.wait(dout_full, 0, pred=has_steps)
     for i_step in range(n_partial):
         # the lists are padded, so that one step past the end can be read
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
         b_dq = add_dq(
             b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts,
             next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED,
         )  # fmt: skip
         starts = next_starts
     for i_step in range(n_partial, n_steps):
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
         b_dq = add_dq(
             b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts,
             next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED,
@@ -529,7 +532,7 @@ def backward_launches(
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     side = SIDE.value
     n_padded, n_tile_cols = -(-q_len // side) * side, -(-kv_len // side)
-    dq, dk, dv = (tma_storable(each.dtype, each.shape) for each in (q, k, v))
+    dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
     block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
     # the memory has padded rows; the descriptors see the first head_dim columns
     col_descriptors = {
@@ -565,8 +568,8 @@ def backward_launches(
         "n_heads": kv_heads,
         "n_batch_heads": batch * kv_heads,
         "n_tile_cols": n_tile_cols,
-        "n_split_cols": of_cols.n_lines,
-        "num_splits": of_cols.parts,
+        "n_split_cols": of_cols.n_split_lines,
+        "num_splits": of_cols.num_splits,
         "GROUP": heads // kv_heads,
         "maxnreg": dkdv_registers,
     }
@@ -576,28 +579,28 @@ def backward_launches(
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_tile_rows": n_padded // side,
-        "n_split_rows": of_rows.n_lines,
-        "num_splits": of_rows.parts,
+        "n_split_rows": of_rows.n_split_lines,
+        "num_splits": of_rows.num_splits,
         "group": heads // kv_heads,
         "maxnreg": dq_registers,
     }
     col_programs = of_cols.n_programs(n_tile_cols, batch * kv_heads)
     row_programs = of_rows.n_programs(n_padded // side, batch * heads)
     col_floats, row_floats = of_cols.floats(dim + dim_v, batch * kv_heads), of_rows.floats(dim, batch * heads)
-    col_sizes = {**dkdv_arguments, "n_split_lines": of_cols.n_lines}
+    col_sizes = {**dkdv_arguments, "n_split_lines": of_cols.n_split_lines}
     # dq is summed as dk is, over query heads without groups
-    row_sizes = {**dq_arguments, "n_split_lines": of_rows.n_lines, "kv_len": q_len, "GROUP": 1}
+    row_sizes = {**dq_arguments, "n_split_lines": of_rows.n_split_lines, "kv_len": q_len, "GROUP": 1}
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded),
         dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, col_descriptors),
         dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, row_descriptors),
-        sum_cols=sum_cols(of_cols, by_cols[0], dk_spec, dv_spec, col_sizes, (dim, dim_v)),
-        sum_rows=sum_cols(of_rows, by_rows[0], dq.spec._replace(shape=q.shape), None, row_sizes, (dim, 16)),
+        sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, col_sizes, (dim, dim_v)),
+        sum_rows=sum_splits(of_rows, by_rows[0], dq.spec._replace(shape=q.shape), None, row_sizes, (dim, 16)),
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
-            contiguous(torch.float32, col_floats) if of_cols.parts > 1 else None,
-            contiguous(torch.float32, row_floats) if of_rows.parts > 1 else None,
+            contiguous(torch.float32, col_floats) if of_cols.num_splits > 1 else None,
+            contiguous(torch.float32, row_floats) if of_rows.num_splits > 1 else None,
         ),
     )
 
@@ -625,7 +628,7 @@ def backward(
     dout, dlse, q, k, v, out, lse = inputs
     dim, dim_v = q.shape[3], v.shape[3]
     # gradients from autograd may have strides of 0
-    (q, k, v, dout), specs = tma_loadable(q, k, v, dout)
+    (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     by_rows, by_cols, empty = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q)
     others = tuple(cache_key_of(each) for each in (out, lse, dlse, kv_lengths))

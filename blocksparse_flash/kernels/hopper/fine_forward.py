@@ -36,7 +36,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
-from ..triton.combine_splits import merge_rows
+from ..triton.combine_splits import combine_rows
 from ..triton.tile import LN_2, NUMBER
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import mask_columns
@@ -55,7 +55,7 @@ from .fine_tiles import (
 from .registers import accumulator, clamped_kv_len, store_split
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import online_softmax, rescale, row_sum_layout
-from .tma import DescriptorFactory, tma_loadable, tma_store
+from .tma import DescriptorFactory, tma_store, to_tma_loadable
 
 # ---- configuration ----
 
@@ -190,7 +190,7 @@ def fine_forward_kernel(
     out_desc, lse_ptr, splits_ptr,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes, see Lines; group: query heads per key head
+    # sizes, see Lines; group: query heads per KV head
     n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
@@ -200,7 +200,7 @@ def fine_forward_kernel(
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = out_desc.block_type.shape[3]
     # loads per step
-    PIECES: gl.constexpr = SIDE // k_desc.block_type.shape[2]
+    LOADS: gl.constexpr = SIDE // k_desc.block_type.shape[2]
     dtype: gl.constexpr = q_desc.dtype
     score_layout: gl.constexpr = accumulator(SIDE)
     out_layout: gl.constexpr = accumulator(DIM_V)
@@ -243,7 +243,7 @@ def fine_forward_kernel(
     begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    starts = starts_of(indices_ptr, begin, PIECES)
+    starts = starts_of(indices_ptr, begin, LOADS)
     load_step(q_desc, buffers.q, buffers.q_full, i_batch, i_head, (q_start,), has_steps)
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
     load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, starts, has_steps)
@@ -256,14 +256,14 @@ def fine_forward_kernel(
     mbarrier.wait(buffers.q_full, 0, pred=has_steps)
     for i_step in range(n_partial):
         # the lists are padded, so that one step past the end can be read
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
         state = step(
             state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
             begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
         )  # fmt: skip
         starts = next_starts
     for i_step in range(n_partial, n_steps):
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, PIECES)
+        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
         state = step(
             state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
             begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
@@ -330,8 +330,8 @@ def forward_launches(
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_tile_rows": n_tile_rows,
-        "n_split_rows": split.n_lines,
-        "num_splits": split.parts,
+        "n_split_rows": split.n_split_lines,
+        "num_splits": split.num_splits,
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
@@ -349,12 +349,12 @@ def forward_launches(
         "out_desc": DescriptorFactory(out.spec, (1, 1, SIDE.value, dim_v)),
     }
     n_programs = split.n_programs(n_tile_rows, batch * heads)
-    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_lines}
+    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_split_lines}
     return ForwardLaunches(
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         kernel=Launch(fine_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        combine=merge_rows(split, lists[0], out.spec, combined, dim_v),
+        combine=combine_rows(split, lists[0], out.spec, combined, dim_v),
         n_split_floats=split.floats(dim_v + 1, batch * heads),
     )
 
@@ -380,7 +380,7 @@ def forward(
     assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     assert not causal, "the plan contains it"
     if specs is None or not specs.is_tma_loadable:
-        (q, k, v), specs = tma_loadable(q, k, v)
+        (q, k, v), specs = to_tma_loadable(q, k, v)
     lists, empty = tile_lists(plan, 0), allocator(q)
     n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
     split = split_of(plan, 0, q.shape, k.shape, False, n_at_once)

@@ -28,14 +28,14 @@ SIDE = gl.constexpr(plan_format.FINE_TILE)
 # tokens of a tile in a gathered plan
 PIECE = gl.constexpr(plan_format.PIECE)
 # columns (128 bytes) that a swizzled buffer stores together for all rows: TMA loads a gathered tile in such parts
-PART = gl.constexpr(64)
+SWIZZLE_COLS = gl.constexpr(64)
 # tiles of a step of a gathered plan
 PIECES_OF_STEP = gl.constexpr(plan_format.PIECES)
 
 
 def block_of_step(columns: int, pieces: int) -> tuple[int, ...]:
     """Block shape of the TMA loads of a step. pieces: loads per step, from plan_format.pieces_of."""
-    return (1, 1, PIECE.value, PART.value) if pieces > 1 else (1, 1, SIDE.value, columns)
+    return (1, 1, PIECE.value, SWIZZLE_COLS.value) if pieces > 1 else (1, 1, SIDE.value, columns)
 
 
 class WorkTile(NamedTuple):
@@ -94,22 +94,22 @@ def find_work_tile(lines, GROUP: gl.constexpr):
 
 @gluon.jit
 def tiles_of(lines, p_record, i_split):
-    """(first entry, tiles, partial tiles) of a tile row or tile column, or of a split of it."""
-    begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
+    """(first entry, steps, partial steps) of a tile row or tile column, or of a split of it."""
+    begin, n_steps = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
     n_partial = gl.load(p_record + N_PARTIAL)
     if lines.splits_ptr is not None:
-        first, n_tiles, n_partial = split_steps(n_tiles, n_partial, i_split, lines.num_splits)
+        first, n_steps, n_partial = split_steps(n_steps, n_partial, i_split, lines.num_splits)
         begin = begin + first
-    return begin, n_tiles, n_partial
+    return begin, n_steps, n_partial
 
 
 @gluon.jit
-def starts_of(indices_ptr, i_step, PIECES: gl.constexpr):
-    """First token of each tile of a step, as a tuple: of one tile of 64 tokens, or of PIECES tiles of 16."""
-    if PIECES == 1:
+def starts_of(indices_ptr, i_step, LOADS: gl.constexpr):
+    """First token of each tile of a step, as a tuple: of one tile of 64 tokens, or of LOADS tiles of 16."""
+    if LOADS == 1:
         return ((gl.load(indices_ptr + i_step) & INDEX_BITS) * SIDE,)
     else:
-        p_step = indices_ptr + i_step * PIECES
+        p_step = indices_ptr + i_step * LOADS
         return (
             gl.load(p_step) * PIECE,
             gl.load(p_step + 1) * PIECE,
@@ -145,10 +145,10 @@ def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted):
         tma_load(desc, [i_batch, i_head, starts[0], 0], full, buffer, pred=is_wanted)
     else:
         COLUMNS: gl.constexpr = buffer.shape[3]
-        mbarrier.expect(full, len(starts) * (COLUMNS // PART) * desc.block_type.nbytes, pred=is_wanted)
+        mbarrier.expect(full, len(starts) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes, pred=is_wanted)
         for i_piece in gl.static_range(len(starts)):
-            for column in gl.static_range(0, COLUMNS, PART):
-                part = buffer.slice(i_piece * PIECE, PIECE, 2).slice(column, PART, 3)
+            for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
+                part = buffer.slice(i_piece * PIECE, PIECE, 2).slice(column, SWIZZLE_COLS, 3)
                 tma_load(desc, [i_batch, i_head, starts[i_piece], column], full, part, pred=is_wanted)
 
 
@@ -164,7 +164,10 @@ def load_step_words(bitmask_ids_ptr, bitmasks_ptr, i_step, o_row, GATHERED: gl.c
 
 @gluon.jit
 def load_half_words(p_ids, bitmasks_ptr, o_row):
-    """A word of a gathered step's bitmask: 16 bits of each of two tiles, whose bitmasks hold them in both halves."""
+    """A word of a gathered step's bitmask: 16 bits of each of two tiles.
+
+    Each bitmask word stores its 16 bits in both halves.
+    """
     b_low = gl.load(bitmasks_ptr + gl.load(p_ids).to(gl.int64) * SIDE + o_row)
     b_high = gl.load(bitmasks_ptr + gl.load(p_ids + 1).to(gl.int64) * SIDE + o_row)
     return b_low & 0xFFFF | b_high & -0x10000

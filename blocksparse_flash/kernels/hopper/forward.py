@@ -8,8 +8,8 @@ head_dim is padded to DIM, that of v and out to DIM_V: 64, 128 or 256. The kerne
     TMA loads of q, k and v        ->
 
 forward_producer.py has the producer and its pipelines to the consumers. A work tile has two warpgroups (128 queries),
-or three (192) at head_dim 64 without a layout and kv_lengths if there are enough work tiles. Step i overlaps its
-softmax with p v of step i - 1:
+or three (192) before Triton 3.9, at head_dim 64, without layout, kv_lengths and splits, if there are enough work tiles.
+Step i overlaps its softmax with p v of step i - 1:
 
     issue q k^T of step i | issue p v of step i - 1 | wait for q k^T | softmax of step i while p v runs | wait for p v
 
@@ -44,7 +44,7 @@ from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import Split, heads_in_turn, padded_dim, split_of
-from ..triton.combine_splits import merge_rows
+from ..triton.combine_splits import combine_rows
 from ..triton.tile import LN_2, TILE
 from .barriers import (
     allocate_pipeline,
@@ -68,7 +68,7 @@ from .forward_producer import (
 from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
-from .tma import DescriptorFactory, tma_loadable, tma_store
+from .tma import DescriptorFactory, tma_store, to_tma_loadable
 from .work_tiles import END, WORK_TILE_STAGES
 
 # ---- configuration ----
@@ -108,8 +108,7 @@ def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Conf
     dim      the larger padded head dimension
     is_wide  whether tile rows of 192 queries are possible and pay
 
-    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Until Triton 3.9, which spills them, all have `pin` and
-    early_bitmask.
+    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Values of BEFORE_TRITON_3_9 would spill from Triton 3.9 on.
     """
     if dim == 256:
         # out takes 128 registers per thread, and shared memory has no room for it beside q
@@ -352,7 +351,7 @@ def mma(
         n_steps, n_partial = work_tile.n_steps, work_tile.n_partial
         batch_head = work_tile.target
         if ptrs.splits_ptr is not None:
-            # blocks of the workspace are numbered likewise
+            # the batch_head of a split is its workspace block modulo n_batch_heads, see split_index
             batch_head = batch_head % sizes.n_batch_heads
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         slope = load_slope(mods, batch_head % sizes.n_heads)
@@ -546,7 +545,7 @@ def forward_launches(
     n_batch_heads, n_sms = batch * heads, num_sms(index)
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
-    is_wide = not (has_layout or has_lengths or split.parts > 1) and wide_pays(q_len, n_batch_heads, n_sms)
+    is_wide = not (has_layout or has_lengths or split.num_splits > 1) and wide_pays(q_len, n_batch_heads, n_sms)
     chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
     assert is_wide or chosen.warpgroups == 2, "tile rows of a layout have 128 queries, and zero_tail has two warpgroups"
     if chosen.out_in_q:
@@ -561,8 +560,8 @@ def forward_launches(
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
-        "n_split_rows": split.n_lines,
-        "num_splits": split.parts,
+        "n_split_rows": split.n_split_lines,
+        "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
         **mods.arguments(scale, is_forward=True),
         "CAUSAL": causal,
@@ -579,12 +578,12 @@ def forward_launches(
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
     # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed
     n_work_tiles = split.n_programs(-(-q_len // TILE_SIDE), n_batch_heads)
-    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_lines}
+    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_split_lines}
     return ForwardLaunches(
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         kernel=Launch(hopper_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        combine=merge_rows(split, records_shape, out.spec, combined, dim_v),
+        combine=combine_rows(split, records_shape, out.spec, combined, dim_v),
         n_split_floats=split.floats(dim_v + 1, n_batch_heads),
         has_tile_counter=n_work_tiles > n_sms,
     )
@@ -612,7 +611,7 @@ def forward(
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     if specs is None or not specs.is_tma_loadable:
-        (q, k, v), specs = tma_loadable(q, k, v)
+        (q, k, v), specs = to_tma_loadable(q, k, v)
     q_spec, k_spec, _ = specs.tensors
     device, lists, empty = q.device, tile_lists(plan, 0), allocator(q)
     index = device.index

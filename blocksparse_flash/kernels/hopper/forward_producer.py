@@ -73,7 +73,7 @@ class Pointers(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per key head.
+    """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per KV head.
 
     The first n_split_rows tile rows of each head, in launch order, are computed by num_splits programs each.
     n_in_turn: heads whose tile rows are taken in turn without a layout.

@@ -13,7 +13,7 @@ from .barriers import named_barrier
 # Triton 3.9 allocates more registers; configurations that spill there are used before 3.9 only
 BEFORE_TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
-# tile rows per warpgroup: M of a wgmma
+# rows of a tile (queries or keys) per warpgroup: M of a wgmma
 WARPGROUP_ROWS = gl.constexpr(64)
 
 
@@ -32,7 +32,7 @@ def reinterpret(tile, shape, layout, dtype, _semantic=None):
 
 @gluon.jit
 def pin(b_sum):
-    """Returns b_sum, all >= 0; keeps a wait for wgmma that follows in the source behind its computation.
+    """Returns b_sum, all >= 0; keeps a wait for wgmma that follows in the source after its computation.
 
     ptxas moves such a wait up, in front of the exponentials that should overlap the wgmma, but not across this store,
     which never runs. Under Triton 3.6 it also makes ptxas spill the address of shared memory. (A predicated nanosleep,
@@ -112,7 +112,10 @@ def atomic_add_sum(ptr, b_sum):
 
 @gluon.jit
 def store_split(ptr, b_sum, WARPGROUP: gl.constexpr):
-    """Stores a warpgroup's half of a float32 block [TILE, columns] of the workspace of splits (combine_splits.py)."""
+    """Stores a warpgroup's 64 rows of a split's float32 block: half of it with tiles of 128, all of it with 64.
+
+    combine_splits.py describes the workspace.
+    """
     layout: gl.constexpr = accumulator(b_sum.shape[1])
     o_row = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     o_col = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, layout))

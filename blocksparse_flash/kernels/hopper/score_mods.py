@@ -79,7 +79,8 @@ def apply_score_mods(b_scores, mods, slope, o_row, o_col):
 def finish_rows(b_max, b_sum, mods, i_head, has_sink):
     """(lse in base 2, factor that normalizes out) from the maximum and the sum of each row.
 
-    has_sink  False in splits that leave the sink to another one. A sink is a key without a value; -inf is none
+    has_sink  False in splits that leave the sink to another one. A sink is a key without a value; a sink of
+              -inf has no effect
     """
     b_decay = 1.0
     if mods.sinks_ptr is not None:
@@ -124,7 +125,8 @@ class ModSpecs(NamedTuple):
     def arguments(self, scale: float, *, is_forward: bool) -> dict[str, Any]:
         """The kernel arguments that depend on the scale.
 
-        The forward takes the maximum of products of unchanged scores, which its factor must not turn around.
+        Without score mods the forward takes the maximum of raw q k^T, so its factor must be positive; SIGN applies the
+        sign first.
         """
         if not self.modifies_scores:
             factor = scale_log2(scale) if is_forward else scale * LOG2_E_VALUE

@@ -22,7 +22,7 @@ from .registers import WARPGROUP_ROWS, accumulator
 def load_bitmask(ptrs, work_tile, i_step, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
     """This warpgroup's rows of the bitmask of a partial step of a layout: BLOCK_KV / 32 words, each int32 [64].
 
-    Two dependent loads: the number of the bitmask, then its words.
+    Two dependent loads: the index of the bitmask, then its words.
     """
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
     i_bitmask = gl.load(ptrs.bitmask_ids_ptr + (work_tile.begin + i_step // STEPS_PER_TILE))
@@ -84,7 +84,9 @@ def row_sum_layout():
 
 @gluon.jit
 def online_softmax(b_scores, b_max, b_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
-    """One step: (p, decay of earlier sums, new maximum, new sum) from unscaled scores [64, BLOCK_KV].
+    """One step: (p, decay of earlier sums, new maximum, new sum) from scores [64, BLOCK_KV].
+
+    scale_log2  brings the scores to base 2; 1 after score mods
 
     b_sum  [64, 4], one partial sum per thread of a row, so that no step exchanges sums between threads
     RESCALE_THRESHOLD  the maximum follows only if it grew by more, so that most steps have decay 1. p is then at most

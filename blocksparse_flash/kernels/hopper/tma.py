@@ -32,7 +32,7 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-def tma_storable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
+def tma_padded_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
     """Memory for a tensor (batch, heads, length, head_dim), its rows padded so that TMA can write them.
 
     The shape includes the padding; the result is its first head_dim columns.
@@ -42,11 +42,11 @@ def tma_storable(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that TMA can load."""
-    made = launch.allocator(tensor)(*tma_storable(tensor.dtype, tensor.shape))
+    made = launch.allocator(tensor)(*tma_padded_memory(tensor.dtype, tensor.shape))
     return made[..., : tensor.shape[-1]].copy_(tensor)
 
 
-def tma_loadable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], TensorSpecs]:
+def to_tma_loadable(*tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], TensorSpecs]:
     """(tensors, specs): the tensors as they are, or copied if TMA cannot load them, and their specs."""
     # all specs at once: one cache lookup on the host
     specs = specs_of(*tensors)

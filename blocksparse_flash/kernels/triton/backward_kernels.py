@@ -69,10 +69,10 @@ def keys_program(
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
-    # sizes: n_heads key heads, n_batch_heads = batch * n_heads, n_lines = tile columns (key blocks without a layout)
+    # sizes: n_heads KV heads, n_batch_heads = batch * n_heads, n_lines = tile columns (key blocks without a layout)
     strides, sizes, factors, C: tl.constexpr,
 ):
-    """dk and dv of a block of keys of a key head: iterates over its tile column for each query head of the group."""
+    """dk and dv of a block of keys of a KV head: iterates over its tile column for each query head of the group."""
     DIM: tl.constexpr = C.DIM
     DIM_V: tl.constexpr = C.DIM_V
     BLOCK_Q: tl.constexpr = C.BLOCK_Q

@@ -17,7 +17,7 @@ PREPROCESS_ROWS = 32
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def preprocess_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
     dout_strides, n_heads, q_len, n_padded,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -26,7 +26,7 @@ def preprocess_kernel(
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
     delta  rowsum(dout * out) - dlse, ignoring dlse for a row without keys; 0 past q_len
 
-    pairs_ptr    (batch * heads, n_padded, 2): lse and delta interleaved, or None
+    lse_delta_pairs_ptr    (batch * heads, n_padded, 2): lse and delta interleaved, or None
     lines_ptr    (2, batch * heads, n_padded): all lse, then all delta, or None
     cleared_ptr  (batch * heads, n_padded, CLEARED) float32, set to 0, or None
     tile_counter_ptr  one int32, set to 0, or None
@@ -59,10 +59,10 @@ def preprocess_kernel(
     o_line = batch_head.to(tl.int64) * n_padded + o_q
     m_padded = o_q < n_padded
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
-    if pairs_ptr is not None:
+    if lse_delta_pairs_ptr is not None:
         # [ROWS, 2]
         o_pair = o_line[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
+        tl.store(lse_delta_pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
     if lines_ptr is not None:
         tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
         o_line += tl.num_programs(1).to(tl.int64) * n_padded
@@ -70,14 +70,14 @@ def preprocess_kernel(
 
 
 @triton.jit
-def load_lse_delta(pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.constexpr):
+def load_lse_delta(lse_delta_pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.constexpr):
     """lse in base 2 and delta of ROWS queries: [ROWS] each.
 
     One load of interleaved pairs: two loads smaller than the number of threads would get a layout in which many threads
     hold the same value (Triton 3.6: 70 copies per thread instead of 8).
     """
     o_line = batch_head.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
-    return tl.split(tl.load(pairs_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
+    return tl.split(tl.load(lse_delta_pairs_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
 # fmt: on
 
 

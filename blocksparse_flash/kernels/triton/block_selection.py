@@ -3,8 +3,8 @@
     mark   one bit per block, and the count of each row: from indices, from indptr and indices, or the k highest scores
     list   indptr and indices of the set bits, ascending within a row
 
-One program marks one row, and each program sums the counts of all rows before its own: results are deterministic. Of
-very many rows, PyTorch sums the counts.
+One program marks one row, and each program sums the counts of all rows before its own: results are deterministic. For
+very many rows, PyTorch computes the prefix sums.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def sums_before(counts_ptr, n_lines, line, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def fill_behind(ptr, begin, length, value, i_program, n_programs, CHUNK: tl.constexpr):
+def fill_tail(ptr, begin, length, value, i_program, n_programs, CHUNK: tl.constexpr):
     """ptr[begin:length] = value, divided among the programs."""
     for first in range(i_program * CHUNK, length, n_programs * CHUNK):
         o_entry = first + tl.arange(0, CHUNK)
@@ -139,7 +139,7 @@ def mark_scores_kernel(
         least = tl.where(n_high >= k, least | bit, least)
         bit = bit >> 1
     b_above = (b_key > least).to(tl.int32)
-    # of equal scores the first
+    # ties go to the first
     b_equal = ((b_key == least) & m_col).to(tl.int32)
     b_of_words = tl.sum(b_equal, 1)
     b_place = (tl.cumsum(b_of_words, 0) - b_of_words)[:, None] + tl.cumsum(b_equal, 1)
@@ -184,9 +184,9 @@ def list_rows_kernel(
         b_place = b_begin[:, None] + tl.cumsum(b_bit, 1) - 1
         tl.store(indices_ptr + b_place, o_col + tl.zeros([LINES, MINORS], tl.int32), mask=b_bit == 1)
         b_begin += tl.sum(b_bit, 1)
-    fill_behind(indices_ptr, nnz, capacity, 0, i_program, n_programs, CHUNK)
+    fill_tail(indices_ptr, nnz, capacity, 0, i_program, n_programs, CHUNK)
     # every block is full
-    fill_behind(ids_ptr, 0, capacity, -1, i_program, n_programs, CHUNK)
+    fill_tail(ids_ptr, 0, capacity, -1, i_program, n_programs, CHUNK)
 # fmt: on
 
 

@@ -19,7 +19,7 @@ from ..arguments import Shape, strides_of_records
 from ..schedule import MAX_PARTS, Split
 from .tile import NUMBER, head_base, log_sum, record_pointer
 
-# rows per program of sum_cols_kernel
+# rows per program of sum_splits_kernel
 SUM_ROWS = 16
 
 
@@ -44,7 +44,7 @@ def combine_end(b_out, b_max, b_sum):
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len"])
-def merge_rows_kernel(
+def combine_rows_kernel(
     # inputs; without records (records_ptr None) the last tile rows come first
     splits_ptr, records_ptr,
     # outputs
@@ -86,16 +86,16 @@ def merge_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len"])
-def sum_cols_kernel(
+def sum_splits_kernel(
     # inputs; without records (records_ptr None) the tile columns are in order
     splits_ptr, records_ptr,
     # outputs; dv_ptr None: sums dq of split tile rows, as if it were dk
     dk_ptr, dv_ptr,
     # strides in elements: (batch, head), (batch, head, row)
     record_strides, dk_strides, dv_strides,
-    # sizes, as in the kernel that wrote the splits; n_heads counts key heads
+    # sizes, as in the kernel that wrote the splits; n_heads counts KV heads
     n_heads, n_batch_heads, n_split_lines, num_splits, kv_len, scale,
-    # compile time; GROUP: query heads per key head
+    # compile time; GROUP: query heads per KV head
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     ROWS: tl.constexpr, SIDE: tl.constexpr,
 ):
@@ -129,22 +129,22 @@ def sum_cols_kernel(
 # fmt: on
 
 
-def merge_rows(
+def combine_rows(
     split: Split, record_shape: Shape | None, out: TensorSpec, rest: dict[str, Any], dim_v: int
 ) -> Launch | None:
     """The launch (splits, records, out, lse) that combines split tile rows; rest: arguments of the forward kernel."""
-    if split.parts == 1:
+    if split.num_splits == 1:
         return None
     sizes = {
         name: rest[name] for name in ("n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len")
     }
     dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_PARTS, "SIDE": split.side}
     strides = {"record_strides": strides_of_records(record_shape), "out_strides": out.strides[:3]}
-    n_programs = split.n_lines * rest["n_batch_heads"] * split.side
-    return Launch(merge_rows_kernel, (n_programs,), {**sizes, **dims, **strides, "num_warps": 4})
+    n_programs = split.n_split_lines * rest["n_batch_heads"] * split.side
+    return Launch(combine_rows_kernel, (n_programs,), {**sizes, **dims, **strides, "num_warps": 4})
 
 
-def sum_cols(
+def sum_splits(
     split: Split,
     record_shape: Shape | None,
     dk: TensorSpec,
@@ -152,13 +152,13 @@ def sum_cols(
     rest: dict[str, Any],
     dims: tuple[int, int],
 ) -> Launch | None:
-    """The launch (splits, records, dk, dv) that sums split tile columns.
+    """The launch (splits, records, dk, dv) that sums split tile columns, or split tile rows.
 
     dv    None: the launch sums dq of split tile rows, as if it were dk
     rest  arguments of the kernel that wrote the splits
     dims  columns of dk and dv in a split
     """
-    if split.parts == 1:
+    if split.num_splits == 1:
         return None
     sizes = {
         name: rest[name]
@@ -171,6 +171,6 @@ def sum_cols(
         "dk_strides": dk.strides[:3],
         "dv_strides": dv_strides,
     }
-    n_programs = split.n_lines * rest["n_batch_heads"] * (split.side // SUM_ROWS)
+    n_programs = split.n_split_lines * rest["n_batch_heads"] * (split.side // SUM_ROWS)
     side = {"SIDE": split.side, "num_warps": 4}
-    return Launch(sum_cols_kernel, (n_programs,), {**sizes, **fixed, **strides, **side})
+    return Launch(sum_splits_kernel, (n_programs,), {**sizes, **fixed, **strides, **side})

@@ -151,7 +151,7 @@ def forward_kernel(
     i_kv_head = i_head // C.GROUP
     limit = kv_len
     if LIMITED:
-        # a length on the GPU is never read on the host: out of range is clamped here
+        # lengths on the GPU are not validated on the host, so values out of range are clamped here
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
     # [BLOCK_Q, DIM]
@@ -164,7 +164,7 @@ def forward_kernel(
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
-        # the sink is a key without a value; -inf is none
+        # the sink is a key without a value; a sink of -inf has no effect
         sink = tl.load(sinks_ptr + i_head) * LOG2_E
         b_max = tl.maximum(b_max, sink)
         b_sum += tl.where(sink == float("-inf"), 0.0, 1.0)
@@ -313,7 +313,7 @@ def forward(
 
     specs  of q, k and v, if known
     """
-    if split_kv.takes(q.shape, k.shape[2], dropout_p):
+    if split_kv.is_suitable(q.shape, k.shape[2], dropout_p):
         return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)

@@ -1,6 +1,7 @@
 """Gather and scatter of token rows for context parallelism; each row is read and written once.
 
-    move    target[:, :, put] = source[:, :, taken], for up to four (source, target) pairs with the same index lists
+    move    target[:, :, target_index] = source[:, :, source_index], for up to four (source, target) pairs with the same
+            index lists
     add     total[:, :, rows] = sum over ranks, in order and in float32, of indexed rows; for up to two totals
     merge   out[:, :, rows] and lse[:, :, rows] of attention over the keys of all ranks, from indexed partial results
 
@@ -67,7 +68,7 @@ def move_pair(
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
 def move_kernel(
     # inputs, None if absent; the index lists are int64, or None for all rows in order
-    source_0_ptr, source_1_ptr, source_2_ptr, source_3_ptr, taken_ptr, put_ptr,
+    source_0_ptr, source_1_ptr, source_2_ptr, source_3_ptr, source_index_ptr, target_index_ptr,
     # outputs; program_id(1) is the pair
     target_0_ptr, target_1_ptr, target_2_ptr, target_3_ptr,
     # of each source, of each target
@@ -79,10 +80,10 @@ def move_kernel(
     i_batch, i_head, o_row, m_row = locate(n_rows, n_blocks, n_heads, ROWS)
     o_from = o_row.to(tl.int64)
     o_to = o_from
-    if taken_ptr is not None:
-        o_from = tl.load(taken_ptr + o_row, mask=m_row, other=0)
-    if put_ptr is not None:
-        o_to = tl.load(put_ptr + o_row, mask=m_row, other=0)
+    if source_index_ptr is not None:
+        o_from = tl.load(source_index_ptr + o_row, mask=m_row, other=0)
+    if target_index_ptr is not None:
+        o_to = tl.load(target_index_ptr + o_row, mask=m_row, other=0)
     i_pair = tl.program_id(1)
     # nested: the outer condition is known at compile time, and `and` would compile the branch anyway
     if i_pair == 0:
@@ -256,19 +257,19 @@ def _is_aligned(tensor: torch.Tensor | None) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _move_launch(
     specs: TensorSpecs,
-    way: str,
+    operation: str,
     n_rows: int,
     others: tuple[Any, ...],  # noqa: ARG001  cache key of message, lists and device
 ) -> Launch:
     """specs: sources and then targets of "move", sources of "pack", targets of "unpack"."""
     tensors = specs.tensors
-    n_pairs = len(tensors) // 2 if way == "move" else len(tensors)
+    n_pairs = len(tensors) // 2 if operation == "move" else len(tensors)
     features = [of.shape[3] for of in tensors[:n_pairs]]
     shape = tensors[0].shape
     ours = [of.strides[:3] for of in tensors]
     message = _message_strides(shape, features)
-    sources = message if way == "unpack" else ours[:n_pairs]
-    targets = message if way == "pack" else ours[-n_pairs:]
+    sources = message if operation == "unpack" else ours[:n_pairs]
+    targets = message if operation == "pack" else ours[-n_pairs:]
     n_programs, sizes = _sizes(shape, n_rows, features, MOST_PAIRS)
     strides = {
         "source_strides": _strides(sources, MOST_PAIRS),
@@ -278,47 +279,47 @@ def _move_launch(
 
 
 def _move(
-    way: str,
+    operation: str,
     tensors: Sequence[torch.Tensor],
     message: torch.Tensor | None,
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
-    taken: torch.Tensor | None,
-    put: torch.Tensor | None,
+    source_index: torch.Tensor | None,
+    target_index: torch.Tensor | None,
 ) -> None:
-    n_rows = targets[0].shape[0 if way == "pack" else 2] if put is None else put.shape[0]
+    n_rows = targets[0].shape[0 if operation == "pack" else 2] if target_index is None else target_index.shape[0]
     if n_rows == 0 or tensors[0].shape[0] * tensors[0].shape[1] == 0:
         return
-    lists = taken is None, _is_aligned(taken), put is None, _is_aligned(put)
+    lists = source_index is None, _is_aligned(source_index), target_index is None, _is_aligned(target_index)
     others = None if message is None else message.dtype, _is_aligned(message), lists, tensors[0].device
-    launch = _move_launch(specs_of(*tensors), way, n_rows, others)
+    launch = _move_launch(specs_of(*tensors), operation, n_rows, others)
     missing = (None,) * (MOST_PAIRS - len(sources))
-    launch(*sources, *missing, taken, put, *targets, *missing)
+    launch(*sources, *missing, source_index, target_index, *targets, *missing)
 
 
 def move(
     sources: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
-    taken: torch.Tensor | None,
-    put: torch.Tensor | None,
+    source_index: torch.Tensor | None,
+    target_index: torch.Tensor | None,
 ) -> None:
-    """target[:, :, put] = source[:, :, taken] in target's dtype, for up to MOST_PAIRS pairs.
+    """target[:, :, target_index] = source[:, :, source_index] in target's dtype, for up to MOST_PAIRS pairs.
 
     All pairs have equal batch, heads and rows.
 
-    taken, put  contiguous int64; None is all rows
+    source_index, target_index  contiguous int64; None is all rows
     """
-    _move("move", [*sources, *targets], None, sources, targets, taken, put)
+    _move("move", [*sources, *targets], None, sources, targets, source_index, target_index)
 
 
-def pack(sources: Sequence[torch.Tensor], message: torch.Tensor, taken: torch.Tensor | None) -> None:
+def pack(sources: Sequence[torch.Tensor], message: torch.Tensor, source_index: torch.Tensor | None) -> None:
     """Copies rows of up to MOST_PAIRS tensors to a message of their dtype."""
-    _move("pack", sources, message, sources, [message] * len(sources), taken, None)
+    _move("pack", sources, message, sources, [message] * len(sources), source_index, None)
 
 
-def unpack(message: torch.Tensor, targets: Sequence[torch.Tensor], put: torch.Tensor | None) -> None:
+def unpack(message: torch.Tensor, targets: Sequence[torch.Tensor], target_index: torch.Tensor | None) -> None:
     """Copies the rows of a message to up to MOST_PAIRS tensors of its dtype."""
-    _move("unpack", targets, message, [message] * len(targets), targets, None, put)
+    _move("unpack", targets, message, [message] * len(targets), targets, None, target_index)
 
 
 @functools.lru_cache(maxsize=1024)

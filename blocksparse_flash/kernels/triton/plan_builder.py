@@ -19,17 +19,17 @@ import triton.language as tl
 
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
-from .block_selection import CHUNK, Rows, fill_behind, of_rows, sums_before
+from .block_selection import CHUNK, Rows, fill_tail, of_rows, sums_before
 from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
 
 # tile rows (or columns) of a program, tiles of a step; with 128 tiles list_kernel spills on sm80
 LINES, MINORS = 8, 64
-# heads of a step in most_long
+# heads of a step in max_long_lines
 AXES = 16
 # bitmask words of a program
 WORDS = 1024
-# blocks of a tile up to which all their subsets have bitmasks (for ALL_EDGES of them with every edge); with more, each
-# tile of the grid has its own
+# up to MOST_PARTS blocks per tile, every subset of blocks has a bitmask (up to ALL_EDGES blocks, with every ragged
+# edge); beyond that each tile of the grid has its own
 MOST_PARTS, ALL_EDGES = 16, 4
 # for EDGES: ragged edges with bitmasks of their own (1 right, 2 bottom, 3 both), or OWN
 RIGHT, BOTTOM, OWN = 1, 2, tl.constexpr(4)
@@ -89,7 +89,7 @@ class Grid(NamedTuple):
 
     @property
     def n_bitmasks(self) -> int:
-        """Edges x patterns, for tiles that no diagonal crosses and each of the diagonals; or the tiles of the grid."""
+        """Number of bitmasks: patterns x edges x (1 + diagonals), or one per tile of the grid."""
         edges = self.edges
         if edges == OWN.value:
             return max(1, self.n_tiles)
@@ -115,7 +115,7 @@ class Grid(NamedTuple):
             "kv_tiles": kv_tiles,
             "BLOCK_Q": rows.block_size[0],
             "BLOCK_KV": rows.block_size[1],
-            "ROWS": self.rows_per_token,
+            "ROWS_PER_TOKEN": self.rows_per_token,
             "EDGES": self.edges,
             "CAUSAL": self.causal,
             "TILE": self.tile,
@@ -129,7 +129,7 @@ SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "k
 @triton.jit
 def tile_kinds(
     bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
     """int32 (is stored, is full, bitmask id) of the tiles (o_row, o_col), which broadcast."""
@@ -138,11 +138,11 @@ def tile_kinds(
     PART_Q: tl.constexpr = TILE // PARTS_Q
     PART_KV: tl.constexpr = TILE // PARTS_KV
     # tokens of a tile row, and tile rows that start within TILE tokens
-    TOKENS: tl.constexpr = TILE // ROWS if ROWS < TILE else 1
+    TOKENS: tl.constexpr = TILE // ROWS_PER_TOKEN if ROWS_PER_TOKEN < TILE else 1
     STEPS: tl.constexpr = TILE // TOKENS
     p_bits = bits_ptr + batch_head.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
-    ahead = kv_len - q_len // ROWS
+    ahead = kv_len - q_len // ROWS_PER_TOKEN
     b_pattern = tl.where(m_tile, 0, 0)
     b_left = b_pattern
     b_all = m_tile.to(tl.int32)
@@ -162,7 +162,7 @@ def tile_kinds(
             else:
                 b_pattern |= b_bit << (part_q * PARTS_KV + part_kv)
             if CAUSAL:
-                b_left |= b_bit & (last_q // ROWS + ahead >= first_kv).to(tl.int32)
+                b_left |= b_bit & (last_q // ROWS_PER_TOKEN + ahead >= first_kv).to(tl.int32)
             else:
                 b_left |= b_bit
     # ragged edges, then where the diagonal crosses the tile
@@ -171,7 +171,7 @@ def tile_kinds(
     b_diagonal = tl.where(m_tile, 0, 0)
     if CAUSAL:
         # tokens by which query 0 is past key 0: from TILE - 1 on every pair attends
-        behind = o_row * TILE // ROWS + ahead - o_col * TILE
+        behind = o_row * TILE // ROWS_PER_TOKEN + ahead - o_col * TILE
         steps = (behind - (ahead & (TOKENS - 1))) // TOKENS
         b_diagonal += tl.where(behind < TILE - 1, tl.minimum(STEPS - steps, STEPS + 1), 0)
     if EDGES == OWN:
@@ -194,8 +194,8 @@ def tile_kinds(
 @triton.jit
 def tile_kinds_along(
     bits_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE: tl.constexpr,
+    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
+    EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
     """`tile_kinds` as [lines, minors]: tile rows and tile columns if OF_ROWS, else the reverse."""
     if OF_ROWS:
@@ -204,7 +204,7 @@ def tile_kinds_along(
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
         bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE,
+        BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
     )
 
 
@@ -212,8 +212,8 @@ def tile_kinds_along(
 def count_lines(
     bits_ptr, counts_ptr, i_program, n_major, n_minor,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE: tl.constexpr,
+    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
+    EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
     """Counts of some lines: (2, axes, n_major) tiles and partial tiles."""
@@ -222,13 +222,13 @@ def count_lines(
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
     b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
     for first in range(0, n_minor, MINORS):
-        b_there, b_full, _ = tile_kinds_along(
+        b_stored, b_full, _ = tile_kinds_along(
             bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE,
+            OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
-        b_tiles += tl.sum(b_there, 1)
-        b_partial += tl.sum(b_there & (1 - b_full), 1)
+        b_tiles += tl.sum(b_stored, 1)
+        b_partial += tl.sum(b_stored & (1 - b_full), 1)
     p_count = counts_ptr + batch_head * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
     tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
@@ -244,13 +244,13 @@ def first_bits(count):
 @triton.jit
 def write_bitmasks(
     words_ptr, i_program, n_words_of_all, q_len, kv_len,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     TILE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Some words of all bitmasks, ordered by diagonal, edge and pattern (fastest)."""
     PARTS_Q: tl.constexpr = TILE // BLOCK_Q if BLOCK_Q < TILE else 1
     PARTS_KV: tl.constexpr = TILE // BLOCK_KV if BLOCK_KV < TILE else 1
-    TOKENS: tl.constexpr = TILE // ROWS if ROWS < TILE else 1
+    TOKENS: tl.constexpr = TILE // ROWS_PER_TOKEN if ROWS_PER_TOKEN < TILE else 1
     STEPS: tl.constexpr = TILE // TOKENS
     N_PATTERNS: tl.constexpr = 1 << (PARTS_Q * PARTS_KV)
     N_RIGHT: tl.constexpr = 1 + EDGES % 2
@@ -276,7 +276,8 @@ def write_bitmasks(
     if N_EDGES > N_RIGHT:
         b_bits = tl.where((b_edge // N_RIGHT == 1) & (b_query >= last_q), 0, b_bits)
     # last key of the tile that a query sees
-    b_last = b_query // ROWS + ((kv_len - q_len // ROWS) & (TOKENS - 1)) - TOKENS * (b_diagonal - STEPS)
+    b_last = b_query // ROWS_PER_TOKEN + ((kv_len - q_len // ROWS_PER_TOKEN) & (TOKENS - 1))
+    b_last = b_last - TOKENS * (b_diagonal - STEPS)
     b_bits &= tl.where(b_diagonal > 0, first_bits(b_last + 1 - b_start), -1)
     tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words_of_all)
 
@@ -284,7 +285,7 @@ def write_bitmasks(
 @triton.jit
 def write_own_bitmasks(
     bits_ptr, words_ptr, i_program, n_words_of_all, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Some words of the bitmasks of all tiles, ordered by axis, tile row and tile column (fastest)."""
@@ -303,7 +304,7 @@ def write_own_bitmasks(
         b_bits = (b_bits & 0xFFFF) | (-((b_word >> (b_col % 32 + 1)) & 1) << 16)
     b_bits &= first_bits(kv_len - b_kv)
     if CAUSAL:
-        b_bits &= first_bits(b_q // ROWS + kv_len - q_len // ROWS + 1 - b_kv)
+        b_bits &= first_bits(b_q // ROWS_PER_TOKEN + kv_len - q_len // ROWS_PER_TOKEN + 1 - b_kv)
     tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words_of_all)
 
 
@@ -314,7 +315,7 @@ def count_kernel(
     # outputs: counts, int32 (2 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
     counts_ptr, words_ptr,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
 ):
@@ -324,28 +325,29 @@ def count_kernel(
         count_lines(
             bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS,
+            True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
             bits_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS,
+            False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif EDGES == OWN:
         write_own_bitmasks(
             bits_ptr, words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, BLOCK_Q, BLOCK_KV, ROWS, CAUSAL, TILE, WORDS,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, CAUSAL, TILE, WORDS,
         )
     else:
         write_bitmasks(
             words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len,
-            BLOCK_Q, BLOCK_KV, ROWS, EDGES, TILE, WORDS,
+            BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, TILE, WORDS,
         )
 
 
 @triton.jit
-def most_long(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.constexpr):
+def max_long_lines(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.constexpr):
     """The largest number of lines with more than `limit` tiles, over all axes."""
     b_most = tl.zeros([AXES], tl.int32)
     for first_axis in range(0, axes, AXES):
@@ -394,8 +396,8 @@ def write_records(
 def list_lines(
     bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor, n_indices, n_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE: tl.constexpr,
+    OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
+    EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
@@ -408,7 +410,7 @@ def list_lines(
     n_tiles, before = sums_before(counts_ptr, axes * n_major, batch_head * n_major + first_line, CHUNK)
     # twice the mean
     limit = ((2 * n_tiles.to(tl.int64)) // (axes * n_major)).to(tl.int32)
-    n_long = most_long(counts_ptr, axes, n_major, limit, AXES, MINORS)
+    n_long = max_long_lines(counts_ptr, axes, n_major, limit, AXES, MINORS)
 
     p_tiles = counts_ptr + batch_head * n_major
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
@@ -422,23 +424,23 @@ def list_lines(
     b_next_partial, b_next_full = b_begin, b_begin + b_partial
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
-        b_there, b_full, b_id = tile_kinds_along(
+        b_stored, b_full, b_id = tile_kinds_along(
             bits_ptr, batch_head, o_line, o_minor,
             n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE,
+            OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
-        b_is_full, b_is_partial = b_there & b_full, b_there & (1 - b_full)
+        b_is_full, b_is_partial = b_stored & b_full, b_stored & (1 - b_full)
         b_place = tl.where(
             b_full == 1,
             b_next_full[:, None] + tl.cumsum(b_is_full, 1),
             b_next_partial[:, None] + tl.cumsum(b_is_partial, 1),
         )
-        tl.store(indices_ptr + b_place - 1, o_minor[None, :] - PARTIAL * b_is_partial, mask=b_there == 1)
-        tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_there == 1)
+        tl.store(indices_ptr + b_place - 1, o_minor[None, :] - PARTIAL * b_is_partial, mask=b_stored == 1)
+        tl.store(ids_ptr + b_place - 1, b_id * b_is_partial, mask=b_stored == 1)
         b_next_full += tl.sum(b_is_full, 1)
         b_next_partial += tl.sum(b_is_partial, 1)
-    fill_behind(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
-    fill_behind(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
+    fill_tail(indices_ptr, n_tiles, n_indices, 0, i_program, n_programs, CHUNK)
+    fill_tail(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "n_indices", "n_row_ids", "n_col_ids"])
@@ -450,7 +452,7 @@ def list_kernel(
     # their lengths
     n_indices, n_row_ids, n_col_ids,
     axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
@@ -461,14 +463,14 @@ def list_kernel(
             bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
             q_tiles, kv_tiles, n_indices, n_row_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            True, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
+            True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
             bits_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, kv_tiles, q_tiles, n_indices, n_col_ids,
             axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-            False, BLOCK_Q, BLOCK_KV, ROWS, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
+            False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 

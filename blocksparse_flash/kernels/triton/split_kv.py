@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Config, DescriptorFactory, Launch, num_sms
+from ...runtime.launch import Config, Launch, num_sms
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores
 from ..arguments import (
@@ -39,7 +39,6 @@ from ..arguments import (
     softcap_arguments,
     strides_of_records,
     tile_lists,
-    wants_descriptors,
 )
 from .combine_splits import combine_end, combine_step
 from .score_mods import apply_row_score_mods
@@ -66,43 +65,35 @@ MAX_QUERIES = 64
 # fewest keys per query
 KEYS_PER_QUERY = 16
 # programs per SM; 87 % of the bandwidth of a copy (H200), 2 to 12 give 80 to 88 %, see TUNING.md
-PROGRAMS = 3
+PROGRAMS_PER_SM = 3
 # bounds the work of combining the splits of a row
 MAX_SPLITS = 256
 
 
-class Chosen(NamedTuple):
-    """A launch configuration, whose block_q counts the queries of all heads of a program, and whether it uses TMA."""
-
-    config: Config
-    tma: bool
-
-
 def config(
     n_rows: int, dim: int, element_size: int, *, shared_memory: int, major: int = 0, modifies_scores: bool = False
-) -> Chosen:
+) -> Config:
     """Launch configuration for n_rows queries that share their keys; dim is the larger padded head dimension.
 
-    Chosen for bytes in flight, see TUNING.md. Timed on an H200 only; elsewhere the configurations avoid spills.
+    Its block_q counts the queries of all heads of a program. Chosen for bytes in flight, see TUNING.md. Timed on an
+    H200 only; elsewhere the configurations avoid spills.
     """
     small = shared_memory < 160 * 1024
     block_q = max(16, min(128, triton.next_power_of_2(n_rows)))
     is_narrow = block_q <= 32
     if element_size == 4:
         warps = 4 if block_q == 16 and dim <= 128 else 8
-        chosen = Config(min(block_q, 32), 32, warps, 1 if dim > 128 and small else 2)
-    elif dim > 128:
-        chosen = Config(block_q, 32, 4, 2 if small else 3) if is_narrow else Config(64, 32 if small else 64, 8, 2)
-    elif block_q == 128:
-        chosen = Config(128, 64, 8, 2 if small else 3)
-    elif block_q == 64 and dim > 64 and modifies_scores and major == 8:
-        chosen = Config(64, 64, 8, 2 if small else 3)
-    else:
-        chosen = Config(block_q, 64, 4, 4 if dim <= 64 else 2 if small else 3)
-    return Chosen(chosen, tma=False)
+        return Config(min(block_q, 32), 32, warps, 1 if dim > 128 and small else 2)
+    if dim > 128:
+        return Config(block_q, 32, 4, 2 if small else 3) if is_narrow else Config(64, 32 if small else 64, 8, 2)
+    if block_q == 128:
+        return Config(128, 64, 8, 2 if small else 3)
+    if block_q == 64 and dim > 64 and modifies_scores and major == 8:
+        return Config(64, 64, 8, 2 if small else 3)
+    return Config(block_q, 64, 4, 4 if dim <= 64 else 2 if small else 3)
 
 
-def takes(q_shape: tuple[int, ...], kv_len: int, dropout_p: float) -> bool:
+def is_suitable(q_shape: tuple[int, ...], kv_len: int, dropout_p: float) -> bool:
     """Whether a call is small enough in queries and large enough in keys for split-KV; not with dropout."""
     return dropout_p == 0 and q_shape[2] <= MAX_QUERIES and kv_len >= KEYS_PER_QUERY * q_shape[2]
 
@@ -113,7 +104,7 @@ def num_splits(n_tiles: int, n_programs: int, n_sms: int) -> int:
     n_tiles     of an average row, an upper bound on its splits
     n_programs  without splitting
     """
-    return max(1, min(PROGRAMS * n_sms // n_programs, n_tiles, MAX_SPLITS))
+    return max(1, min(PROGRAMS_PER_SM * n_sms // n_programs, n_tiles, MAX_SPLITS))
 
 
 # fmt: off
@@ -127,7 +118,7 @@ def with_sink(b_max, b_sum, sinks_ptr, o_head):
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_blocks", "n_splits", "q_len", "kv_len"])
 def split_kv_kernel(
     # inputs; sinks_ptr only with a single split
-    q_ptr, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
+    q_ptr, k_ptr, v_ptr, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
     sinks_ptr, slopes_ptr, tables_ptr,
     # outputs, contiguous: out and lse, or with IS_SPLIT (n_splits, n_rows, V_DIM) and max and sum (n_splits, n_rows, 2)
     out_ptr, lse_ptr,
@@ -155,7 +146,7 @@ def split_kv_kernel(
     i_head = batch_head % n_heads
     limit = kv_len
     if LIMITED:
-        # a length on the GPU is never read on the host: out of range is clamped here
+        # lengths on the GPU are not validated on the host, so values out of range are clamped here
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
     # a row is a query of one of the heads; padding rows are computed and not stored
@@ -210,8 +201,8 @@ def split_kv_kernel(
             kv_next = kv_start + BLOCK_KV
         # [BLOCK_KV, DIM]
         b_k = load_tile(
-            k_ref, strides.k, i_batch, i_head // C.GROUP, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM,
-            TMA=C.TMA, LIMITED=LIMITED,
+            k_ptr, strides.k, i_batch, i_head // C.GROUP, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM,
+            TMA=False, LIMITED=LIMITED,
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
@@ -242,8 +233,8 @@ def split_kv_kernel(
         b_max = b_new_max
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(
-            v_ref, strides.v, i_batch, i_head // C.GROUP, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V,
-            TMA=C.TMA, LIMITED=LIMITED,
+            v_ptr, strides.v, i_batch, i_head // C.GROUP, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V,
+            TMA=False, LIMITED=LIMITED,
         )
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
@@ -327,16 +318,15 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
         major=options.major,
         modifies_scores=options.modifies_scores,
     )
-    chosen = chosen._replace(tma=chosen.tma and wants_descriptors(options.major, k, v))
-    n_blocks = -(-packed * q_len // chosen.config.block_q)
+    n_blocks = -(-packed * q_len // chosen.block_q)
     n_programs = batch * heads // packed * n_blocks
     n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // options.tile)
     # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
-    n_worth = n_tiles // max(1, chosen.config.block_q // 64)
+    n_worth = n_tiles // max(1, chosen.block_q // 64)
     n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
     n_rows = batch * heads * q_len
     table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
-    fixed = fixed._replace(TMA=chosen.tma, DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv)
+    fixed = fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv)
     rest = {
         "strides": Strides(
             q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
@@ -352,15 +342,10 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
         "PACKED": packed,
         "IS_SPLIT": n_splits > 1,
         "MAX_Q": MAX_QUERIES,
-        "C": fixed.with_blocks(chosen.config),
-        **chosen.config.launch_options,
+        "C": fixed.with_blocks(chosen),
+        **chosen.launch_options,
     }
-    descriptor_factories = {}
-    if chosen.tma:
-        block_kv = chosen.config.block_kv
-        descriptor_factories["k_ref"] = DescriptorFactory(k, (1, 1, block_kv, dim))
-        descriptor_factories["v_ref"] = DescriptorFactory(v, (1, 1, block_kv, dim_v))
-    split = Launch(split_kv_kernel, (n_programs * n_splits,), rest, descriptor_factories)
+    split = Launch(split_kv_kernel, (n_programs * n_splits,), rest)
     combine = None
     if n_splits > 1:
         at_once = max(2, min(triton.next_power_of_2(n_splits), 4096 // dim_v))

@@ -9,7 +9,8 @@ import triton.language as tl
 from ... import plan_format
 from .. import arguments
 
-# tokens per side of a tile, but in plans of smaller tiles, see Constants.TILE; cells of a bias are always within it
+# tokens per side of a 128 x 128 tile; Constants.TILE is that of the plan at hand. A bias cell always lies within one
+# such tile
 TILE = tl.constexpr(arguments.TILE)
 # subtracted from the list entries of partial tiles
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
@@ -126,8 +127,8 @@ def find_work_record(
 ):
     """Tile scheduler: (batch * n_heads + head, record pointer, block within the tile row or column) of program `pid`.
 
-    SPLIT programs share a tile row or column. The `n_long` longest of every head come first, head by head within a
-    length, so that none starts last; then head after head, so that the inputs of a head stay in L2.
+    SPLIT programs share a tile row or column. The `n_long` longest of every head come first, interleaved over
+    heads, so that no long line starts late; then head after head, so that the inputs of a head stay in L2.
     """
     n_long = tl.load(records_ptr + N_LONG) * SPLIT
     n_rest = n_lines * SPLIT - n_long

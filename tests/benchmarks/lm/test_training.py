@@ -149,7 +149,7 @@ def test_the_report_has_a_line_for_each_run(
     last = losses(runs / "dense")[-1]
     (line,) = (line for line in page.splitlines() if line.startswith("| dense |"))
     assert f"| {float(last['validation_loss']):.4f} | {float(last['validation_loss']) / math.log(2):.4f} |" in line
-    assert "| 0 to 38 | 38 to 75 | 75 to 150 | 150 to 300 |" in page and "Not comparable" not in page
+    assert "| loss at positions 0 to 38 | 38 to 75 | 75 to 150 | 150 to 300 |" in page and "Not comparable" not in page
     facts = json.loads((runs / "again" / "run.json").read_text())
     (runs / "again" / "run.json").write_text(json.dumps({**facts, "seed": 5}))
     assert command.main() == 0

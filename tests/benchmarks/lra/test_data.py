@@ -126,7 +126,7 @@ def test_pathfinder_is_scored_beside_its_markers(root: Path) -> None:
     assert (right.accuracy, right.balanced) == (1.0, 1.0)
     # of 1,000 samples a reader learns less than there is to know, 0.741
     assert 0.55 < right.floor < 0.76
-    assert "learnt from 1000 samples" in str(right)
+    assert "learned from 1,000 samples" in str(right)
 
 
 def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo: runs end to end, resumes after an interruption, and fails if the model has not learnt."""
+"""The demo: runs end to end, resumes after an interruption, and fails if the model has not learned."""
 
 from __future__ import annotations
 

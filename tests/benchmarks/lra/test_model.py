@@ -161,14 +161,14 @@ def test_repeated_layers_are_the_same_layers() -> None:
     assert sizes[0] > 1.9 * sizes[1]
 
 
-def test_neighbouring_greys_begin_alike() -> None:
+def test_neighboring_grays_begin_alike() -> None:
     torch.manual_seed(0)
     architecture = Architecture(embed_dim=64, num_heads=1, n_layers=1, first_tokens="smooth")
-    greys = Classifier(TASKS["pathfinder32"], architecture).tokens.weight[:-1]
-    near = torch.cosine_similarity(greys[:-1], greys[1:]).min()
+    grays = Classifier(TASKS["pathfinder32"], architecture).tokens.weight[:-1]
+    near = torch.cosine_similarity(grays[:-1], grays[1:]).min()
     assert near > 0.99
-    assert torch.cosine_similarity(greys[0], greys[255], dim=0) < 0.5
-    assert greys.std().item() == pytest.approx(1.0, abs=0.1)
+    assert torch.cosine_similarity(grays[0], grays[255], dim=0) < 0.5
+    assert grays.std().item() == pytest.approx(1.0, abs=0.1)
 
 
 def test_gradients_of_tokens_are_those_of_a_lookup() -> None:

@@ -40,16 +40,16 @@ def numbers(text: str) -> list[list[int]]:
 )  # fmt: skip
 def test_markers_have_the_ink_of_another_implementation(radius: float, rows: str) -> None:
     marker = paddles.marker(radius)
-    centre = marker.shape[0] // 2
-    assert nearest_byte(marker[centre - 3 : centre + 1, centre - 5 : centre + 6]) == numbers(rows)
+    center = marker.shape[0] // 2
+    assert nearest_byte(marker[center - 3 : center + 1, center - 5 : center + 6]) == numbers(rows)
 
 
 def test_markers_have_the_released_ink() -> None:
     """A disc of a released image of 128 pixels, without the ringing around it, where other ink may be brighter."""
     released = numbers("56 135 157 103 / 234 245 235 254 / 245 218 223 224 / 235 223 225 225")
     marker = paddles.marker(3.0)
-    centre = marker.shape[0] // 2
-    ours = [byte_below(marker)[centre - 3 + row][centre - 2 :][:4] for row in range(4)]
+    center = marker.shape[0] // 2
+    ours = [byte_below(marker)[center - 3 + row][center - 2 :][:4] for row in range(4)]
     assert ours[0] == released[0]
     # the one brightest pixel is 254 there
     assert np.abs(np.array(ours) - released).max() <= 1

@@ -116,12 +116,12 @@ def pictures(seed: int, count: int) -> tuple[np.ndarray, list[int]]:
 
 def put_batches(folder: Path, is_binary: bool) -> None:
     for number, name in enumerate(released.CIFAR_BATCHES):
-        colours, labels = pictures(number, 2)
+        colors, labels = pictures(number, 2)
         if is_binary:
-            rows = np.concatenate([np.array(labels, dtype=np.uint8)[:, None], colours], axis=1)
+            rows = np.concatenate([np.array(labels, dtype=np.uint8)[:, None], colors], axis=1)
             put(folder / f"{name}.bin", rows.tobytes())
         else:
-            put(folder / name, pickle.dumps({b"data": colours, b"labels": labels}, protocol=2))
+            put(folder / name, pickle.dumps({b"data": colors, b"labels": labels}, protocol=2))
 
 
 @pytest.mark.parametrize("is_binary", [False, True])
@@ -132,8 +132,8 @@ def test_images_are_found_in_every_layout_and_made_gray(tmp_path: Path, folder: 
     put_batches(tmp_path / folder, is_binary)
     splits = released.image(tmp_path)
     assert [len(split) for split in splits] == [9, 1, 2]
-    colours, labels = pictures(0, 2)
-    red, green, blue = (int(colours[1, channel * 1024 + 33]) for channel in range(3))
+    colors, labels = pictures(0, 2)
+    red, green, blue = (int(colors[1, channel * 1024 + 33]) for channel in range(3))
     example = splits.train[1]
     assert example.label == labels[1]
     assert example.documents[0].dtype == np.uint8

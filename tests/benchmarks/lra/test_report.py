@@ -20,7 +20,7 @@ from benchmarks.lra.published import STEPS
 from benchmarks.lra.scoring import Result
 from benchmarks.lra.tasks import Sizes
 
-RESULT = Result("pathx", 0.70, 0.54, "places of the markers", 0.66, 0.5, 20_000, "generated", 0.6)
+RESULT = Result("pathx", 0.70, 0.54, "positions of the markers", 0.66, 0.5, 20_000, "generated", 0.6)
 FACTS = {
     "is_lra": True, "source": "generated", "mask": "butterfly | local(window=128)", "n_layers": 6, "embed_dim": 128,
     "weights": 10, "steps": 6000, "batch_size": 64, "device": "cpu",
@@ -29,7 +29,7 @@ FACTS = {
 
 def timing(**changes: Any) -> dict[str, Any]:
     line = {**dict.fromkeys(speed.KEYS), **speed.untimed("ok")}
-    line |= {"bench": "lra_speed", "pattern": "dense", "provider": "materialised", "device": "a GPU", "documents": 1}
+    line |= {"bench": "lra_speed", "pattern": "dense", "provider": "materialized", "device": "a GPU", "documents": 1}
     return {**line, "n": 1024, "batch": 32, "ms": 10.0, **changes}
 
 
@@ -75,11 +75,21 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
     assert all(path.stat().st_size for path in written)
     text = (tmp_path / "out" / "report.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| pathx"))
-    assert "| 70.0% +- 0.3% | 54.0%, places of the markers | yes | 66.0% (50%) | 60.0% | 20,000 |" in row
+    assert "| 70.0% ± 0.3% | 54.0%, positions of the markers | yes | 66.0% (50%) | 60.0% | 20,000 |" in row
     assert "butterfly \\| local" in row and "12.3%" not in text
     # once for times, once for memory, and not beside another batch
     assert text.count("| PyTorch, A100 (paper) | 3.67 |") == text.count("| PyTorch, A100 (paper) | 1,184 |") == 1
-    assert text.count("| materialised, dense | 1,024 |") == 2
+    assert text.count("| materialized, dense | 1,024 |") == 2
+
+
+def test_recorded_lines_are_shown_in_the_words_of_newer_ones() -> None:
+    older = {"floor_name": "places of the markers, learnt from 20000 samples"}
+    older["data"] = "trained on fresh data, generated (by the published rules), not the official release"
+    line = {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": "r", **older}
+    section = tables.accuracy_sections([line])[1]
+    assert "| 54.0%, positions of the markers, learned from 20,000 samples |" in section
+    assert f"| {LraData('pathx', 'fresh').description} |" in section
+    assert tables.frame([timing(provider="materialised")])["name"].tolist() == ["materialized, dense"]
 
 
 def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:
@@ -102,7 +112,7 @@ def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
     assert titles == [
         "## Accuracy on the released files of Long Range Arena",
         "## Accuracy on data made by the rules of Long Range Arena",
-        "## Published by the FlashAttention paper, per cent",
+        "## Accuracies reported in the FlashAttention paper, in percent",
     ]
 
 
@@ -157,7 +167,7 @@ def test_the_geometric_mean_is_over_dense_attention_with_its_scores_in_memory() 
         "| 0.312 (32.00x) | 5 (2.00x) | 5 (2.00x) | 5 (2.00x) | **3.48x** | 2.4x |"
     )
     assert rows["blocksparse_flash (triton), butterfly"].endswith("| **2.50x** | 2.8x |")
-    assert rows["materialised, dense"].endswith("| **1.00x** |  |")
+    assert rows["materialized, dense"].endswith("| **1.00x** |  |")
 
 
 def test_what_was_not_timed_has_no_share_in_a_mean() -> None:
@@ -175,7 +185,7 @@ def test_what_was_not_timed_has_no_share_in_a_mean() -> None:
 
 def test_the_paper_stands_beside_its_own_sizes_only() -> None:
     found = [
-        sized(task, provider=provider) for task in tables.TASKS for provider in ("materialised", "blocksparse_flash")
+        sized(task, provider=provider) for task in tables.TASKS for provider in ("materialized", "blocksparse_flash")
     ]
     tiny = [{**line, "n": 256} for line in found]
     assert "2.4x" in tables.steps_table(tables.frame(found)) and "2.4x" not in tables.steps_table(tables.frame(tiny))

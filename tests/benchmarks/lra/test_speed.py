@@ -20,7 +20,7 @@ from benchmarks.run import measure
 from blocksparse_flash import BlockLayout
 
 CPU = torch.device("cpu")
-ON_CPU = [peers.OURS, peers.MATERIALISED, peers.SDPA]
+ON_CPU = [peers.OURS, peers.MATERIALIZED, peers.SDPA]
 MASK = "butterfly(n_factors=1)"
 
 
@@ -55,7 +55,7 @@ def test_what_attends_otherwise_is_not_timed(provider: str, monkeypatch: pytest.
     """Every pair instead of those of the layout."""
     case = tiny("listops", MASK)
     expected = speed.given(
-        speed.model_of(case, peers.MATERIALISED, CPU),
+        speed.model_of(case, peers.MATERIALIZED, CPU),
         *(each[:2] for each in speed.samples(case, CPU)[:2]),
         is_mixed=False,
     )
@@ -120,7 +120,7 @@ def test_directions_of_dense_and_sparse_are_lines(tmp_path: Path) -> None:
 
 
 def planted(fault: str) -> peers.Attend:
-    """Materialised attention that is right but for one thing, at one place of many."""
+    """Materialized attention that is right but for one thing, at one place of many."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
         half = torch.arange(k.shape[2]) < 200
@@ -130,7 +130,7 @@ def planted(fault: str) -> peers.Attend:
         ]
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
         mask[-1, 7] = fault != "mask"
-        out = peers.materialised(q, *held, dropout_p, mask=mask)
+        out = peers.materialized(q, *held, dropout_p, mask=mask)
         return out.detach() + 0 * out if fault == "q" else out
 
     return attend
@@ -195,7 +195,7 @@ def test_the_command_prints_tables_and_leaves_lines(tmp_path: Path, capsys: pyte
             "--lengths",
             "[128]",
             "--providers",
-            '["blocksparse_flash", "materialised"]',
+            '["blocksparse_flash", "materialized"]',
             "--out",
             str(out),
         ]
@@ -213,7 +213,7 @@ def test_the_command_prints_tables_and_leaves_lines(tmp_path: Path, capsys: pyte
 
 def test_an_unknown_provider_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="providers must be of blocksparse_flash, materialised, sdpa, flex, got 'xformers'"
+        ValueError, match="providers must be of blocksparse_flash, materialized, sdpa, flex, got 'xformers'"
     ):
         peers.attend_with("xformers", None, CPU)
 

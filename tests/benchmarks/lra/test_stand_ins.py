@@ -1,4 +1,4 @@
-"""Stand-ins have the shapes of their tasks and can be learnt."""
+"""Stand-ins have the shapes of their tasks and can be learned."""
 
 from __future__ import annotations
 

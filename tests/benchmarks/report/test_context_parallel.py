@@ -64,14 +64,14 @@ def test_the_section_has_a_table_for_each_setting() -> None:
     assert "all_to_all of 256 MiB per rank, 268 GB/s" in said
     assert "| local | 9.00 | 1.80 (2.00, compute) | 1.50 (1.80, link) |" in said
     assert "| butterfly | 20.00 | 1.25 (2.00, compute) | - |" in said
-    assert "and 4 key heads" in said and "and 16 key heads" in said and "all-gather" not in said
+    assert "and 4 KV heads" in said and "and 16 KV heads" in said and "all-gather" not in said
     assert context_report.section(frame([])) == "" and context_report.section(frame([LINK])) == ""
 
 
 def test_the_readme_has_a_column_for_each_setting_of_the_most_gpus() -> None:
     four = [line(ranks=4, speedup=3.5), line(ranks=4, provider="all_gather", n=2**20)]
     said = context_report.summary(frame([*LINES, *four]))
-    assert "4 GPU, head_dim 128" in said and "65,536 tokens, 16 query and 4 key heads | 1,048,576 tokens" in said
+    assert "4 GPU, head_dim 128" in said and "65,536 tokens, 16 query and 4 KV heads | 1,048,576 tokens" in said
     assert "| local | 3.50 / - | - / 1.80 |" in said and "butterfly" not in said
     assert "| local | 1.80 / 1.50 | 1.80 / - |" in context_report.summary(frame(LINES))
     assert context_report.summary(frame([])) == "" and context_report.summary(frame([LINK])) == ""

@@ -153,6 +153,9 @@ def test_long_range_has_a_row_for_each_configuration(tmp_path: Path) -> None:
         "| `ours/dense` | pathx | dense | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
         "| `ours/pathx` | pathx | butterfly \\| local | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
     ]
+    assert tables.MORE_SAMPLES not in tables.long_range(tables.read_long_range(tmp_path))
+    (tmp_path / "ours" / "dense").rename(tmp_path / "ours" / f"dense{tables.MORE_SAMPLES}")
+    assert f"`{tables.MORE_SAMPLES}` is the same model" in tables.long_range(tables.read_long_range(tmp_path))
     assert tables.long_range(tables.read_long_range(tmp_path / "missing")) == ""
 
 
@@ -167,7 +170,7 @@ def test_decoding_has_a_row_for_each_case() -> None:
         )
     ]
     section = tables.decoding(frame(found))
-    assert "4 query heads and 2 key heads of dimension 64" in section
+    assert "4 query heads and 2 KV heads of dimension 64" in section
     assert "stores 10.0% to 10.0% of the blocks" in section
     columns = ["keys", "batch", "queries", "blocksparse_flash, triton, sparse", "blocksparse_flash, triton, dense"]
     assert section.splitlines()[2] == f"| {' | '.join([*columns, 'cuDNN, dense'])} |"
@@ -237,11 +240,13 @@ def test_a_matrix_product_stands_beside_what_its_own_run_measured(tmp_path: Path
 def test_what_was_not_timed_in_turns_is_named() -> None:
     old = measurements.ONE_BY_ONE[0]
     turns = [of(one, direction=way) for one in (TRITON, FLEX) for way in ("fwd", "bwd")]
-    assert measurements.order_of_timing(frame(turns)) == "The libraries were timed in turns."
+    assert measurements.order_of_timing(frame(turns)) == "Timing was interleaved across libraries."
     cudnn = of(CUDNN, commit=old)
-    assert measurements.order_of_timing(frame([*turns, cudnn])) == "The libraries were timed in turns, except cuDNN."
+    assert measurements.order_of_timing(frame([*turns, cudnn])) == (
+        "Timing was interleaved across libraries, except cuDNN."
+    )
     assert measurements.order_of_timing(frame([*turns, cudnn, of(FLEX, commit=old, pattern="random")])) == (
-        "The libraries were timed in turns, except cuDNN and `random` at head dimension 64 (forward)."
+        "Timing was interleaved across libraries, except cuDNN and the forward of `random` at head dimension 64."
     )
     assert measurements.order_of_timing(frame([cudnn])) == "The libraries were timed one after another."
 
@@ -289,6 +294,10 @@ def test_sweeps_have_pictures_and_tables() -> None:
     assert "| blocksparse_flash, triton | FlexAttention | forward | 2 | 2.50 | 2.50 | 2.50 | 0 |" in section
     assert attention.sweeps_section(frame([])) == ""
     assert attention.everything(frame(SWEPT)).count("## ") == 5
+    longer = [of(FLEX, bench="length", n=n) for n in (8192, 1024)]
+    text = attention.everything(frame([*SWEPT, *longer]))
+    places = [text.index(f"## length, {n:,} tokens, batch 1, GPU") for n in (1024, 2048, 4096, 8192)]
+    assert places == sorted(places)
     commands = [f"`python -m benchmarks.run.attention --sweep {name}`" for name in attention.SWEEPS]
     assert all(command in attention.everything(frame(SWEPT)) for command in commands)
 
@@ -299,7 +308,7 @@ def test_growth_is_between_the_shortest_and_the_longest_of_each_direction() -> N
     # a backward of one length, FlexAttention's lines and launch-bound lengths say nothing about growth
     (value,) = summaries.growth(frame(found))
     assert value[1:] == ("blocksparse_flash, triton", "16,384 tokens", "forward", "64", 4.5)
-    assert value.measurement.startswith("time at 65,536 tokens, 4 times as many")
+    assert value.measurement.startswith("time at 65,536 tokens / time at 16,384 tokens")
 
 
 def test_small_blocks_are_compared_with_those_of_a_tile() -> None:
@@ -376,8 +385,8 @@ def test_the_summary_has_a_row_for_each_benchmark() -> None:
     lines = {"attention": frame([*SWEPT, *longer, *equal]), "small": frame([])}
     assert rows_of(pages.highlights(lines)) == [
         (
-            f"| time at 32,768 tokens, 2 times as many, fixed keys per query | {name} | 16,384 tokens | 2 | 1.67 "
-            "| 1.83 | 2.00 |"
+            f"| time at 32,768 tokens / time at 16,384 tokens, at a fixed number of keys per query | {name} "
+            "| 16,384 tokens | 2 | 1.67 | 1.83 | 2.00 |"
         ),
         f"| {summaries.BREAK_EVEN} | {name} | dense {name} | 2 | 0.74 | 0.74 | 0.74 |",
         f"| time in blocks of 64, random | {name} | blocks of 128 | 2 | 2.00 | 2.00 | 2.00 |",
@@ -426,8 +435,8 @@ def test_a_cost_within_the_spread_of_the_steps_is_an_upper_bound() -> None:
     assert summaries.change_costs(frame([new])) == ["-"]
 
 
-def test_every_provider_has_a_name_and_a_colour() -> None:
-    assert [*measurements.LABELS.values()] == [*plots.COLOURS]
+def test_every_provider_has_a_name_and_a_color() -> None:
+    assert [*measurements.LABELS.values()] == [*plots.COLORS]
     assert measurements.providers(frame([of(("someone", "new")), of(TRITON)])) == [
         "blocksparse_flash, triton",
         "someone, new",

@@ -1,4 +1,4 @@
-"""The Hopper kernels under many orders of events, on a simulator of their synchronisation; needs no GPU.
+"""The Hopper kernels under many orders of events, on a simulator of their synchronization; needs no GPU.
 
 The layouts and calls of test_zoo.py and every launch configuration are accurate, each under another order of events.
 test_seeded_faults.py shows that faults are detected. gluon_simulator.py has the simulator.
@@ -144,7 +144,7 @@ def test_every_call_is_accurate_in_tiles_of_64(check, index):
 
 
 @pytest.mark.parametrize("layout", [zoo.PER_HEAD, (40, 50)], ids=zoo.name_of)
-def test_several_key_heads_each_serve_a_group(check, layout):
+def test_several_kv_heads_each_serve_a_group(check, layout):
     check(Simulation(seed=4), layout, zoo.Call(head_dim=64, kv_heads=2, dtype=torch.float16))
 
 
@@ -238,7 +238,7 @@ CAUSAL_LENGTHS_GQA = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dty
     "n_in_turn", [pytest.param(1, marks=pytest.mark.thorough), 3, pytest.param(9, marks=pytest.mark.thorough)]
 )
 def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
-    """The last heads are fewer than those before; each key head has a group of query heads or one query head."""
+    """The last heads are fewer than those before; each KV head has a group of query heads or one query head."""
     for kv_heads in (2, 4):
         simulation = Simulation(seed=n_in_turn)
         for module in (simulation.hopper_forward, simulation.hopper_backward):

@@ -82,7 +82,7 @@ FINE_FAULTS = {
     "out stored without a fence": Change(
         FINE_FORWARD, "fence_async_shared()\n        tma_store(out_desc", "tma_store(out_desc"
     ),
-    "stages of the next head begin anew": Change(FINE_BACKWARD, "        n_done += n_tiles\n", ""),
+    "stages of the next head begin anew": Change(FINE_BACKWARD, "        n_done += n_steps\n", ""),
     "record of the first head for the whole group": Change(
         FINE_BACKWARD, "        if GROUP > 1:\n", "        if GROUP > 9:\n"
     ),
@@ -207,7 +207,7 @@ BACKWARD_FAULTS = {
     "ds read before the other warpgroup has written its half": Change(
         BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
     ),
-    "one buffer of ds instead of two": Change(BACKWARD, "staging.ds.index(n_now % 2)", "staging.ds.index(0)"),
+    "one buffer of ds instead of two": Change(BACKWARD, "staging.ds.index(i_step_total % 2)", "staging.ds.index(0)"),
     "ds read without a proxy fence": Change(
         BACKWARD,
         '        fence_async_shared()\n        named_barrier("sync", 9)\n        if',

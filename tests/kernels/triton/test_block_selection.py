@@ -94,7 +94,7 @@ def random_scores(frame: Frame, device: torch.device) -> Tensor:
 
 
 def assert_same_plan(actual: Plan, expected: Plan) -> None:
-    """All values are equal, except that the kernels write zeros behind the last tile."""
+    """All values are equal, except that the kernels write zeros after the last tile."""
     n_tiles = int(expected.row_records[..., 2].sum())
     for name, values, wanted in zip(Plan._fields, actual, expected, strict=True):
         assert values.shape == wanted.shape and values.dtype == wanted.dtype == torch.int32 and values.is_contiguous()
@@ -248,7 +248,7 @@ def test_compilers_and_modes_see_pytorch_operations(device: torch.device) -> Non
 def test_kernels_are_not_used_where_their_offsets_would_overflow(
     q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 2^21 programs, offsets in fill_behind passed 2^31 and wrapped around to a loop step of 0."""
+    """With 2^21 programs, offsets in fill_tail passed 2^31 and wrapped around to a loop step of 0."""
     monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
     frame = Frame(1 << 10, 1 << 7, q_len, kv_len, (128, 128))
     assert block_selection._has_kernels(torch.empty(0), frame, 4)

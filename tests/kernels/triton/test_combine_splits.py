@@ -56,8 +56,8 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     n_lines, n_batch_heads = 3, batch * heads
     items = {"shared": records(1, 1, n_lines, 1), "dense": None}.get(kind, records(batch, heads, n_lines, 0))
     generator = torch.Generator().manual_seed(2)
-    outs = torch.randn(split.parts, split.n_lines, n_batch_heads, TILE, dim_v, generator=generator)
-    lses = 3 * torch.randn(split.parts, split.n_lines, n_batch_heads, TILE, generator=generator)
+    outs = torch.randn(split.num_splits, split.n_split_lines, n_batch_heads, TILE, dim_v, generator=generator)
+    lses = 3 * torch.randn(split.num_splits, split.n_split_lines, n_batch_heads, TILE, generator=generator)
     lses[::2, :, :, 5::7] = -torch.inf
     lses[:, :, :, 3::11] = -torch.inf
     lses[-1, :, :, 4::13] = 10_000.0
@@ -68,8 +68,8 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     out = torch.full((batch, heads, q_len, 32), 7.0, device=device)[..., :v_dim]
     lse = torch.full((batch, heads, q_len), 7.0, device=device)
     rest = {"n_heads": heads, "n_batch_heads": n_batch_heads, "n_lines": n_lines, "q_len": q_len}
-    rest |= {"n_split_lines": split.n_lines, "num_splits": split.parts}
-    launch = combine_splits.merge_rows(split, items if items is None else items.shape, spec_of(out), rest, dim_v)
+    rest |= {"n_split_lines": split.n_split_lines, "num_splits": split.num_splits}
+    launch = combine_splits.combine_rows(split, items if items is None else items.shape, spec_of(out), rest, dim_v)
     assert launch is not None
     launch(blocks.to(device).flatten(), None if items is None else items.to(device), out, lse)
     out, lse = out.cpu(), lse.cpu()
@@ -81,7 +81,7 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
         line = n_lines - 1 - i if items is None else int(items[b % items.shape[0], h % items.shape[1], i, 0])
         rows = slice(line * TILE, min((line + 1) * TILE, q_len))
         n = rows.stop - rows.start
-        if i >= split.n_lines:
+        if i >= split.n_split_lines:
             assert (out[b, h, rows] == 7.0).all() and (lse[b, h, rows] == 7.0).all()
             continue
         logs = lses[:, i, batch_head, :n].double() * math.log(2)
@@ -95,18 +95,18 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["layout", "dense", "fine"])
 def test_columns_are_added_over_splits(kind: str, device: torch.device) -> None:
-    """4 query heads on 2 key heads; the records of the first head of a group give the order of lines."""
+    """4 query heads on 2 KV heads; the records of the first head of a group give the order of lines."""
     TILE = FINE_TILE if kind == "fine" else 128
     batch, heads, group, kv_len, split = 2, 4, 2, 2 * TILE + 44, Split(2, 3, TILE)
     n_lines, kv_heads, dims, padded, scale = 3, heads // group, (40, 24), (64, 128), 0.3
     n_batch_heads = batch * kv_heads
     items = None if kind == "dense" else records(batch, heads, n_lines, 3)
-    blocks = torch.randn(split.parts, split.n_lines, n_batch_heads, TILE * sum(padded))
+    blocks = torch.randn(split.num_splits, split.n_split_lines, n_batch_heads, TILE * sum(padded))
     assert blocks.numel() == split.floats(sum(padded), n_batch_heads)
     dk, dv = (torch.full((batch, kv_heads, kv_len, dim + 8), 7.0, device=device)[..., :dim] for dim in dims)
     rest = {"n_heads": kv_heads, "n_batch_heads": n_batch_heads, "kv_len": kv_len, "scale": scale, "GROUP": group}
-    rest |= {"n_split_lines": split.n_lines, "num_splits": split.parts}
-    launch = combine_splits.sum_cols(
+    rest |= {"n_split_lines": split.n_split_lines, "num_splits": split.num_splits}
+    launch = combine_splits.sum_splits(
         split, items if items is None else items.shape, spec_of(dk), spec_of(dv), rest, padded
     )
     assert launch is not None
@@ -116,7 +116,7 @@ def test_columns_are_added_over_splits(kind: str, device: torch.device) -> None:
         b, h = divmod(batch_head, kv_heads)
         line = i if items is None else int(items[b, h * group, i, 0])
         rows = slice(line * TILE, min((line + 1) * TILE, kv_len))
-        if i >= split.n_lines:
+        if i >= split.n_split_lines:
             assert (dk[b, h, rows] == 7.0).all() and (dv[b, h, rows] == 7.0).all()
             continue
         both = blocks[:, i, batch_head].double().sum(0).split([TILE * padded[0], TILE * padded[1]])
@@ -129,11 +129,11 @@ def test_dq_is_added_over_splits(device: torch.device) -> None:
     """As dk, without dv."""
     heads, q_len, dim, padded, split = 2, 100, 40, 64, Split(1, 3, FINE_TILE)
     items = records(1, heads, 2, 5)
-    blocks = torch.randn(split.parts, heads, FINE_TILE, padded)
+    blocks = torch.randn(split.num_splits, heads, FINE_TILE, padded)
     dq = torch.full((1, heads, q_len, dim), 7.0, device=device)
     rest = {"n_heads": heads, "n_batch_heads": heads, "kv_len": q_len, "scale": -0.5, "GROUP": 1}
-    rest |= {"n_split_lines": split.n_lines, "num_splits": split.parts}
-    launch = combine_splits.sum_cols(split, items.shape, spec_of(dq), None, rest, (padded, 16))
+    rest |= {"n_split_lines": split.n_split_lines, "num_splits": split.num_splits}
+    launch = combine_splits.sum_splits(split, items.shape, spec_of(dq), None, rest, (padded, 16))
     assert launch is not None
     launch(blocks.to(device).flatten(), items.to(device), dq, None)
     for head in range(heads):
@@ -147,8 +147,8 @@ def test_dq_is_added_over_splits(device: torch.device) -> None:
 
 
 def test_unsplit_lines_need_no_launch() -> None:
-    assert combine_splits.merge_rows(WHOLE, None, None, {}, 64) is None  # type: ignore[arg-type]
-    assert combine_splits.sum_cols(WHOLE, None, None, None, {}, (64, 64)) is None  # type: ignore[arg-type]
+    assert combine_splits.combine_rows(WHOLE, None, None, {}, 64) is None  # type: ignore[arg-type]
+    assert combine_splits.sum_splits(WHOLE, None, None, None, {}, (64, 64)) is None  # type: ignore[arg-type]
 
 
 # ---- attention on a GPU ----
@@ -244,7 +244,7 @@ def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, tile:
             patched.setattr(module, "split_of", lambda *args: chosen.append(split_of(*args)) or chosen[-1])
         split = run()
         # one choice for tile rows, one for tile columns, and for 64 x 64 tiles one for dq
-        assert all(one.parts > 1 for one in chosen) and len(chosen) == (2 if tile == 128 else 3)
+        assert all(one.num_splits > 1 for one in chosen) and len(chosen) == (2 if tile == 128 else 3)
         for module in modules:
             patched.setattr(module, "split_of", lambda *_: WHOLE)
         whole = run()

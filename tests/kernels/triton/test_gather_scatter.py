@@ -31,19 +31,22 @@ def message_of(tensors: list[Tensor]) -> Tensor:
 # 8: less than a vector; 12: not a power of two; 300 rows: several programs, the last one ragged
 @pytest.mark.parametrize("features", [1, 8, 12, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("taken", "put"), [(True, False), (False, True), (True, True), (False, False)])
-def test_rows_are_moved(features: int, dtype: torch.dtype, taken: bool, put: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(("has_source", "has_target"), [(True, False), (False, True), (True, True), (False, False)])
+def test_rows_are_moved(
+    features: int, dtype: torch.dtype, has_source: bool, has_target: bool, device: torch.device
+) -> None:
     n = 300
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1)).to(device)
     for change in (lambda x: x, strided):
         source = change(drawn((2, 3, n, features), dtype, device, 2))
-        lists = {"taken": order if taken else None, "put": order.flip(0) if put else None}
+        source_index, target_index = order if has_source else None, order.flip(0) if has_target else None
         found = [change(torch.zeros(2, 3, n, features, dtype=dtype, device=device)) for _ in range(2)]
         for target, backend in zip(found, ("eager", "triton"), strict=True):
-            rows.move([source], [target], backend, **lists)
+            rows.move([source], [target], backend, source_index=source_index, target_index=target_index)
         assert torch.equal(*found)
         assert torch.equal(
-            found[0][:, :, order.flip(0) if put else slice(None)], source[:, :, order if taken else slice(None)]
+            found[0][:, :, order.flip(0) if has_target else slice(None)],
+            source[:, :, order if has_source else slice(None)],
         )
 
 
@@ -52,7 +55,7 @@ def test_a_subset_of_rows_is_moved_and_the_others_are_unchanged(device: torch.de
     for backend in ("eager", "triton"):
         assert torch.equal(rows.picked([source], some, backend)[0], source[:, :, some])
         target = torch.ones_like(source)
-        rows.move([source[:, :, :3]], [target], backend, put=some)
+        rows.move([source[:, :, :3]], [target], backend, target_index=some)
         assert torch.equal(target[:, :, some], source[:, :, :3])
         target[:, :, some] = 1
         assert (target == 1).all()
@@ -68,7 +71,7 @@ def test_several_tensors_are_moved_at_once(widths: tuple[int, ...], device: torc
     for backend in ("eager", "triton"):
         picked = rows.picked(sources, order, backend)
         targets = [torch.zeros_like(source) for source in sources]
-        rows.move(picked, targets, backend, put=order)
+        rows.move(picked, targets, backend, target_index=order)
         for source, some, target in zip(sources, picked, targets, strict=True):
             assert torch.equal(some, source[:, :, order])
             assert torch.equal(target[:, :, order], source[:, :, order])
@@ -93,7 +96,7 @@ def test_messages_are_packed_and_unpacked(widths: tuple[int, ...], device: torch
 def test_nothing_is_moved_without_rows(device: torch.device) -> None:
     none, target = torch.zeros(0, dtype=torch.long, device=device), torch.ones(1, 2, 5, 8, device=device)
     for backend in ("eager", "triton"):
-        rows.move([torch.zeros(1, 2, 5, 8, device=device)], [target], backend, taken=none, put=none)
+        rows.move([torch.zeros(1, 2, 5, 8, device=device)], [target], backend, source_index=none, target_index=none)
         rows.unpack(rows.pack([target], none, backend), [target], none, backend)
         assert (target == 1).all()
 

@@ -145,7 +145,7 @@ def spread() -> list[Any]:
 def test_split_rows_are_as_accurate_as_the_reference(layout: Layout, call: Call, n_splits: int, device) -> None:
     """With 2 splits also the backward, which is not split."""
     _, _, q_len, kv_len = sizes_of(layout, call)
-    assert split_kv.takes((1, 1, q_len, 1), kv_len, 0.0)
+    assert split_kv.is_suitable((1, 1, q_len, 1), kv_len, 0.0)
     if n_splits == 2:
         assert_backend_is_accurate("triton", layout, call, device)
     else:
@@ -265,13 +265,13 @@ def test_calls_with_dropout_are_not_split(device) -> None:
     ],
 )
 def test_few_queries_with_many_keys_are_split(q_len: int, kv_len: int, dropout_p: float, expected: bool) -> None:
-    assert split_kv.takes((8, 32, q_len, 128), kv_len, dropout_p) == expected
+    assert split_kv.is_suitable((8, 32, q_len, 128), kv_len, dropout_p) == expected
 
 
 @pytest.mark.parametrize(
     ("n_tiles", "n_programs", "n_sms", "expected"),
     [
-        # 8 sequences of 8 kv heads on an H200; one sequence; as many programs as SMs and more
+        # 8 sequences of 8 KV heads on an H200; one sequence; as many programs as SMs and more
         (112, 64, 132, 6),
         (1024, 8, 132, 49),
         (1024, 132, 132, 3),
@@ -289,5 +289,5 @@ def test_num_splits_fills_the_gpu(n_tiles: int, n_programs: int, n_sms: int, exp
 def test_no_layout_of_the_zoo_is_split() -> None:
     """Hence the layouts of this file: those of the zoo have too many queries."""
     assert not any(
-        split_kv.takes((1, 1, *case.build().shape[2:3], 1), case.build().shape[3], 0.0) for case in cases.LAYOUTS
+        split_kv.is_suitable((1, 1, *case.build().shape[2:3], 1), case.build().shape[3], 0.0) for case in cases.LAYOUTS
     )
