@@ -39,8 +39,8 @@ FIRST_CALL = (
 )
 FLEX_MASKS = (
     "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at every "
-    "pair. In the row `new mask from the host`, FlexAttention gets its mask from `BlockMask.from_kv_blocks`, with "
-    "block lists made in advance."
+    "pair; in the row `create_block_mask, compiled`, it is compiled itself. In the other rows, FlexAttention gets its "
+    "mask from `BlockMask.from_kv_blocks`, with block lists made in advance or, for a mask selected on the GPU, there."
 )
 # over the table of --sweep fine with speed-ups
 SPEEDUPS = (
