@@ -561,8 +561,7 @@ class BlockLayout:
             with tracing.outside_transforms(self._anchor):
                 index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, batch_heads)
                 entries = index.to(device), is_used.to(device)
-            # a CUDA graph may change the tensors of a selection
-            if not is_selected:
+            if self._is_constant:
                 found[device, batch_heads] = entries
         index, is_used = tracing.as_graph_constants(entries, block_scores)
         return index, is_used if is_selected else None

@@ -11,8 +11,9 @@ import torch
 from .blocks import storage
 from .blocks.block_list import Array, Frame, Size
 from .blocks.key_runs import blocks_of_runs, merged
+from .blocks.transfer import resolved
 from .layout import BlockLayout, Reordered
-from .plan.packed_builder import Documents, build_packed_plan, can_build, shares_of
+from .plan.packed_builder import INVALID, Documents, build_packed_plan, can_build, shares_of
 from .plan.tile_choice import Shares
 from .plan_format import PIECE, TILE, Plan
 from .runtime import tracing
@@ -22,6 +23,11 @@ def layout_on_host(documents: Documents, block_size: Size, *, is_causal: bool = 
     """The same layout made on the CPU, from boundaries there; is_causal drops kv_pos > q_pos + kv_len - q_len."""
     q_pos, (batch, q_len, kv_len) = np.arange(documents.q_len), (documents.batch, documents.q_len, documents.kv_len)
     cu_q, cu_kv = (cu.cpu().numpy().astype(np.int64) for cu in documents[:2])
+    for cu, length in ((cu_q, q_len), (cu_kv, kv_len)):
+        sizes = np.diff(cu, axis=1)
+        is_too_long = documents.max_seqlen is not None and sizes.max(initial=0) > documents.max_seqlen
+        if cu[:, 0].any() or (sizes < 0).any() or (cu[:, -1] > length).any() or is_too_long:
+            raise ValueError(f"{INVALID}, got {cu.tolist() if cu.size < 20 else cu} for {length} tokens")
     ranges = [_key_ranges(q_pos, *each, documents) for each in zip(cu_q, cu_kv, strict=True)]
     first, stop = (np.stack(side) for side in zip(*ranges, strict=True))
     if is_causal:
@@ -50,8 +56,9 @@ def _key_ranges(q_pos: Array, cu_q: Array, cu_kv: Array, documents: Documents) -
 class PackedLayout(BlockLayout):
     """The layout of packed documents whose boundaries are on a GPU.
 
-    Kernels' plans are made there, from the boundaries as they are then, and nothing waits for the GPU. A CUDA graph can
-    capture it: build the layout in the graph, and each replay uses the boundaries in their tensors at that time.
+    Kernels' plans are made there, from the boundaries as they are when a plan is first used, and nothing waits for the
+    GPU. The layout does not copy the boundaries: change them only for a new layout. A CUDA graph can capture it: build
+    the layout in the graph, and each replay uses the boundaries in their tensors at that time.
 
     All else that a layout can do copies the boundaries to the host, each time, and gives ordinary layouts.
     """
@@ -81,11 +88,13 @@ class PackedLayout(BlockLayout):
     def _is_constant(self) -> bool:
         return False
 
+    @tracing.untraced
     def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
         if device != self.device or tile == PIECE:
             return self._on_host()._new_plan(device, causal, tile, non_blocking)
         return build_packed_plan(self._documents, causal=causal, tile=tile)
 
+    @tracing.untraced
     def _counted_shares(self) -> Shares:
         return shares_of(self._documents)
 
@@ -94,6 +103,7 @@ class PackedLayout(BlockLayout):
 
     # ---- all else, on the host
 
+    @tracing.untraced
     def _on_host(self) -> BlockLayout:
         """The layout of the boundaries as they are now."""
         return layout_on_host(self._documents, self.block_size)
@@ -109,13 +119,14 @@ class PackedLayout(BlockLayout):
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
         """This layout with its plans, or on another device an ordinary layout of the same pairs."""
-        if torch.device(device) in (self.device, torch.device(self.device.type)):
+        if resolved(device) == self.device:
             self._plan_all(self.device, non_blocking=non_blocking)
             return self
         return self._on_host().to(device, non_blocking=non_blocking)
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
-        return self._on_host().__reduce__()
+        """As an ordinary layout on the same device."""
+        return BlockLayout._bare(*self._tensors, *self._frame[2:]).__reduce__()
 
 
 # ---- jagged tensors

@@ -41,7 +41,8 @@ class Packed(NamedTuple):
     ends: np.ndarray
 
 
-def _read_bounds(cu_seqlens: Any, name: str) -> np.ndarray:
+def _read_bounds(cu_seqlens: Any, name: str, *, is_padded: bool = False) -> np.ndarray:
+    """Checked boundaries. is_padded: whether repeated entries may stand for documents that do not exist."""
     bounds = read_integers(name, cu_seqlens)
     if not bounds.size:
         raise ValueError(f"{name}: expected at least one entry, 0, got none")
@@ -56,7 +57,7 @@ def _read_bounds(cu_seqlens: Any, name: str) -> np.ndarray:
             f"{name}: expected entries that never decrease, got {bounds[place]} at index {place} "
             f"and {bounds[place + 1]} after it. For lengths, pass their cumulative sum"
         )
-    if bounds.size >= 16 and bounds[-1] < bounds.size // 2 and np.diff(bounds).max() == 1:
+    if not is_padded and bounds.size >= 16 and bounds[-1] < bounds.size // 2 and np.diff(bounds).max() == 1:
         raise ValueError(
             f"{name}: expected where documents begin and end, got {bounds.size} entries from 0 to {bounds[-1]}, "
             "which look like the document of each token. Write "
@@ -65,15 +66,15 @@ def _read_bounds(cu_seqlens: Any, name: str) -> np.ndarray:
     return bounds
 
 
-def _read_rows(cu_seqlens: Boundaries, name: str) -> np.ndarray:
+def _read_rows(cu_seqlens: Boundaries, name: str, *, is_padded: bool) -> np.ndarray:
     """int64 (batch, documents + 1): boundaries of each sequence; one row for boundaries without a batch."""
     if isinstance(cu_seqlens, np.ndarray | torch.Tensor):
         is_batch = cu_seqlens.ndim == 2 and cu_seqlens.shape[0] > 0
     else:
         is_batch = isinstance(cu_seqlens, list | tuple) and isinstance((cu_seqlens or [0])[0], list | tuple)
     if not is_batch:
-        return _read_bounds(cu_seqlens, name)[None]
-    rows = [_read_bounds(row, f"{name}[{i}]") for i, row in enumerate(cu_seqlens)]
+        return _read_bounds(cu_seqlens, name, is_padded=is_padded)[None]
+    rows = [_read_bounds(row, f"{name}[{i}]", is_padded=True) for i, row in enumerate(cu_seqlens)]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
             f"{name}: expected as many entries for each sequence, got {[len(row) for row in rows]}: repeat the last one"
@@ -157,8 +158,10 @@ def documents(
 
     If cu_seqlens is a CUDA tensor, it stays on the GPU: kernels make the plan from it there, no call waits for the GPU,
     and a CUDA graph can capture the building of the layout, so that each replay uses the boundaries of that time. The
-    lists of such a plan have room for the longest document, so give max_seqlen for long inputs: without it, a plan
-    takes 16 bytes for each of the (length / 128)^2 tiles. Invalid boundaries there end in an assertion of the device.
+    lists of such a plan have room for the longest document, so give max_seqlen for long inputs: without it, or with
+    kv_cu_seqlens, a plan takes 16 bytes for each of the (length / 128)^2 tiles. Bitmasks take up to 10 KB for 128
+    queries, and with kv_cu_seqlens 8 KB for each document of these queries, at most 1 MB. Invalid boundaries there end
+    in an assertion of the device.
 
     cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at most at the length. Or int (batch,
                 documents + 1), for sequences with boundaries of their own; repeat the last entry if one has fewer
@@ -190,8 +193,10 @@ def documents(
         on_device = _on_device(cu_seqlens, kv_cu_seqlens, length, left, right, max_seqlen)
         if can_build(on_device):
             return PackedLayout.of(on_device, read_canvas(on_device[2:4], block_size).block_size)
-    bounds = _read_rows(cu_seqlens, "cu_seqlens")
-    kv_bounds = bounds if kv_cu_seqlens is None else _read_rows(kv_cu_seqlens, "kv_cu_seqlens")
+    # with a length or other keys, few tokens may have many boundaries
+    is_padded = length is not None or kv_cu_seqlens is not None
+    bounds = _read_rows(cu_seqlens, "cu_seqlens", is_padded=is_padded)
+    kv_bounds = bounds if kv_cu_seqlens is None else _read_rows(kv_cu_seqlens, "kv_cu_seqlens", is_padded=True)
     if kv_bounds.shape != bounds.shape:
         sizes = [each.shape[-1] if len(bounds) == len(kv_bounds) == 1 else each.shape for each in (bounds, kv_bounds)]
         raise ValueError(
@@ -266,7 +271,8 @@ def _on_device(
             f"length: expected one number for the same documents on both sides, got {length}: give kv_cu_seqlens"
         )
     cu_q = torch.atleast_2d(cu_seqlens).contiguous()
-    cu_kv = cu_q if kv_cu_seqlens is None else torch.atleast_2d(both["kv_cu_seqlens"]).contiguous()
+    is_same = kv_cu_seqlens is None or (kv_cu_seqlens is cu_seqlens and q_len == kv_len)
+    cu_kv = cu_q if is_same else torch.atleast_2d(both["kv_cu_seqlens"]).contiguous()
     return Documents(cu_q, cu_kv, q_len, kv_len, left, right, max_seqlen)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
-from ..plan_format import N_TILES, NUMBER, PARTIAL, RECORD, TILE, Plan, mark_dynamic
+from ..plan_format import BEGIN, N_TILES, NUMBER, PARTIAL, RECORD, TILE, Plan, mark_dynamic
 from ..runtime import tracing
 
 # above every key of a block or a tile
@@ -94,10 +94,17 @@ def _listed(records: Tensor, listed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(batch_head, major, minor) of each list entry of one direction; batch_head is past the last one for padding."""
     n_major = records.shape[2]
     records = records.reshape(-1, n_major, RECORD).to(torch.int64)
-    # records are in launch order, list entries in the order of tile rows
-    work = torch.zeros_like(records[..., 0]).scatter_(1, records[..., NUMBER], records[..., N_TILES])
-    ends = work.flatten().cumsum(0)
-    line = torch.searchsorted(ends, torch.arange(len(listed), device=listed.device), right=True)
+    # records are in launch order, lists in the order of tile rows, perhaps with room after each
+    begins, n_tiles = (
+        torch.zeros_like(records[..., 0]).scatter_(1, records[..., NUMBER], records[..., word]).flatten()
+        for word in (BEGIN, N_TILES)
+    )
+    entry = torch.arange(len(listed), device=listed.device)
+    # the last list that begins at the entry or before it: those before it that begin there too are empty
+    line = torch.searchsorted(begins, entry, right=True) - 1
+    if not len(begins):
+        return line, line, listed.to(torch.int64) & (PARTIAL - 1)
+    line = line.where(entry < (begins + n_tiles)[line.clamp(min=0)], len(begins))
     return line // max(1, n_major), line % max(1, n_major), listed.to(torch.int64) & (PARTIAL - 1)
 
 

@@ -14,6 +14,9 @@ from .tile_choice import WHOLE, Shares
 
 # tokens of a side: positions and sums of two of them are int32
 MOST_TOKENS = (1 << 30) - 1
+INVALID = (
+    "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than max_seqlen"
+)
 # entries of the lists, words of the bitmasks: offsets are int32
 MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
 
@@ -132,11 +135,11 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     if most >= MOST_ENTRIES or n_words >= MOST_WORDS:
         raise ValueError(
             f"max_seqlen: expected documents short enough for a plan of {MOST_ENTRIES} tiles, got {documents.longest} "
-            f"tokens of {documents.q_len} x {documents.kv_len}: give the longest one, or boundaries on the CPU"
+            f"tokens of {documents.q_len} x {documents.kv_len}: give the length of the longest one (it does not help "
+            "with kv_cu_seqlens), or boundaries on the CPU"
         )
     # `reach` limits what a window can reach
     side = max(documents.q_len, documents.kv_len)
-    longest = (documents.longest,) * 2 if documents.is_square else (documents.q_len, documents.kv_len)
     packing = packed_plan.Packing(
         batch=documents.batch,
         q_len=documents.q_len,
@@ -145,7 +148,7 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         left=side if documents.left is None else min(side, documents.left),
         right=side if documents.right is None else min(side, documents.right),
         has_window=documents.left is not None or documents.right is not None,
-        max_seqlen=longest,
+        max_seqlen=(documents.longest, documents.longest),
         causal=causal,
         tile=tile,
         n_runs=n_runs,
@@ -156,7 +159,6 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         # on a GPU an assertion of the device, which ends the process that goes on without a check
         torch._assert_async(
             is_valid if documents.batch == 1 else is_valid.all(),
-            "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than "
-            "max_seqlen",
+            INVALID,
         )
     return with_dynamic_lengths(Plan._make(tensors))

@@ -239,3 +239,9 @@ def test_the_last_tokens_of_a_cache_attend_to_what_was_before():
 def test_refused_options(options, message):
     with pytest.raises(ValueError, match=message):
         masks.documents([0, 4, 10], **options)
+
+
+def test_sequences_with_few_documents_repeat_the_last_boundary():
+    layout = masks.documents([[0, 1] + [1] * 18, list(range(0, 100, 5))], length=100)
+    assert layout == BlockLayout.stack_batches([masks.documents(b, length=100) for b in ([0, 1], range(0, 100, 5))])
+    assert masks.documents([0, 1, 2, 3] + [3] * 16, length=100) == masks.documents([0, 1, 2, 3], length=100)

@@ -238,3 +238,58 @@ def test_plans_have_the_numbers_of_the_host(device):
     host = layout_on_host(documents, BLOCK_SIZE).plan("cpu")
     assert np.array_equal(plan.row_records[..., 2:4], host.row_records[..., 2:4])
     assert np.array_equal(plan.col_records[..., 2:4], host.col_records[..., 2:4])
+
+
+# ---- where lists with room, and boundaries that change, could mislead
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "max_seqlen"), [([[0, 128, 256]], 128), ([[0, 300, 320], [0, 10, 64]], None)], ids=str
+)
+def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causal):
+    cu = torch.tensor(rows)
+    documents = Documents(cu, cu, rows[0][-1], rows[0][-1], None, None, max_seqlen)
+    layout, ordinary = PackedLayout.of(documents, BLOCK_SIZE), layout_on_host(documents, BLOCK_SIZE)
+    torch.manual_seed(0)
+    bias = torch.randn(ordinary.nnz)
+    q = torch.randn(len(rows), 1, documents.q_len, 16)
+    for backend in ("eager", "triton"):
+        found = [
+            attention(q, q, q, each, block_bias=bias, causal=causal, backend=backend) for each in (layout, ordinary)
+        ]
+        assert torch.allclose(*found, atol=1e-5)
+
+
+def test_compiled_code_reads_it_as_any_other():
+    layout = PackedLayout.of(packed(torch.device("cpu"), [0, 70, 300]), BLOCK_SIZE)
+    assert torch.compile(lambda each: torch.zeros(1) + each.nnz, backend="eager")(layout) == layout.nnz
+    q = torch.randn(1, 1, 300, 16)
+    compiled = torch.compile(lambda q: attention(q, q, q, layout, backend="eager"), backend="eager")
+    assert torch.allclose(compiled(q), attention(q, q, q, layout, backend="eager"), atol=1e-6)
+
+
+def test_gathered_scores_follow_the_boundaries():
+    documents = packed(torch.device("cpu"), [0, 128, 384])
+    layout, scores = PackedLayout.of(documents, BLOCK_SIZE), torch.arange(9.0).view(1, 1, 3, 3)
+    assert layout.gather(scores).flatten().tolist() == [0, 4, 5, 7, 8]
+    documents.cu_q[0, 1] = 256
+    assert layout.gather(scores).flatten().tolist() == [0, 1, 3, 4, 8]
+
+
+@pytest.mark.parametrize("rows", [[[1, 100]], [[0, 60, 50, 100]], [[0, 200]]], ids=str)
+def test_the_host_refuses_bad_boundaries_too(rows):
+    cu = torch.tensor(rows)
+    with pytest.raises(ValueError, match="cu_seqlens must start at 0, never decrease, and end within the length"):
+        PackedLayout.of(Documents(cu, cu, 128, 128, None, None, None), BLOCK_SIZE).to_dense()
+
+
+def test_max_seqlen_limits_both_sides():
+    cu = torch.tensor([[0, 100, 300]])
+    with pytest.raises(RuntimeError, match="no document longer than max_seqlen"):
+        build_packed_plan(Documents(cu, cu.clone(), 300, 300, None, None, 50), causal=False, tile=TILE)
+
+
+def test_one_tensor_for_both_sides_is_one_set_of_documents():
+    cu = torch.tensor([0, 5, 10])
+    assert refused(cu_seqlens=cu, kv_cu_seqlens=cu)().is_square
