@@ -3,8 +3,8 @@
 Ours on one core: every family at 65,536 tokens, and three masks at 1,048,576. Peers, at shorter lengths:
 FlexAttention's create_block_mask, which evaluates every pair, eager and compiled, and a dense mask (a bool per pair,
 then any() over blocks). Masks that others build too are compared block by block. Times are processor times of one
-thread, except the first compiled call, whose compilation has a line of its own in wall time, since the C++ compiler is another
-process. Peak memory is that of the process over its value before the call; it needs Linux and glibc.
+thread, except the first compiled call, whose compilation has a line of its own in wall time, since the C++ compiler is
+another process. Peak memory is that of the process over its value before the call; it needs Linux and glibc.
 """
 
 from __future__ import annotations
