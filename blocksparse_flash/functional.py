@@ -41,9 +41,13 @@ def _attend(
     """Check the arguments, choose a backend, and run it."""
     is_direct = tracing.can_launch_directly(q, k, v, kv_lengths, seed)
     if not is_direct and packed.is_jagged(q, k, v):
-        return _attend_jagged(
-            q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores
+        mods = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
+        packing = _packed(q, k, v, layout, causal, kv_lengths, *mods)
+        # the layout has the causal pairs only
+        out, lse = _attend(
+            *packing.tensors, packing.layout, False, scale, None, dropout_p, seed, deterministic, backend, scores
         )
+        return packing.unpacked(out), packing.unpacked(lse)
     is_plain = is_direct and tracing.is_without_autocast(q)
     # None for a call that torch traces or transforms
     specs = specs_of(q, k, v) if is_direct else None
@@ -69,41 +73,31 @@ def _attend(
         return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs and specs_of(q, k, v))
 
 
-def _attend_jagged(
+def _packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     layout: BlockLayout | None,
     causal: bool,
-    scale: float | None,
     kv_lengths: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    deterministic: bool | None,
-    backend: str,
-    scores: ScoreOptions | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention within each sequence of jagged tensors, as of one packed sequence."""
-    for name, value in (("layout", layout), ("kv_lengths", kv_lengths), ("block_bias", scores and scores.block_bias)):
+    alibi_slopes: Tensor | None,
+    block_bias: Tensor | None,
+) -> packed.Jagged:
+    """Jagged tensors as one packed sequence, after checks of the options that they limit."""
+    for name, value in (("layout", layout), ("kv_lengths", kv_lengths), ("block_bias", block_bias)):
         if value is not None:
             raise ValueError(
                 f"{name} must be None with nested tensors, whose sequences attend to themselves, got "
                 f"{type(value).__name__}: for masks within sequences, pack them and use masks.documents(q.offsets(), "
                 "window=...)"
             )
-    checks.boolean(causal, "causal")
-    packing = packed.Jagged.of(q, k, v, causal=causal)
-    if scores is not None and scores.alibi_slopes is not None and not packing.is_square:
+    packing = packed.Jagged.of(q, k, v, causal=checks.boolean(causal, "causal"))
+    if alibi_slopes is not None and not packing.is_square:
         raise ValueError(
             "alibi_slopes must be None for nested tensors with other sequences of queries than of keys: distances "
             "would be those of the packed tokens. k with the offsets of q has the same sequences"
         )
-    results = _attend(
-        packing.q, packing.k, packing.v, packing.layout, False, scale, None, dropout_p, seed, deterministic, backend,
-        scores,
-    )  # fmt: skip
-    out, lse = (packing.unpacked(result) for result in results)
-    return out, lse
+    return packing
 
 
 def _run(
@@ -475,6 +469,10 @@ def explain(
     """
     if unknown:
         validation.refuse_keywords("explain", unknown, _OPTIONS)
+    if packed.is_jagged(q, k, v):
+        packing = _packed(q, k, v, layout, causal, kv_lengths, alibi_slopes, block_bias)
+        q, k, v = packing.tensors
+        layout, causal = packing.layout, False
     autocast = validation.autocast_dtype(q)
     dtype, _ = validation.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias)

@@ -129,6 +129,11 @@ class PackedLayout(BlockLayout):
         return BlockLayout._bare(*self._tensors, *self._frame[2:]).__reduce__()
 
 
+def packed_layout(documents: Documents, block_size: Size) -> BlockLayout:
+    """The layout of documents: on their GPU if kernels can build its plans there, otherwise made on the host."""
+    return PackedLayout.of(documents, block_size) if can_build(documents) else layout_on_host(documents, block_size)
+
+
 # ---- jagged tensors
 
 
@@ -142,7 +147,8 @@ def check_jagged(name: str, tensor: torch.Tensor, *, sizes: str, ragged: int) ->
 
     sizes, ragged  the dimensions in words, and which of them differs between sequences
     """
-    if tensor.dim() != sizes.count(",") + 1 or not isinstance(tensor.size(ragged), torch.SymInt):
+    # private, and the one thing that torch.compile knows too
+    if tensor.dim() != sizes.count(",") + 1 or tensor._ragged_idx != ragged:  # type: ignore[attr-defined]
         raise ValueError(
             f"{name} must have the dimensions ({sizes}), of which dimension {ragged} is jagged, got "
             f"{tuple(tensor.shape)}: transpose() exchanges two dimensions"
@@ -172,14 +178,16 @@ def jagged_layout(q: torch.Tensor, k: torch.Tensor, q_len: int, kv_len: int, *, 
     rows_q = cu_q.contiguous()[None]
     rows_kv = rows_q if is_square else cu_kv.contiguous()[None]
     documents = Documents(rows_q, rows_kv, q_len, kv_len, None, 0 if causal else None, longest)
-    return PackedLayout.of(documents, (TILE, TILE)) if can_build(documents) else layout_on_host(documents, (TILE, TILE))
+    return packed_layout(documents, (TILE, TILE))
 
 
 class Jagged(NamedTuple):
     """Jagged tensors as one packed sequence.
 
     q, k, v    (1, heads, tokens of all sequences, head_dim)
+    layout     of the sequences, with the causal pairs only if the call is causal
     is_square  whether queries and keys have the same sequences
+    offsets    int64 (batch + 1,): where the sequences of the queries begin and end
     """
 
     q: torch.Tensor
@@ -188,6 +196,11 @@ class Jagged(NamedTuple):
     layout: BlockLayout
     is_square: bool
     offsets: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Jagged:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash import attention, attention_with_lse, masks, nn
+from blocksparse_flash import attention, attention_with_lse, explain, masks, nn
 from blocksparse_flash.packed import jagged_positions
 
 pytestmark = [
@@ -60,6 +60,19 @@ def test_tensors_made_of_lists_and_their_transposes():
         alone = row.transpose(0, 1)[None]
         expected = attention(alone, alone, alone, causal=True, alibi_slopes=torch.tensor([0.5, 0.25]))
         assert torch.allclose(each, expected[0], atol=1e-5)
+
+
+def test_explain_describes_the_packed_sequence():
+    q, k, v = (leaf.transpose(1, 2) for leaf in inputs(LENGTHS, LENGTHS, 4))
+    assert explain(q, k, v, causal=True).tile_density < 1
+    with pytest.raises(ValueError, match="kv_lengths must be None with nested tensors"):
+        explain(q, k, v, kv_lengths=torch.ones(4, dtype=torch.int64))
+
+
+def test_one_graph_is_refused_by_name():
+    q, k, v = (leaf.detach().transpose(1, 2) for leaf in inputs(LENGTHS, LENGTHS, 4))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside"):
+        torch.compile(attention, backend="eager", fullgraph=True)(q, k, v)
 
 
 def test_empty_sequences():

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import layout_crops
 from ..layout import BlockLayout, number_of
-from ..packed import PackedLayout, layout_on_host
-from ..plan.packed_builder import Documents, can_build
+from ..packed import layout_on_host, packed_layout
+from ..plan.packed_builder import Documents
 from .config_layouts import Layout, index_of, layouts_of
 from .mask import Mask
 from .names import CONFIG_KEY, owner_of
@@ -212,14 +212,11 @@ def _by_documents(request: _Request, documents: Tensor) -> Mask:
     begins = torch.searchsorted(documents.contiguous(), numbers.expand(len(documents), -1).contiguous())
     packs = Documents(begins, begins, q_len, q_len, left, right, None)
     full = None if request.layout is None else request.full_layout()
-    layout: BlockLayout
-    if full is None and can_build(packs):
-        layout = PackedLayout.of(packs, (layout_crops.BLOCK, layout_crops.BLOCK))
+    if full is None:
+        layout = packed_layout(packs, (layout_crops.BLOCK, layout_crops.BLOCK))
     else:
-        within = None if full is None else layout_crops.cropped(full, request.crop)
-        size = (layout_crops.BLOCK, layout_crops.BLOCK) if within is None else within.block_size
-        layout = layout_on_host(packs, size)
-        layout = layout if within is None else layout & within.to("cpu")
+        within = layout_crops.cropped(full, request.crop)
+        layout = layout_on_host(packs, within.block_size) & within.to("cpu")
     layout._plan_all(request.crop.device)
     return Mask(layout, False, "other")
 

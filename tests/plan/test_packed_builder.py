@@ -7,7 +7,6 @@ import pickle
 import random
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from blocksparse_flash.plan_format import FINE_TILE, TILE, Plan
 from tests.plan.test_host_builder import check_side
 
 BLOCK_SIZE = (128, 128)
+ENDS_THE_PROCESS = pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion of the GPU ends the process")
 
 
 def packed(
@@ -118,10 +118,8 @@ def test_lists_have_room_for_the_longest_document_only(device):
     [([1, 100], 128, None), ([0, 60, 50, 100], 128, None), ([0, 200], 128, None), ([0, 60, 128], 128, 67)],
     ids=["begins at 1", "decreases", "exceeds the length", "is too long"],
 )
+@ENDS_THE_PROCESS
 def test_bad_boundaries_end_in_an_assertion(cu_seqlens, length, max_seqlen):
-    """On a GPU it would end the process."""
-    if torch.cuda.is_available():
-        pytest.skip("an assertion of the device ends the process")
     documents = packed(torch.device("cpu"), cu_seqlens, length=length, max_seqlen=max_seqlen)
     with pytest.raises(RuntimeError, match="cu_seqlens must start at 0, never decrease, and end within the length"):
         build_packed_plan(documents, causal=False, tile=TILE)
@@ -151,14 +149,15 @@ def test_attention_is_that_of_the_ordinary_layout(causal, device):
     assert not results[0][0][:, :, 300:].any()
 
 
-def test_it_is_a_layout_like_any_other():
-    documents = packed(torch.device("cpu"), [0, 70, 200, 300])
-    layout, ordinary = PackedLayout.of(documents, BLOCK_SIZE), layout_on_host(documents, BLOCK_SIZE)
+def test_it_is_a_layout_like_any_other(device):
+    documents = packed(device, [0, 70, 200, 300])
+    layout, ordinary = PackedLayout.of(documents, BLOCK_SIZE), layout_on_host(documents, BLOCK_SIZE).to(device)
     assert isinstance(layout, BlockLayout) and layout == ordinary and hash(layout) == hash(ordinary)
     assert layout.shape == ordinary.shape and layout.nnz == ordinary.nnz and repr(layout) == repr(ordinary)
-    assert layout.to("cpu") is layout and layout.device == torch.device("cpu")
-    made = (layout & masks.causal(300), layout.T, layout.crop(0, 100), pickle.loads(pickle.dumps(layout)))
-    wanted = (ordinary & masks.causal(300), ordinary.T, ordinary.crop(0, 100), ordinary)
+    assert layout.to(device) is layout and layout.device == device
+    causal = masks.causal(300).to(device)
+    made = (layout & causal, layout.T, layout.crop(0, 100), pickle.loads(pickle.dumps(layout)))
+    wanted = (ordinary & causal, ordinary.T, ordinary.crop(0, 100), ordinary)
     for each, other in zip(made, wanted, strict=True):
         assert type(each) is BlockLayout and each == other
 
@@ -231,15 +230,6 @@ def test_masks_keep_boundaries_on_their_gpu(monkeypatch):
     assert layout == masks.documents([0, 70, 300], causal=True, length=320, window=64, block_size=64)
 
 
-def test_plans_have_the_numbers_of_the_host(device):
-    """Bits of the bitmasks, and records, are those of a plan of the host, by way of a dense mask."""
-    documents = packed(device, [0, 200, 500], window=(100, 100))
-    plan = build_packed_plan(documents, causal=False, tile=TILE).to("cpu")
-    host = layout_on_host(documents, BLOCK_SIZE).plan("cpu")
-    assert np.array_equal(plan.row_records[..., 2:4], host.row_records[..., 2:4])
-    assert np.array_equal(plan.col_records[..., 2:4], host.col_records[..., 2:4])
-
-
 # ---- where lists with room, and boundaries that change, could mislead
 
 
@@ -247,13 +237,13 @@ def test_plans_have_the_numbers_of_the_host(device):
 @pytest.mark.parametrize(
     ("rows", "max_seqlen"), [([[0, 128, 256]], 128), ([[0, 300, 320], [0, 10, 64]], None)], ids=str
 )
-def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causal):
-    cu = torch.tensor(rows)
+def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causal, device):
+    cu = torch.tensor(rows, device=device)
     documents = Documents(cu, cu, rows[0][-1], rows[0][-1], None, None, max_seqlen)
     layout, ordinary = PackedLayout.of(documents, BLOCK_SIZE), layout_on_host(documents, BLOCK_SIZE)
     torch.manual_seed(0)
-    bias = torch.randn(ordinary.nnz)
-    q = torch.randn(len(rows), 1, documents.q_len, 16)
+    bias = torch.randn(ordinary.nnz, device=device)
+    q = torch.randn(len(rows), 1, documents.q_len, 16, device=device)
     for backend in ("eager", "triton"):
         found = [
             attention(q, q, q, each, block_bias=bias, causal=causal, backend=backend) for each in (layout, ordinary)
@@ -261,10 +251,10 @@ def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causa
         assert torch.allclose(*found, atol=1e-5)
 
 
-def test_compiled_code_reads_it_as_any_other():
-    layout = PackedLayout.of(packed(torch.device("cpu"), [0, 70, 300]), BLOCK_SIZE)
+def test_compiled_code_reads_it_as_any_other(device):
+    layout = PackedLayout.of(packed(device, [0, 70, 300]), BLOCK_SIZE)
     assert torch.compile(lambda each: torch.zeros(1) + each.nnz, backend="eager")(layout) == layout.nnz
-    q = torch.randn(1, 1, 300, 16)
+    q = torch.randn(1, 1, 300, 16, device=device)
     compiled = torch.compile(lambda q: attention(q, q, q, layout, backend="eager"), backend="eager")
     assert torch.allclose(compiled(q), attention(q, q, q, layout, backend="eager"), atol=1e-6)
 
@@ -284,6 +274,7 @@ def test_the_host_refuses_bad_boundaries_too(rows):
         PackedLayout.of(Documents(cu, cu, 128, 128, None, None, None), BLOCK_SIZE).to_dense()
 
 
+@ENDS_THE_PROCESS
 def test_max_seqlen_limits_both_sides():
     cu = torch.tensor([[0, 100, 300]])
     with pytest.raises(RuntimeError, match="no document longer than max_seqlen"):
