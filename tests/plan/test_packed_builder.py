@@ -235,7 +235,7 @@ def test_masks_keep_boundaries_on_their_gpu(monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "max_seqlen"), [([[0, 128, 256]], 128), ([[0, 300, 320], [0, 10, 64]], None)], ids=str
+    ("rows", "max_seqlen"), [([[0, 256, 512]], 256), ([[0, 300, 320], [0, 10, 64]], None)], ids=str
 )
 def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causal, device):
     cu = torch.tensor(rows, device=device)
