@@ -94,19 +94,17 @@ def shares_of(documents: Documents) -> Shares:
 def _n_runs(documents: Documents, causal: bool, tile: int) -> int:
     """Runs of a tile row, at most: one less than the tiles at which the pairs of its tiles may change.
 
-    A boundary inside a tile changes this tile and the next one; consecutive positions, one for each query of the tile
-    row, change three.
+    A boundary inside a tile changes this tile and the next one. A limited side of a window has a boundary for each query
+    of a document, and those within `tile` consecutive tokens change three.
     """
-    n_left, n_right = 3 * (documents.left is not None), 3 * (documents.right is not None)
+    left = 2 if documents.left is None else 3
+    right = 2 if documents.right is None and not causal else 3
     if not documents.is_square:
-        # each query has at most two boundaries; the last two are those after the documents
-        of_documents = min(tile, documents.number) * (4 + n_left + n_right)
-        return min(4 * tile, of_documents + 3 * causal) + 1
-    # the begin of the first document, the tile of the queries themselves, and the end of the last document
-    edges = 4 + n_left
-    if not causal and documents.right != 0:
-        edges += 2 + n_right
-    return edges - 1
+        # and the boundary after the last document; each query has two boundaries
+        return min(4 * tile, min(tile, documents.number) * (left + right) + 1)
+    # documents begin and end in the tile of the queries, but for the begin of the first and the end of the last
+    is_causal = causal or documents.right == 0
+    return left + 2 + (0 if is_causal else right) - 1
 
 
 def _capacity(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:

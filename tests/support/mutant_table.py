@@ -44,6 +44,7 @@ def _zoo(*cases: str) -> str:
 RANKS = 'tests/distributed/test_distributed.py -k "every_case and 2"'
 GROUPS = 'tests/test_zoo.py -k "several_kv and triton"'
 BY_INDEX = "tests/kernels/triton/test_block_selection.py -k selection_by_index"
+PACKED = "tests/plan/test_packed_builder.py -m 'not thorough'"
 BY_TOKEN = "tests/kernels/triton/test_block_selection.py -k by_token"
 BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
@@ -343,43 +344,43 @@ MUTANTS: dict[str, list[Mutant]] = {
             "kernels/triton/packed_plan.py",
             "b_position = b_end - (b_q_end - o_q)",
             "b_position = b_first + (b_q_end - o_q)",
-            "tests/plan/test_packed_builder.py",
+            PACKED,
         ),
         (
             "kernels/triton/packed_plan.py",
             "m_row = i_row * TILE + o_row < q_len",
             "m_row = i_row * TILE + o_row <= q_len",
-            "tests/plan/test_packed_builder.py",
+            PACKED,
         ),
         (
             "kernels/triton/packed_plan.py",
             "first_bits(b_stop[:, None] - b_key) & ~",
             "first_bits(b_stop[:, None] - b_key) | ~",
-            "tests/plan/test_packed_builder.py",
+            PACKED,
         ),
         (
             "kernels/triton/packed_plan.py",
             "(b_end - b_begin <= longest)",
             "(b_end - b_begin <= longest + 1)",
-            "tests/plan/test_packed_builder.py",
+            PACKED,
         ),
         (
             "kernels/triton/packed_plan.py",
             "is_past = tl.load(starts_ptr + middle * (n_runs + 1) + run) > column",
             "is_past = tl.load(starts_ptr + middle * (n_runs + 1) + run) >= column",
-            "tests/plan/test_packed_builder.py",
+            PACKED,
         ),
         (
             "plan/packed_builder.py",
-            "edges += 2 + n_right",
-            "edges += 2",
-            "tests/plan/test_packed_builder.py",
+            "return left + 2 + (",
+            "return left + 1 + (",
+            PACKED,
         ),
         (
             "plan/packed_builder.py",
             "most = 1 + sum(",
             "most = sum(",
-            "tests/plan/test_packed_builder.py",
+            PACKED,
         ),
         (
             "packed.py",
