@@ -34,9 +34,6 @@ FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
 NO_BLOCK_BIAS = "it has no block_bias"
-# `hopper`'s tanh has an absolute error of 1e-7, which the softcap multiplies: above this softcap, lse misses the
-# tolerance of the tests
-MAX_SOFTCAP = 50.0
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
@@ -145,13 +142,10 @@ def why_not_hopper(
     dtype: torch.dtype,
     has_dropout: bool = False,
     has_block_bias: bool = False,
-    softcap: float = 0.0,
 ) -> str | None:
-    """Why `hopper` cannot run q, k, v on a GPU as they are, or None. softcap: 0.0 for none."""
+    """Why `hopper` cannot run q, k, v on a GPU as they are, or None."""
     if has_dropout or has_block_bias:
         return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS
-    if softcap > MAX_SOFTCAP:
-        return f"its softcap is accurate up to {MAX_SOFTCAP:.0f}, got {softcap:g}"
     names = misaligned(tensors, dtype)
     if not names:
         return None
@@ -212,12 +206,11 @@ def _choose_by_specs(
     dtype: torch.dtype,
     has_dropout: bool,
     has_block_bias: bool,
-    softcap: float,
 ) -> str:
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
     unfit = None
     if backend in ("auto", "hopper"):
-        unfit = why_not_hopper(specs.tensors, dtype, has_dropout, has_block_bias, softcap)
+        unfit = why_not_hopper(specs.tensors, dtype, has_dropout, has_block_bias)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*specs.tensors[:2])
     return choose(backend, device, dtype, unfit)
@@ -233,7 +226,6 @@ def decide(
     *,
     has_dropout: bool,
     has_block_bias: bool,
-    softcap: float,
 ) -> str:
     """The backend of a call, as CallSpec has it.
 
@@ -241,13 +233,13 @@ def decide(
     specs  of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
     """
     if specs is not None and q.is_cuda and isinstance(backend, str):
-        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias, softcap)
+        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias)
     unfit = None
     if q.is_cuda:
         # for "auto", check only what does not depend on addresses or sizes; `resolve` checks the rest when the operator
         # runs
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
+        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias)
     chosen = choose(backend, q.device, dtype, unfit)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
@@ -308,13 +300,12 @@ def explained_choice(
     *,
     has_dropout: bool,
     has_block_bias: bool,
-    softcap: float,
 ) -> Choice:
     """The choice for q, k, v with its reasons."""
     device = tensors[0].device
     unfit = None
     if device.type == "cuda":
-        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, softcap)
+        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
     chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"

@@ -61,9 +61,7 @@ def _attend(
         softcap = scores.softcap or 0.0
         has_bias = scores.block_bias is not None
     has_dropout = dropout_p > 0
-    chosen = dispatch.decide(
-        backend, q, k, v, dtype, specs, has_dropout=has_dropout, has_block_bias=has_bias, softcap=softcap
-    )
+    chosen = dispatch.decide(backend, q, k, v, dtype, specs, has_dropout=has_dropout, has_block_bias=has_bias)
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
     if autocast is None:
         return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
@@ -479,9 +477,7 @@ def explain(
     if scores is not None:
         validation.check_scores(scores, q, layout)
     has_scores, has_bias = scores is not None, block_bias is not None
-    choice = dispatch.explained_choice(
-        backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_block_bias=has_bias, softcap=softcap or 0.0
-    )
+    choice = dispatch.explained_choice(backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_block_bias=has_bias)
     is_deterministic = dispatch.is_deterministic(deterministic)
     call = Call(
         q,

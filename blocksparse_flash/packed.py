@@ -22,7 +22,7 @@ from .runtime import tracing
 def layout_on_host(documents: Documents, block_size: Size, *, is_causal: bool = False) -> BlockLayout:
     """The same layout made on the CPU, from boundaries there; is_causal drops kv_pos > q_pos + kv_len - q_len."""
     q_pos, (batch, q_len, kv_len) = np.arange(documents.q_len), (documents.batch, documents.q_len, documents.kv_len)
-    cu_q, cu_kv = (cu.cpu().numpy().astype(np.int64) for cu in documents[:2])
+    cu_q, cu_kv = (cu.cpu().numpy().astype(np.int64) for cu in documents.boundaries)
     for cu, length in ((cu_q, q_len), (cu_kv, kv_len)):
         sizes = np.diff(cu, axis=1)
         is_too_long = documents.max_seqlen is not None and sizes.max(initial=0) > documents.max_seqlen
@@ -172,11 +172,9 @@ def jagged_layout(q: torch.Tensor, k: torch.Tensor, q_len: int, kv_len: int, *, 
     causal         aligned at the end of each sequence
     """
     cu_q, cu_kv = offsets_of(q), offsets_of(k)
-    is_square = cu_q is cu_kv
     # known if the tensor was made of a list
-    longest = getattr(q, "_maybe_max_seqlen", None) if is_square else None
-    rows_q = cu_q.contiguous()[None]
-    rows_kv = rows_q if is_square else cu_kv.contiguous()[None]
+    longest = getattr(q, "_maybe_max_seqlen", None) if cu_q is cu_kv else None
+    rows_q, rows_kv = cu_q.contiguous()[None], None if cu_q is cu_kv else cu_kv.contiguous()[None]
     documents = Documents(rows_q, rows_kv, q_len, kv_len, None, 0 if causal else None, longest)
     return packed_layout(documents, (TILE, TILE))
 

@@ -272,7 +272,7 @@ def _on_device(
         )
     cu_q = torch.atleast_2d(cu_seqlens).contiguous()
     is_same = kv_cu_seqlens is None or (kv_cu_seqlens is cu_seqlens and q_len == kv_len)
-    cu_kv = cu_q if is_same else torch.atleast_2d(both["kv_cu_seqlens"]).contiguous()
+    cu_kv = None if is_same else torch.atleast_2d(both["kv_cu_seqlens"]).contiguous()
     return Documents(cu_q, cu_kv, q_len, kv_len, left, right, max_seqlen)
 
 

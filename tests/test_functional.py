@@ -1098,7 +1098,6 @@ def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype
         ({"interpret": True}, "interpreter"),
         ({"has_dropout": True}, "it has no dropout"),
         ({"has_block_bias": True}, "it has no block_bias"),
-        ({"softcap": 51.0}, "its softcap is accurate up to 50, got 51"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
@@ -1112,7 +1111,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias", "softcap")}
+        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias")}
         unfit = dispatch.why_not_hopper((q, k, q), dtype, **options)
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)

@@ -149,7 +149,7 @@ HOPPER_CALLS = [
     Call(head_dim=100, v_dim=3, dtype=BFLOAT16),
     Call(head_dim=256, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, v_dim=256, scale=-0.3, dtype=torch.float16),
-    Call(head_dim=128, softcap=1.5, causal=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=128, softcap=50.0, causal=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, softcap=2.0, has_sinks=True, has_kv_lengths=True, scale=-0.3, dtype=torch.float16),
     Call(head_dim=128, has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16, kv_heads=1),
     Call(
@@ -162,7 +162,7 @@ HOPPER_CALLS = [
         dtype=BFLOAT16,
         kv_heads=2,
     ),
-    Call(head_dim=256, softcap=50.0, has_slopes=True, has_sinks=True, dtype=torch.float16),
+    Call(head_dim=256, softcap=900.0, has_slopes=True, has_sinks=True, dtype=torch.float16),
 ]
 # lengths without a layout: no tail; both tails ragged, q or kv longer; less than a tile
 DENSE = [(256, 256), (113, 203), (203, 113), (7, 300), (300, 5)]

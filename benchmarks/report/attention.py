@@ -40,8 +40,8 @@ FIRST_CALL = (
 FLEX_MASKS = (
     "`create_block_mask` is the usual way to make a mask for FlexAttention. It evaluates a mask function at every "
     "pair; in the row `create_block_mask, compiled`, it is compiled itself. In the rows without `create_block_mask`, "
-    "FlexAttention gets its mask from `BlockMask.from_kv_blocks`. The block lists are made in advance, except for a mask "
-    "selected on the GPU, where they are made on the GPU."
+    "FlexAttention gets its mask from `BlockMask.from_kv_blocks`. The block lists are made in advance, except for a "
+    "mask selected on the GPU, where they are made on the GPU."
 )
 # over the table of --sweep fine with speed-ups
 SPEEDUPS = (

@@ -210,7 +210,7 @@ def _by_documents(request: _Request, documents: Tensor) -> Mask:
     documents = torch.nn.functional.pad((documents.diff() != 0).cumsum(1), (1, 0))
     numbers = torch.arange(q_len + 1, device=documents.device)
     begins = torch.searchsorted(documents.contiguous(), numbers.expand(len(documents), -1).contiguous())
-    packs = Documents(begins, begins, q_len, q_len, left, right, None)
+    packs = Documents(begins, None, q_len, q_len, left, right, None)
     full = None if request.layout is None else request.full_layout()
     if full is None:
         layout = packed_layout(packs, (layout_crops.BLOCK, layout_crops.BLOCK))

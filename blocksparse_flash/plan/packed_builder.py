@@ -24,15 +24,17 @@ MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
 class Documents(NamedTuple):
     """Packed documents, and which keys of its document a query attends to.
 
-    cu_q, cu_kv  integers (batch, documents + 1), contiguous: where the documents of each sequence begin and end, among
-                 its queries and its keys
+    cu_q         integers (batch, documents + 1), contiguous: where the documents of each sequence begin and end, among
+                 its queries
+    cu_kv        the same among its keys; None if they are the same. Two fields with one tensor would be an error of
+                 torch.compile (torch 2.11)
     left, right  tokens before and after the query's own position, or None for all. Positions are aligned at the end of
                  each document
     max_seqlen   tokens of the longest document, at most; None if not known
     """
 
     cu_q: Tensor
-    cu_kv: Tensor
+    cu_kv: Tensor | None
     q_len: int
     kv_len: int
     left: int | None
@@ -52,7 +54,12 @@ class Documents(NamedTuple):
     @property
     def is_square(self) -> bool:
         """Whether queries and keys have the same documents."""
-        return self.cu_q is self.cu_kv
+        return self.cu_kv is None
+
+    @property
+    def boundaries(self) -> tuple[Tensor, Tensor]:
+        """cu_q and cu_kv, equal if `is_square`."""
+        return self.cu_q, self.cu_q if self.cu_kv is None else self.cu_kv
 
     @property
     def longest(self) -> int:
@@ -94,8 +101,8 @@ def shares_of(documents: Documents) -> Shares:
 def _n_runs(documents: Documents, causal: bool, tile: int) -> int:
     """Runs of a tile row, at most: one less than the tiles at which the pairs of its tiles may change.
 
-    A boundary inside a tile changes this tile and the next one. A limited side of a window has a boundary for each query
-    of a document, and those within `tile` consecutive tokens change three.
+    A boundary inside a tile changes this tile and the next one. A limited side of a window has a boundary for each
+    query of a document, and those within `tile` consecutive tokens change three.
     """
     left = 2 if documents.left is None else 3
     right = 2 if documents.right is None and not causal else 3
@@ -153,7 +160,7 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         capacity=capacity,
     )
     with tracing.on_device(documents.cu_q.device):
-        tensors, is_valid = packed_plan.build(documents.cu_q, documents.cu_kv, packing)
+        tensors, is_valid = packed_plan.build(*documents.boundaries, packing)
         # on a GPU an assertion of the device, which ends the process that goes on without a check
         torch._assert_async(
             is_valid if documents.batch == 1 else is_valid.all(),

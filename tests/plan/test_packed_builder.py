@@ -36,7 +36,7 @@ def packed(
     """Documents that are the same ones on both sides."""
     boundaries = torch.tensor([cu_seqlens], dtype=dtype, device=device)
     size = cu_seqlens[-1] if length is None else length
-    return Documents(boundaries, boundaries, size, size, *window, max_seqlen)
+    return Documents(boundaries, None, size, size, *window, max_seqlen)
 
 
 def check(documents: Documents, *, causal: bool, tile: int) -> Plan:
@@ -91,7 +91,7 @@ def random_documents(seed: int, device: torch.device) -> Documents:
     q_len, kv_len = (numbers.choice([1, 100, 128, 300, 700]) for _ in "qk")
     cu_q = boundaries(q_len)
     is_square = numbers.random() < 0.5
-    cu_kv, kv_len = (cu_q, q_len) if is_square else (boundaries(kv_len), kv_len)
+    cu_kv, kv_len = (None, q_len) if is_square else (boundaries(kv_len), kv_len)
     left, right = numbers.choice([None, 0, 5, 130, 300]), numbers.choice([None, None, 0, 7, 200])
     longest = numbers.choice([None, int(cu_q.diff().max())]) if is_square else None
     return Documents(cu_q, cu_kv, q_len, kv_len, left, right, longest)
@@ -239,7 +239,7 @@ def test_masks_keep_boundaries_on_their_gpu(monkeypatch):
 )
 def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causal, device):
     cu = torch.tensor(rows, device=device)
-    documents = Documents(cu, cu, rows[0][-1], rows[0][-1], None, None, max_seqlen)
+    documents = Documents(cu, None, rows[0][-1], rows[0][-1], None, None, max_seqlen)
     layout, ordinary = PackedLayout.of(documents, BLOCK_SIZE), layout_on_host(documents, BLOCK_SIZE)
     torch.manual_seed(0)
     bias = torch.randn(ordinary.nnz, device=device)
@@ -271,7 +271,7 @@ def test_gathered_scores_follow_the_boundaries():
 def test_the_host_refuses_bad_boundaries_too(rows):
     cu = torch.tensor(rows)
     with pytest.raises(ValueError, match="cu_seqlens must start at 0, never decrease, and end within the length"):
-        PackedLayout.of(Documents(cu, cu, 128, 128, None, None, None), BLOCK_SIZE).to_dense()
+        PackedLayout.of(Documents(cu, None, 128, 128, None, None, None), BLOCK_SIZE).to_dense()
 
 
 @ENDS_THE_PROCESS

@@ -530,6 +530,8 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
             for head_dim, mode in itertools.product((64, 128), ("layout", "causal"))
         ]
         grid += [{"head_dim": head_dim, "length": 256, **small} for head_dim in (64, 128)]
+        # values narrower than keys beyond 128
+        grid += [{"head_dim": 192, "v_dim": 128, "dtype": half, "mode": mode} for mode in ("layout", "causal")]
         # v with rows that neither TMA nor cp.async can copy
         grid += [
             {"head_dim": head_dim, "v_dim": v_dim, "length": 256, **option}

@@ -35,10 +35,14 @@ def _inputs(call: Call) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Ten
         return torch.randn(shape, generator=generator, device=device)
 
     tensors = {
-        name: normal(batch, n, length, call.head_dim).to(call.dtype)
-        for name, n, length in (("q", heads, q_len), ("k", call.kv_heads, kv_len), ("v", call.kv_heads, kv_len))
+        name: normal(batch, n, length, dim).to(call.dtype)
+        for name, n, length, dim in (
+            ("q", heads, q_len, call.head_dim),
+            ("k", call.kv_heads, kv_len, call.head_dim),
+            ("v", call.kv_heads, kv_len, call.v_dim),
+        )
     }
-    tensors["dout"] = normal(batch, heads, q_len, call.head_dim).to(call.dtype)
+    tensors["dout"] = normal(batch, heads, q_len, call.v_dim).to(call.dtype)
     tensors["dlse"] = normal(batch, heads, q_len)
     lengths = None
     if variant.has_lengths:

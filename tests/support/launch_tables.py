@@ -61,6 +61,7 @@ class Variant:
            for each head; "long": global tokens, whose rows and columns are split; "fine": blocks of 16
     group  query heads per KV head
     tile   tokens per side of a tile of the plan
+    v_dim  head dimension of the values, None for that of the keys
     """
 
     name: str
@@ -74,6 +75,7 @@ class Variant:
     has_bias: bool = False
     deterministic: bool = False
     tile: int = TILE
+    v_dim: int | None = None
 
     @property
     def has_scores(self) -> bool:
@@ -111,6 +113,8 @@ PORTABLE_FINE = [
     Variant("fine-dropout", dropout_p=0.2, tile=FINE_TILE),
     Variant("fine-sinks-softcap-slopes", "blocks-causal", has_sinks=True, softcap=3.0, has_slopes=True, tile=FINE_TILE),
 ]
+# values narrower than keys, beyond head_dim 128
+NARROW = [Variant("narrow", v_dim=128), Variant("narrow-causal-group", "causal", group=2, v_dim=128)]
 ALL = [*PLAIN, *SCORE_MODS, *DROPOUT, *PORTABLE_FINE]
 # for head dimensions that are padded to others: every part of a kernel once
 FEW = [*(ALL[i] for i in (1, 2, 5, 12, 14)), *PORTABLE_FINE]
@@ -163,6 +167,10 @@ class Call:
     @property
     def kv_heads(self) -> int:
         return self.shape[1] // self.variant.group
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim if self.variant.v_dim is None else self.variant.v_dim
 
     @property
     def causal(self) -> bool:
@@ -278,7 +286,7 @@ def _unfilled_memory() -> Iterator[None]:
 def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     """The configurations that a call would use on a GPU; launches nothing."""
     batch, heads, q_len, kv_len = call.shape
-    variant, dim = call.variant, call.head_dim
+    variant, dim, v_dim = call.variant, call.head_dim, call.v_dim
     modules = (forward, backward, split_kv, hopper_forward, hopper_backward, fine_forward, fine_backward)
     for launches_of in (
         forward.forward_launch,
@@ -296,8 +304,13 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
         stack.enter_context(mock.patch.object(arguments, "device_limits", lambda _: gpu[:2]))
         stack.enter_context(_unfilled_memory())
         q, k, v, dout = (
-            torch.empty(batch, n, length, dim, dtype=call.dtype)
-            for n, length in ((heads, q_len), (call.kv_heads, kv_len), (call.kv_heads, kv_len), (heads, q_len))
+            torch.empty(batch, n, length, each, dtype=call.dtype)
+            for n, length, each in (
+                (heads, q_len, dim),
+                (call.kv_heads, kv_len, dim),
+                (call.kv_heads, kv_len, v_dim),
+                (heads, q_len, v_dim),
+            )
         )
         layout = call.layout()
         plan = [] if layout is None else list(layout.plan("cpu", causal=call.causal, tile=variant.tile))
@@ -358,11 +371,11 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
             flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags
         ):
             options = {"tma": tma, "dropout": dropout, "modifies_scores": modifies_scores}
-            found = [
-                *(("forward", forward.config(dim, size, **options, **on, narrow=narrow)) for narrow in flags),
-                ("keys", backward.config_keys(dim, size, **options, **on)),
-                ("queries", backward.config_queries(dim, size, **options, **on)),
-            ]
+            found = [("forward", forward.config(dim, size, **options, **on, narrow=narrow)) for narrow in flags]
+            for limited, smaller_dim in itertools.product(flags, (min(dim, 128), dim)):
+                also = {"limited": limited, "smaller_dim": smaller_dim}
+                found.append(("keys", backward.config_keys(dim, size, **options, **on, **also)))
+                found.append(("queries", backward.config_queries(dim, size, **options, **on, **also)))
             # smaller tiles always have narrow blocks
             for name, each in found[tile == FINE_TILE :]:
                 yield name, dim, size, tma, tile, *dataclasses.astuple(each.within(tile))
@@ -424,7 +437,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         (1, 4, 400, 16000),
     ]  # fmt: skip
     for dim, dtype in itertools.product(DIMS, (HALF, SINGLE)):
-        variants = ALL if dim in (64, 128) and dtype == HALF else FEW
+        variants = ALL if dim in (64, 128) and dtype == HALF else FEW + NARROW * (dim > 128)
         if dim > MAX_FINE_HEAD_DIM:
             variants = [each for each in variants if each.tile == TILE]
         # odd head dimensions, whose rows TMA cannot load

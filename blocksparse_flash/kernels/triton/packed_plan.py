@@ -26,8 +26,10 @@ from .block_selection import CHUNK, sums_before
 from .plan_builder import AXES, PARTIAL, first_bits, max_long_lines, write_records
 from .tile import RECORD
 
-# tile rows or tile columns of a program of records_kernel, tiles of a step
-LINES, MINORS = 8, 64
+# tile rows or tile columns of a program of records_kernel, and those with which a step compares them
+LINES, OTHERS = 16, 256
+# tiles of a step of list_packed_kernel
+MINORS = 64
 # after every tile
 NO_TILE = tl.constexpr(2**31 - 1)
 # kinds of runs
@@ -408,7 +410,8 @@ def packed_launches(packing: Packing, boundaries: tuple[Any, ...], device: torch
     lengths = {"n_row_indices": n_row_indices, "n_row_ids": n_row_ids}
     lengths |= {"n_col_indices": n_col_indices, "n_col_ids": n_col_ids}
     lists = {**grid, "n_runs": packing.n_runs, **rooms, **lengths, "MINORS": MINORS}
-    records = {**grid, **rooms, "LINES": LINES, "MINORS": MINORS, "AXES": AXES, "CHUNK": CHUNK}
+    axes = min(AXES, triton.next_power_of_2(batch))
+    records = {**grid, **rooms, "LINES": LINES, "MINORS": OTHERS, "AXES": axes, "CHUNK": CHUNK}
     n_programs = batch * (-(-q_tiles // LINES) - (-kv_tiles // LINES))
     return PackedLaunches(
         Launch(runs_kernel, (batch * (q_tiles + 1),), {**packing.sizes(), "num_warps": 4}),
