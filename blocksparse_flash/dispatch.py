@@ -349,11 +349,11 @@ def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: b
     return "computes all q_len * kv_len pairs; meant for tests, ask for it by name"
 
 
-def explained_determinism(deterministic: bool | None, *, adds_dq: bool) -> str:
-    """Which bits of the results are equal in every run. adds_dq: whether tile columns add to dq, in no fixed order."""
+def explained_determinism(deterministic: bool | None, *, varying: str) -> str:
+    """Which bits of the results are equal in every run. varying: the gradients that are summed in no fixed order."""
     asked = str(deterministic)
     if deterministic is None:
         asked = f"None: as torch.are_deterministic_algorithms_enabled(), {is_deterministic(None)}"
-    if adds_dq:
-        return f"bitwise identical in every run except for dq, summed in no fixed order (deterministic={asked})"
+    if varying:
+        return f"bitwise identical in every run except for {varying}, summed in no fixed order (deterministic={asked})"
     return f"bitwise identical in every run, forward and backward (deterministic={asked})"

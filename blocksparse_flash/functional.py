@@ -331,8 +331,9 @@ def attention(
                CPU generator. The same seed drops the same pairs for every layout, backend and device
     deterministic  True makes results bitwise identical in every run, forward and backward; None follows
                torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" with tiles of 128 x 128 sums
-               dq in an order that varies, which is faster, so that the last bits of dq can differ between runs.
-               Everything else is always deterministic
+               dq in an order that varies, which is faster, so that the last bits of dq can differ between runs; in
+               causal calls with grouped heads and without a layout, those of dk and dv too. Everything else is always
+               deterministic
     backend    "auto", "hopper", "triton", "eager" or "reference". A backend given by name runs the call or raises an
                error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
                each new kind of call, and why
@@ -498,5 +499,5 @@ def explain(
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():
-        determinism = dispatch.explained_determinism(deterministic, adds_dq=explanation.memory.adds_dq(call))
+        determinism = dispatch.explained_determinism(deterministic, varying=explanation.memory.varying_gradients(call))
         return explanation.explained(call, reason=choice.reason, others=choice.others, determinism=determinism)

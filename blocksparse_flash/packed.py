@@ -108,9 +108,13 @@ class PackedLayout(BlockLayout):
         """The layout of the boundaries as they are now."""
         return layout_on_host(self._documents, self.block_size)
 
+    @tracing.untraced
+    def _copied(self) -> storage.Tensors:
+        return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
+
     @property
     def _tensors(self) -> storage.Tensors:
-        return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
+        return self._copied()
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:

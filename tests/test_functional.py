@@ -1154,7 +1154,7 @@ class OnGpu(torch.Tensor):
 
 def decide(backend, q, k, *, dtype=torch.bfloat16, is_traced=False, **options):
     specs = None if is_traced else specs_of(q, k, k)
-    options = {"has_dropout": False, "has_block_bias": False, "softcap": 0.0} | options
+    options = {"has_dropout": False, "has_block_bias": False} | options
     dispatch._choose_by_specs.cache_clear()
     q, k = q.as_subclass(OnGpu), k.as_subclass(OnGpu)
     return dispatch.decide(backend, q, k, k, dtype, specs, **options)
@@ -1173,9 +1173,6 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
         assert decide("auto", large, large, is_traced=True, dtype=torch.float32) == "triton"
         assert decide("auto", large, large) == decide("hopper", large, large) == "hopper"
         assert decide("auto", large, large, has_block_bias=True) == "triton"
-        assert decide("auto", large, large, softcap=1e6) == "triton"
-        assert decide("auto", large, large, softcap=1e6, is_traced=True) == "triton"
-        assert decide("auto", large, large, softcap=50.0) == "hopper"
     with on_gpu((8, 0)):
         assert decide("auto", large, large, is_traced=True) == decide("auto", large, large) == "triton"
 
@@ -1212,9 +1209,9 @@ def test_determinism_reaches_the_backward_of_hopper(deterministic):
 
 
 def test_only_additions_to_dq_are_not_bitwise_reproducible():
-    assert "except for dq" in dispatch.explained_determinism(False, adds_dq=True)
+    assert "except for dq" in dispatch.explained_determinism(False, varying="dq")
     for deterministic in (True, False, None):
-        found = dispatch.explained_determinism(deterministic, adds_dq=False)
+        found = dispatch.explained_determinism(deterministic, varying="")
         assert found.startswith("bitwise identical in every run, forward and backward")
 
 

@@ -74,7 +74,7 @@ BATCHES = _unless(lambda pattern, shape: shape.batch == 1, "takes one sequence, 
 BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighborhoods only")
 
 
-def _tokens_first(function: Callable[..., Any], **options: Any) -> Call:
+def tokens_first_call(function: Callable[..., Any], **options: Any) -> Call:
     """A call of a function of (batch, length, heads, head_dim), which may return a tuple that begins with out."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:
         # without the backward's tensors, gradients would be dense
         options["block_sparse_tensors"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors)
         options["block_sparse_tensors_bwd"] = BlockSparseTensorsTorch(*mask.block_sparse_tensors_bwd)
-    return _tokens_first(flash_attn_func, **options)
+    return tokens_first_call(flash_attn_func, **options)
 
 
 def _flashinfer(pattern: Pattern, shape: Shape) -> Call:
@@ -304,14 +304,14 @@ def _fastvideo(pattern: Pattern, shape: Shape) -> Call:
 def _xformers(pattern: Pattern, _shape: Shape) -> Call:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
-    return _tokens_first(memory_efficient_attention, attn_bias=LowerTriangularMask() if pattern.causal else None)
+    return tokens_first_call(memory_efficient_attention, attn_bias=LowerTriangularMask() if pattern.causal else None)
 
 
 def _natten(pattern: Pattern, _shape: Shape) -> Call:
     """With a stride of one block all its queries share a window that starts and ends at block boundaries."""
     from natten import na1d
 
-    return _tokens_first(na1d, kernel_size=BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks)), stride=BLOCK)
+    return tokens_first_call(na1d, kernel_size=BLOCK * min(WINDOW_BLOCKS, len(pattern.blocks)), stride=BLOCK)
 
 
 PACKAGES = (

@@ -15,7 +15,7 @@ from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
-from .scheduling import Lines, Sides, in_turn, split_lines
+from .scheduling import Lines, Sides, in_turn, split_lines, without_layout
 
 # share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
@@ -200,7 +200,11 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
     if memory.uses_hopper_backward(call):
         # in tiles of 64 x 64 the backward iterates over tile rows too, for dq
         rows = forward.rows if call.is_fine else backward.rows
-        backward = Sides(rows, split(backward.cols, 3, call.batch * call.kv_heads))
+        cols, kv_axes = backward.cols, call.batch * call.kv_heads
+        if memory.sums_dkdv(call, n_sms):
+            axes = kv_axes = call.batch * call.heads
+            cols = without_layout(call.q_len, call.kv_len, causal=call.causal, axes=axes, kv_axes=kv_axes).cols
+        backward = Sides(rows, split(cols, 3, kv_axes))
     return forward, backward
 
 

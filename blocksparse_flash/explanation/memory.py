@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
+from ..kernels.schedule import PROGRAMS_PER_SM, WHOLE, Split, padded_dim, split_of, sums_over_heads
 from ..kernels.separate_dq import is_dq_separate
 from ..plan_format import TILE
 from .call import Call
@@ -63,6 +63,8 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     """How `hopper` splits rows (first = 0) or columns (3)."""
     if call.is_fine:
         n_sms *= PROGRAMS_PER_SM
+    if first and sums_dkdv(call, n_sms):
+        return WHOLE
     return split_of(call.plan or (), first, call.q_shape, call.k_shape, call.causal, n_sms)
 
 
@@ -71,6 +73,8 @@ def _tile_counter(call: Call, first: int, n_sms: int) -> int:
     if call.is_fine:
         return 0
     length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
+    if first and sums_dkdv(call, n_sms):
+        heads = call.heads
     n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), call.batch * heads)
     return FLOAT if n_programs > n_sms else 0
 
@@ -194,6 +198,10 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         # added to, it is read and written
         main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         extra_bytes += 2 * dq_sum + dq
+    if sums_dkdv(call, n_sms):
+        dims = padded_dim("hopper", call.head_dim) + padded_dim("hopper", call.v_dim)
+        sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * dims
+        workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
     parts = _parts(call, 3, n_sms)
     if call.is_fine:
         # of dq
@@ -215,9 +223,26 @@ def has_separate_dq(call: Call) -> bool:
     )
 
 
+def varying_gradients(call: Call) -> str:
+    """The gradients that are summed in no fixed order."""
+    if not adds_dq(call):
+        return ""
+    return "dq, dk and dv" if sums_dkdv(call, call.n_sms) else "dq"
+
+
 def adds_dq(call: Call) -> bool:
     """Whether tile columns add to dq, in no fixed order."""
     return uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
+
+
+def sums_dkdv(call: Call, n_sms: int) -> bool:
+    """Whether the query heads of a group add to sums of dk and dv, in no fixed order."""
+    shapes = call.q_shape, call.k_shape
+    return (
+        uses_hopper_backward(call)
+        and not call.is_fine
+        and sums_over_heads(call.plan or (), *shapes, call.causal, n_sms, deterministic=call.deterministic)
+    )
 
 
 def uses_hopper_backward(call: Call) -> bool:

@@ -162,3 +162,26 @@ def split_of(
         return WHOLE
     lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
     return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms, side_of(tile_of(plan)))
+
+
+def sums_over_heads(
+    plan: Sequence[torch.Tensor],
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    causal: bool,
+    n_sms: int,
+    *,
+    deterministic: bool,
+) -> bool:
+    """Whether a line of the backward is a tile column for one query head, with sums of dK and dV over the group.
+
+    In causal calls with grouped heads, tile columns for all query heads of a group are few, long and of different
+    lengths, and those that run together need q, dO and dQ of more heads than fit into L2. TFLOP/s by group and by query
+    head on an H200 (hopper/TUNING.md): 64 heads on 8, 8,192 tokens 502 and 534; 16 heads on 1 401 and 554.
+
+    deterministic  heads add to the sums in no fixed order
+    """
+    if plan or not causal or deterministic or q_shape[1] == k_shape[1]:
+        return False
+    by_head = (k_shape[0], q_shape[1], *k_shape[2:])
+    return split_of(plan, 3, q_shape, by_head, causal, n_sms).num_splits == 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,6 +226,17 @@ def test_dq_is_added_by_tile_columns_of_hopper_alone() -> None:
         call(backend="hopper", layout=masks.random(16384, density=0.1, block_size=64, seed=0)),
     ):
         assert not memory.adds_dq(other)
+
+
+def test_heads_of_a_group_add_to_dk_and_dv() -> None:
+    grouped = call((1, 32, 8192, 128), backend="hopper", causal=True, kv_heads=8)
+    plain = call((1, 32, 8192, 128), backend="hopper", causal=True)
+    assert memory.varying_gradients(grouped) == "dq, dk and dv" and memory.varying_gradients(plain) == "dq"
+    assert memory.varying_gradients(call((1, 32, 8192, 128))) == ""
+    # float32 sums of dk and dv
+    assert memory.backward(grouped, 132).workspace - memory.backward(plain, 132).workspace == 4 * 8 * 8192 * 256
+    _, backward = cost.programs(grouped, 132)
+    assert np.array_equal(backward.cols.tiles, cost.programs(plain, 132)[1].cols.tiles)
 
 
 # all of 9 heads are taken in turn

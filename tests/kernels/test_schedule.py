@@ -13,7 +13,7 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, heads_in_turn, split_of
+from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, heads_in_turn, split_of, sums_over_heads
 from blocksparse_flash.plan_format import N_LONG, Plan, n_split_of
 
 # H200
@@ -253,3 +253,24 @@ def test_heads_follow_each_other_if_their_lines_are_equal_or_few():
     assert heads_in_turn(10**6, 8, N_SMS, 1 << 27, 1 << 27, causal=True) == 1
     # a chunk of queries over a long cache
     assert heads_in_turn(8, 8, N_SMS, 1024, 8192, causal=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "options", "expected"),
+    [
+        (32, 8, 8192, {}, True),
+        (16, 1, 8192, {}, True),
+        # one head per KV head; every tile column equally long; equal bits; a layout
+        (8, 8, 8192, {}, False),
+        (32, 8, 8192, {"causal": False}, False),
+        (32, 8, 8192, {"deterministic": True}, False),
+        (32, 8, 8192, {"has_layout": True}, False),
+        # so few tile columns that they are split
+        (2, 1, 4096, {}, False),
+    ],
+)
+def test_query_heads_have_lines_of_their_own_in_causal_grouped_calls(heads, kv_heads, length, options, expected):
+    plan = list(masks.local(length, window=128).plan("cpu")) if options.get("has_layout") else []
+    causal, deterministic = options.get("causal", True), options.get("deterministic", False)
+    found = sums_over_heads(plan, *shapes(length, heads, kv_heads), causal, N_SMS, deterministic=deterministic)
+    assert found is expected

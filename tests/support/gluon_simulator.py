@@ -28,7 +28,6 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from blocksparse_flash import kernels
-from blocksparse_flash.kernels.hopper import score_mods
 from blocksparse_flash.runtime import launch, launcher
 from tests.support.gluon_machine import CURRENT, Barrier, Barriers, Machine, Partition, ProtocolError, Shared, run_all
 
@@ -40,14 +39,6 @@ HELPERS = (
 
 
 # ---- global memory ----
-
-
-def rational_tanh(values: Tensor) -> Tensor:
-    """What the PTX of score_mods.tanh computes, up to roundings."""
-    values = values.clamp(-score_mods.TANH_END, score_mods.TANH_END)
-    square = values * values
-    above, below = (sum(c * square**i for i, c in enumerate(each)) for each in (score_mods.TANH_P, score_mods.TANH_Q))
-    return values * above / below
 
 
 class Pointer:
@@ -183,10 +174,10 @@ class Language:
     def where(self, condition: Any, left: Any, right: Any) -> Tensor:
         return torch.where(torch.as_tensor(condition), left, right)
 
-    def maximum(self, left: Any, right: Any, propagate_nan: Any = None) -> Tensor:
+    def maximum(self, left: Any, right: Any) -> Tensor:
         return torch.maximum(*_pair(left, right))
 
-    def minimum(self, left: Any, right: Any, propagate_nan: Any = None) -> Tensor:
+    def minimum(self, left: Any, right: Any) -> Tensor:
         return torch.minimum(*_pair(left, right))
 
     def cdiv(self, left: Any, right: Any) -> Any:
@@ -418,7 +409,7 @@ class Simulation:
             "dq_layout": lambda: None,
             "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
             "opaque": lambda i: i,
-            "tanh": rational_tanh,
+            "tanh": torch.tanh,
             "thread_barrier": self.language.thread_barrier,
             "bits_of": lambda dtype: 8 * dtype.itemsize,
             "round_p_ds": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),

@@ -240,6 +240,8 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield from ((name, dim, word) for word in _features(rest, pointers))
         if pointers["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
+        if pointers["dk_sum_ptr"] is not None:
+            yield name, dim, "sums over heads"
     elif name.startswith("fine_"):
         # the block of q or k has all columns, the other one too unless it is loaded by tiles of 16
         dim = max(factory._arguments[2][-1] for factory in each._factories if factory is not None)
@@ -372,10 +374,9 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
         ):
             options = {"tma": tma, "dropout": dropout, "modifies_scores": modifies_scores}
             found = [("forward", forward.config(dim, size, **options, **on, narrow=narrow)) for narrow in flags]
-            for limited, smaller_dim in itertools.product(flags, (min(dim, 128), dim)):
-                also = {"limited": limited, "smaller_dim": smaller_dim}
-                found.append(("keys", backward.config_keys(dim, size, **options, **on, **also)))
-                found.append(("queries", backward.config_queries(dim, size, **options, **on, **also)))
+            for smaller_dim in (min(dim, 128), dim):
+                found.append(("keys", backward.config_keys(dim, size, **options, **on, smaller_dim=smaller_dim)))
+                found.append(("queries", backward.config_queries(dim, size, **options, **on, smaller_dim=smaller_dim)))
             # smaller tiles always have narrow blocks
             for name, each in found[tile == FINE_TILE :]:
                 yield name, dim, size, tma, tile, *dataclasses.astuple(each.within(tile))
@@ -410,7 +411,7 @@ def _known_hopper() -> Iterator[Key]:
         for *has, has_softcap in itertools.product(flags, flags, flags):
             of_cols = hopper_backward.config(dim, has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
-        words = ("split", "queued", "one round", "dq in a launch of its own")
+        words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
         yield from (("sum_splits", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])

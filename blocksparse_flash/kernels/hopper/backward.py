@@ -51,7 +51,7 @@ from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, score_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, heads_in_turn, padded_dim, split_of
+from ..schedule import WHOLE, Split, heads_in_turn, padded_dim, split_of, sums_over_heads
 from ..separate_dq import is_dq_separate
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
@@ -68,11 +68,9 @@ from .backward_producer import (
     Pointers,
     QBuffers,
     Sizes,
-    heads_of_step,
     load,
     q_start_of,
     read_work_tile,
-    step_of,
     steps_of_head,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline, consumer_release, consumer_wait, named_barrier
@@ -291,7 +289,6 @@ def mma(
     DIM: gl.constexpr = k_buffers.shape[4]
     DIM_V: gl.constexpr = v_buffers.shape[4]
     KV_STAGES: gl.constexpr = k_buffers.shape[0]
-    HEADS: gl.constexpr = heads_of_step(ptrs.records_ptr is not None, CAUSAL, GROUP)
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
@@ -308,30 +305,30 @@ def mma(
         if ptrs.kv_lengths_ptr is not None:
             zero_tail(k_buffers.index(kv_stage).reshape([TILE, DIM]), kv_start, kv_limit, WARPGROUP)
             zero_tail(v_buffers.index(kv_stage).reshape([TILE, DIM_V]), kv_start, kv_limit, WARPGROUP)
-        for i_group_head in range(GROUP // HEADS):
+        for i_group_head in range(GROUP):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
-            for i in range(steps.n_masked * HEADS):
-                step, i_step_head = step_of(steps, i, HEADS)
+            for i in range(steps.n_masked):
                 b_dk, b_dv = backward_step(
                     b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
-                    i_head + i_step_head, step, n_done + i, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
+                    i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
-            for i in range(steps.n_masked * HEADS, steps.n_steps * HEADS):
-                step, i_step_head = step_of(steps, i, HEADS)
+            for i in range(steps.n_masked, steps.n_steps):
                 b_dk, b_dv = backward_step(
                     b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
-                    i_head + i_step_head, step, n_done + i, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
+                    i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
                 )  # fmt: skip
-            n_done += steps.n_steps * HEADS
+            n_done += steps.n_steps
         consumer_release(pipelines.kv, kv_stage)
         if descs.dq_sum is not None:
             # TMA has read the last dq, whose buffer may be that of dv
             tma.store_wait(0)
-        # the first condition is known at compile time, the second is not
-        if ptrs.splits_ptr is None:  # noqa: SIM114
+        # the first two conditions are known at compile time, the third is not
+        if ptrs.dk_sum_ptr is not None:
+            add_to_sums(b_dk, b_dv, ptrs, sizes, work_tile, WARPGROUP)
+        elif ptrs.splits_ptr is None:  # noqa: SIM114
             epilogue(b_dk, b_dv, descs, staging, sizes, work_tile, WARPGROUP)
         elif work_tile.i_block < 0:
             epilogue(b_dk, b_dv, descs, staging, sizes, work_tile, WARPGROUP)
@@ -342,6 +339,15 @@ def mma(
         i_tile += 1
         work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     tma.store_wait(0)
+
+
+@gluon.jit
+def add_to_sums(b_dk, b_dv, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr):
+    """Adds dk and dv of one query head to the sums over the heads of its group."""
+    i_row = (work_tile.batch_head // sizes.heads_per_kv).to(gl.int64) * (sizes.n_tile_cols * TILE)
+    i_row = i_row + work_tile.kv_start + WARPGROUP * WARPGROUP_ROWS
+    atomic_add_sum(ptrs.dk_sum_ptr + i_row * b_dk.shape[1], in_register_order(b_dk))
+    atomic_add_sum(ptrs.dv_sum_ptr + i_row * b_dv.shape[1], in_register_order(b_dv))
 
 
 @gluon.jit
@@ -407,8 +413,8 @@ def staging_buffer(buffers, desc, N_TAKEN: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_cols", "num_splits",
-        "n_in_turn",
+        "n_heads", "heads_per_kv", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_cols",
+        "num_splits", "n_in_turn",
     ]
 )  # fmt: skip
 def hopper_backward_kernel(
@@ -417,11 +423,11 @@ def hopper_backward_kernel(
     # backward_producer.Pointers; (batch, head) strides of the records, in elements
     ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
-    n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, n_in_turn, scale_log2,
-    scale,
+    n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, n_in_turn,
+    scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
-    # GROUP: query heads per KV head
+    # GROUP: query heads of a work tile
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -479,8 +485,8 @@ def hopper_backward_kernel(
         dq_sum=dq_sum_desc, dk=dk_desc, dv=dv_desc,
     )  # fmt: skip
     sizes = Sizes(
-        n_heads=n_heads, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len, kv_len=kv_len,
-        n_padded=n_padded, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
+        n_heads=n_heads, heads_per_kv=heads_per_kv, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len,
+        kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
         n_in_turn=n_in_turn,
     )  # fmt: skip
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
@@ -503,14 +509,18 @@ class BackwardLaunches(NamedTuple):
 
     cols         the main kernel
     sum_splits   sums dK and dV of split tile columns
+    convert_dk, convert_dv  of sums over query heads
     outputs      dq, dk and dv, with rows padded where TMA writes them; LSE and delta, (2, batch * heads * n_padded)
-    workspaces   float32 sum of dQ; LSE and delta as pairs, for the Triton kernel that computes dQ; tile counter; splits
+    workspaces   float32 sum of dQ; LSE and delta as pairs, for the Triton kernel that computes dQ; tile counter;
+                 splits; sums of dK and of dV over query heads
     adds_by_tma  whether TMA adds to the sum of dQ
     """
 
     preprocess: Launch
     cols: Launch
     sum_splits: Launch | None
+    convert_dk: Launch | None
+    convert_dv: Launch | None
     postprocess: Launch | None
     outputs: tuple[Memory, ...]
     workspaces: tuple[Memory | None, ...]
@@ -525,6 +535,8 @@ def backward_launches(
     is_separate: bool,
     options: Options,
     mods: ModSpecs = PLAIN,
+    *,
+    by_head: bool = False,
 ) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
 
@@ -533,6 +545,7 @@ def backward_launches(
     split        of the tile columns
     is_separate  whether the Triton kernel computes dq
     mods         score mods
+    by_head      see schedule.sums_over_heads
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -540,8 +553,9 @@ def backward_launches(
     chosen = config(max(dim, dim_v), mods.softcap > 0)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
+    n_work_heads = heads if by_head else kv_heads
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
-    n_tile_cols, n_batch_heads = -(-kv_len // TILE_SIDE), batch * kv_heads
+    n_tile_cols, n_batch_heads = -(-kv_len // TILE_SIDE), batch * n_work_heads
     # the memory has padded rows; the descriptors and sums see the first head_dim columns
     dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
@@ -571,7 +585,8 @@ def backward_launches(
         postprocess = postprocess_launch(dq_sum.spec, dq.spec, scale)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
-        "n_heads": kv_heads,
+        "n_heads": n_work_heads,
+        "heads_per_kv": group if by_head else 1,
         "n_batch_heads": n_batch_heads,
         "n_tile_cols": n_tile_cols,
         "q_len": q_len,
@@ -583,10 +598,16 @@ def backward_launches(
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": options.causal,
-        "GROUP": group,
+        "GROUP": 1 if by_head else group,
         "KV_STAGES": chosen.kv_stages,
         "num_warps": 4,
     }
+    sums_dk = sums_dv = convert_dk = convert_dv = None
+    if by_head:
+        rows = batch * kv_heads, n_tile_cols * TILE_SIDE
+        sums_dk, sums_dv = contiguous(torch.float32, *rows, dim), contiguous(torch.float32, *rows, dim_v)
+        convert_dk = postprocess_launch(sums_dk.spec, dk.spec, scale)
+        convert_dv = postprocess_launch(sums_dv.spec, dv.spec, 1.0)
     splits = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.num_splits > 1 else None
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else dim),
@@ -594,9 +615,18 @@ def backward_launches(
         sum_splits=sum_splits(
             split, lists[0], dk_spec, dv_spec, {**arguments, "n_split_lines": split.n_split_lines}, (dim, dim_v)
         ),
+        convert_dk=convert_dk,
+        convert_dv=convert_dv,
         postprocess=postprocess,
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
-        workspaces=(dq_sum, lse_delta_pairs, contiguous(torch.int32, 1) if n_programs > n_sms else None, splits),
+        workspaces=(
+            dq_sum,
+            lse_delta_pairs,
+            contiguous(torch.int32, 1) if n_programs > n_sms else None,
+            splits,
+            sums_dk,
+            sums_dv,
+        ),
         adds_by_tma="dq_sum_desc" in descriptor_factories,
     )
 
@@ -633,10 +663,16 @@ def backward(
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
+    by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
+    if by_head:
+        split = WHOLE
     slopes = None if scores is None else scores.alibi_slopes
-    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options, mod_specs_of(scores))
+    mods = mod_specs_of(scores)
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options, mods, by_head=by_head)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
-    dq_sum, lse_delta_pairs, tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
+    dq_sum, lse_delta_pairs, tile_counter, splits, sums_dk, sums_dv = [
+        memory and empty(*memory) for memory in ready.workspaces
+    ]
     lse_line, delta_line = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, lse_delta_pairs, lse_delta, dq_sum, tile_counter)
@@ -651,11 +687,19 @@ def backward(
         splits_ptr=splits,
         slopes_ptr=slopes,
         dq_sum_ptr=dq_sum,
+        dk_sum_ptr=sums_dk,
+        dv_sum_ptr=sums_dv,
     )
+    for sums in (sums_dk, sums_dv):
+        if sums is not None:
+            sums.zero_()
     sum_by_tma = dq_sum if ready.adds_by_tma else None
     ready.cols(q, k, v, dout, lse_line, delta_line, sum_by_tma, dk, dv, pointers)
     if ready.sum_splits is not None:
         ready.sum_splits(splits, records, dk, dv)
+    if ready.convert_dk is not None and ready.convert_dv is not None:
+        ready.convert_dk(sums_dk, dk)
+        ready.convert_dv(sums_dv, dv)
     if ready.postprocess is not None:
         ready.postprocess(dq_sum, dq)
     else:

@@ -1,6 +1,7 @@
 """Producer warp of the Hopper backward: tile scheduler, and TMA loads of K, V, Q, dO, LSE and delta.
 
-A work tile is one tile column: 128 keys of one KV head, or one split of them, for all query heads of its group.
+A work tile is one tile column, 128 keys of one KV head, for all query heads of its group, or one split of them. In
+causal calls without a layout it is a tile column for one query head: see schedule.sums_over_heads.
 
     producer                                      consumers (two warpgroups)
     scheduler: find the next work tile
@@ -60,6 +61,8 @@ class Pointers(NamedTuple):
     slopes_ptr        see score_mods.ScoreMods
     dq_sum_ptr        (batch * heads, n_padded, DIM) float32 sum of dQ, in the order of `in_register_order`; None:
                       another launch computes dQ
+    dk_sum_ptr, dv_sum_ptr  (batch * KV heads, n_tile_cols * 128, DIM | DIM_V) float32 sums of dK and dV, in the same
+                      order; None: a work tile has all query heads of its group, and stores dK and dV
     """
 
     records_ptr: Any
@@ -71,6 +74,8 @@ class Pointers(NamedTuple):
     splits_ptr: Any
     slopes_ptr: Any
     dq_sum_ptr: Any
+    dk_sum_ptr: Any
+    dv_sum_ptr: Any
 
 
 class Descriptors(NamedTuple):
@@ -90,13 +95,15 @@ class Descriptors(NamedTuple):
 class Sizes(NamedTuple):
     """Run-time sizes. The first n_split_cols tile columns of each KV head are computed by num_splits programs each.
 
-    n_heads        KV heads
+    n_heads        KV heads; with sums of dK and dV query heads
+    heads_per_kv   query heads that add to the same sums of dK and dV
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
     n_in_turn      KV heads whose tile columns are taken in turn without a layout
     """
 
     n_heads: Any
+    heads_per_kv: Any
     n_batch_heads: Any
     n_tile_cols: Any
     q_len: Any
@@ -111,7 +118,7 @@ class Sizes(NamedTuple):
 class WorkTile(NamedTuple):
     """One tile column, or one split of it.
 
-    batch_head  batch * KV heads + KV head; END: no more work tiles
+    batch_head  batch * n_heads + head; END: no more work tiles
     kv_start    first key
     begin       first entry of the tile list of the first query head (this and the next three: 0 without a layout)
     n_tiles     tiles of the first query head
@@ -208,27 +215,6 @@ def steps_of_head(
     return Steps(first=first, n_steps=n_steps, n_masked=n_masked)
 
 
-@gluon.constexpr_function
-def heads_of_step(has_layout, causal, group):
-    """Query heads that have the same steps, whose loops run together: see `step_of`."""
-    return group if causal and not has_layout else 1
-
-
-@gluon.jit
-def step_of(steps, i, HEADS: gl.constexpr):
-    """The i-th of steps.n_steps * HEADS pairs (step, head).
-
-    Each step for all heads; masked steps first, then the others from last to first. All tile columns of a causal head
-    end with the last query: starting there, tile columns of different lengths share q and dO in L2.
-    """
-    if HEADS == 1:
-        return steps.first + i, 0
-    else:
-        i_step = i // HEADS
-        i_step = gl.where(i_step < steps.n_masked, i_step, steps.n_masked + steps.n_steps - 1 - i_step)
-        return steps.first + i_step, i % HEADS
-
-
 @gluon.jit
 def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
     """First query of a step."""
@@ -308,15 +294,18 @@ def read_work_tile(work_tiles, i_tile):
 
 
 @gluon.jit
-def load_kv(descs, kv, batch_head, n_heads, kv_start, i_tile):
+def load_kv(descs, kv, ptrs, sizes, batch_head, kv_start, i_tile):
     """Loads the keys and values of a work tile."""
+    i_batch, i_kv_head = batch_head // sizes.n_heads, batch_head % sizes.n_heads
+    if ptrs.dk_sum_ptr is not None:
+        i_kv_head = i_kv_head // sizes.heads_per_kv
     KV_STAGES: gl.constexpr = kv.buffers.k.shape[0]
     stage = i_tile % KV_STAGES
     kv_full = kv.full.index(stage)
     producer_acquire(kv, stage, i_tile // KV_STAGES)
     mbarrier.expect(kv_full, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
-    tma_load(descs.k, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], kv_full, kv.buffers.k.index(stage))
-    tma_load(descs.v, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], kv_full, kv.buffers.v.index(stage))
+    tma_load(descs.k, [i_batch, i_kv_head, kv_start, 0], kv_full, kv.buffers.k.index(stage))
+    tma_load(descs.v, [i_batch, i_kv_head, kv_start, 0], kv_full, kv.buffers.v.index(stage))
 
 
 @gluon.jit
@@ -341,7 +330,6 @@ def load(
 ):  # fmt: skip
     """Entry point of the producer warp. GROUP: query heads per KV head."""
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
-    HEADS: gl.constexpr = heads_of_step(ptrs.records_ptr is not None, CAUSAL, GROUP)
     n_heads = sizes.n_heads
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
@@ -362,31 +350,28 @@ def load(
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
         if KV_STAGES > 1:
-            load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+            load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
         n_before = n_loaded
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
-        for i_group_head in range(GROUP // HEADS):
+        for i_group_head in range(GROUP):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
-            i_first_head = i_kv_head * GROUP + i_group_head
-            step, i_step_head = step_of(steps, 0, HEADS)
-            q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
-            for i in range(steps.n_steps * HEADS):
+            i_head = i_kv_head * GROUP + i_group_head
+            head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
+            q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
+            for i in range(steps.n_steps):
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
-                i_head = i_first_head + i_step_head
-                step, i_step_head = step_of(steps, i + 1, HEADS)
-                next_q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
-                head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
+                next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i + 1, BLOCK_Q)
                 load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
                 if KV_STAGES == 1:  # noqa: SIM102
                     if n_loaded == n_before:
                         # after the first step, whose stage has been free for longer than the only K/V stage
-                        load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+                        load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
                 n_loaded += 1
                 q_start = next_q_start
         if KV_STAGES == 1:  # noqa: SIM102
             if n_loaded == n_before:
-                load_kv(descs, pipelines.kv, batch_head, n_heads, kv_start, i_tile)
+                load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
         i_tile += 1
     write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

@@ -363,7 +363,8 @@ def add_dq(
     dp_token = warpgroup_mma(dout_tile, v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
     o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    o_key = positions(starts, o_kv) - starts[0]
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, o_key)
     b_scores = b_scores - gl.expand_dims(b_lse, 1)
     # after scaling, since the scale may be negative
     if MASKED:

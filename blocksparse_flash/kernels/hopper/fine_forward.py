@@ -152,7 +152,8 @@ def step(
     factor = mods.factor
     if mods.cap is not None or mods.slopes_ptr is not None:
         o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-        b_scores, _ = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+        o_key = positions(starts, o_kv) - starts[0]
+        b_scores, _ = apply_score_mods(b_scores, mods, slope, o_query, o_key)
         factor = 1.0
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)

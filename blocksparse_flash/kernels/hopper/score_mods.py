@@ -17,31 +17,56 @@ from ..arguments import scale_log2, sign
 from ..triton.tile import LOG2_E
 from .registers import round_p_ds
 
-# tanh x = x P(x^2) / Q(x^2), a minimax fit up to |x| = TANH_END, from where on tanh rounds to 1; ascending powers
-TANH_P = (1.0, 1.3409567e-1, 3.5295382e-3, 2.1171739e-5, 1.4146902e-8)
-TANH_Q = (1.0, 4.6742892e-1, 2.6005987e-2, 3.3413008e-4, 8.0978298e-7)
-TANH_END = 8.6
+# ---- tanh ----
+
+# values of a thread that take a branch together
+TANH_VALUES = gl.constexpr(16)
+# tanh x = x + x^3 P(x^2) for |x| < NEAR; x P(x^2) / Q(x^2) up to FAR, from where on tanh rounds to 1: minimax fits,
+# coefficients in descending powers
+NEAR, FAR = 0.6, 8.6
+NEAR_P = (-5.89516e-3, 2.079597e-2, -5.378383e-2, 1.3331924e-1, -3.3333298e-1)
+FAR_P = (1.4146902e-8, 2.1171739e-5, 3.5295382e-3, 1.3409567e-1, 1.0)
+FAR_Q = (8.0978298e-7, 3.3413008e-4, 2.6005987e-2, 4.6742892e-1, 1.0)
 
 
-def hex_of(value: float) -> str:
+def _constant(value: float) -> str:
     """A float32 constant in PTX."""
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
 def _polynomial(name: str, coefficients: Sequence[float]) -> str:
     """PTX that sets register `name` to a polynomial of register z."""
-    first, *rest = map(hex_of, reversed(coefficients))
+    first, *rest = map(_constant, coefficients)
     return " ".join([f"mov.f32 {name}, {first};", *(f"fma.rn.f32 {name}, {name}, z, {each};" for each in rest)])
 
 
-# one asm statement per value, so that the registers of one value are free before the next: in four of Triton's
-# operations, whose intermediate tensors are all alive, the forward spills
-TANH = gl.constexpr(
-    "{ .reg .f32 x, z, p, q;"
-    f" max.NaN.f32 x, $1, {hex_of(-TANH_END)}; min.NaN.f32 x, x, {hex_of(TANH_END)}; mul.f32 z, x, x;"
-    f" {_polynomial('p', TANH_P)} {_polynomial('q', TANH_Q)}"
-    " mul.f32 x, x, p; rcp.approx.ftz.f32 q, q; mul.f32 $0, x, q; }"
-)
+def _tanh_assembly(n_values: int) -> str:
+    """PTX of n_values results $0, $1, ... of as many values.
+
+    In Triton's operations, whose intermediate tensors are all alive, the registers would not suffice.
+    """
+    pairs = [(f"${i}", f"${n_values + i}") for i in range(n_values)]
+    largest = [f"abs.f32 a, {x}; max.f32 z, z, a;" for _, x in pairs]
+    near = [
+        f"mul.f32 z, {x}, {x}; {_polynomial('a', NEAR_P)} mul.f32 a, a, z; fma.rn.f32 {out}, {x}, a, {x};"
+        for out, x in pairs
+    ]
+    far = [
+        f"max.NaN.f32 b, {x}, {_constant(-FAR)}; min.NaN.f32 b, b, {_constant(FAR)}; mul.f32 z, b, b;"
+        f" {_polynomial('a', FAR_P)} mul.f32 b, b, a; {_polynomial('a', FAR_Q)} rcp.approx.ftz.f32 a, a;"
+        f" mul.f32 {out}, b, a;"
+        for out, x in pairs
+    ]
+    return (
+        "{ .reg .pred p; .reg .f32 a, b, z; mov.f32 z, 0f00000000;"
+        f" {' '.join(largest)} setp.lt.f32 p, z, {_constant(NEAR)}; vote.sync.all.pred p, p, 0xFFFFFFFF; @p bra NEAR;"
+        f" {' '.join(far)} bra END; NEAR: {' '.join(near)} END: }}"
+    )
+
+
+TANH = gl.constexpr(_tanh_assembly(TANH_VALUES.value))
+# the results are written before all values are read
+TANH_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * TANH_VALUES.value + ["f"] * TANH_VALUES.value))
 
 # ---- kernels ----
 
@@ -62,12 +87,11 @@ class ScoreMods(NamedTuple):
 
 @gluon.jit
 def tanh(b_x):
-    """tanh with a relative error of at most 4e-7, in one slow instruction; tanh.approx has one of 5e-4.
+    """tanh with a relative error of at most 4e-7; tanh.approx has one of 5e-4.
 
-    By exp2 it would take two slow instructions, and 1 - 2 / (e^2x + 1) has an absolute error of 1e-7, which a large
-    softcap multiplies.
+    Where all values of a warp are small, as usual, it takes seven simple instructions a value and no slow one.
     """
-    return gl.inline_asm_elementwise(TANH, "=f,f", [b_x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(TANH, TANH_CONSTRAINTS, [b_x], dtype=gl.float32, is_pure=True, pack=TANH_VALUES)
 
 
 @gluon.jit

@@ -60,13 +60,11 @@ def config_keys(
     dropout: bool,
     shared_memory: int,
     modifies_scores: bool = False,
-    limited: bool = False,
     smaller_dim: int = 0,
 ) -> Config:
     """Launch configuration of dk and dv: a program owns block_kv keys and iterates over steps of block_q queries.
 
     dim, smaller_dim  padded head dimensions: the larger one of q and v, and the smaller one
-    limited           whether there are kv_lengths; larger configurations then spill
 
     Timed on an H200 only, see TUNING.md: 7.5 ms dense at head_dim 128, 9.4 ms at 64 (16,384 tokens). Elsewhere (sm80,
     sm100, score mods) the nearest configuration that neither spills nor serializes wgmma.
@@ -87,7 +85,7 @@ def config_keys(
         if major == 9:
             return Config(32, 64, 4, 1 if dim > 64 and not tma else 2)
         return Config(32, 64, 8, 1 if dropout or major == 10 else 2)
-    if tma and major == 9 and not (dropout or modifies_scores or limited):
+    if tma and major == 9 and not (dropout or modifies_scores):
         return Config(64, 64, 8, 1) if smaller_dim > 128 else Config(32, 64, 4, 2)
     return Config(32, 32, 4, 1) if shared_memory < 160 * 1024 else Config(32, 64, 8, 2)
 
@@ -101,7 +99,6 @@ def config_queries(
     dropout: bool,
     shared_memory: int,
     modifies_scores: bool = False,
-    limited: bool = False,
     smaller_dim: int = 0,
 ) -> Config:
     """Launch configuration of dq: a program owns block_q queries and iterates over steps of block_kv keys.
@@ -121,7 +118,7 @@ def config_queries(
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
         return Config(64, 64, 8 if major == 10 and not tma else 4, 2)
-    if tma and major == 9 and not (dropout or modifies_scores or limited):
+    if tma and major == 9 and not (dropout or modifies_scores):
         return Config(64, 64, 4, 2 if smaller_dim > 128 else 1)
     return Config(32, 32, 4, 1) if small else Config(64, 32, 8, 2)
 
@@ -226,8 +223,6 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
         "dropout": options.dropout_p > 0,
         "shared_memory": options.shared_memory,
         "modifies_scores": options.modifies_scores,
-        # the fourth of the tensors that `backward` passes to options_of
-        "limited": options.others[3] is not None,
         "smaller_dim": min(dim, dim_v),
     }
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)

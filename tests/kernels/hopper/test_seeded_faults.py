@@ -108,7 +108,7 @@ FINE_FAULTS = {
     "dv of a split in place of its dk": Change(FINE_BACKWARD, "p_split + SIDE * DIM, b_dv", "p_split, b_dv"),
     "scores masked before a negative scale": Change(
         FINE_BACKWARD,
-        """    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+        """    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, o_key)
     b_scores = b_scores - gl.expand_dims(b_lse, 1)
     # after scaling, since the scale may be negative
     if MASKED:
@@ -116,7 +116,7 @@ FINE_FAULTS = {
 """,
         """    if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
-    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, positions(starts, o_kv) - starts[0])
+    b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_query, o_key)
     b_scores = b_scores - gl.expand_dims(b_lse, 1)
 """,
     ),
