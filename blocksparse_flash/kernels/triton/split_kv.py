@@ -115,6 +115,37 @@ def with_sink(b_max, b_sum, sinks_ptr, o_head):
     return tl.maximum(b_max, b_sink), b_sum + tl.where(b_sink == float("-inf"), 0.0, 1.0)
 
 
+@triton.jit
+def softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost):
+    """Online softmax: the weights of scores * factor in base 2, and maximum, sum, output and lost bits after them."""
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
+    b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
+    b_decay = tl.math.exp2(b_max - b_new_max)
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    return b_p, b_new_max, b_sum, b_out * b_decay[:, None], b_lost * b_decay[:, None]
+
+
+@triton.jit
+def store_rows(
+    out_ptr, lse_ptr, row, first, n_rows, b_out, b_max, b_sum,
+    IS_SPLIT: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, DIM_V: tl.constexpr,
+):
+    """Stores the results of a program, for those of its n_rows rows from `first` on; `row` counts all rows before."""
+    o_row = first + tl.arange(0, ROWS)
+    m_row = o_row < n_rows
+    if IS_SPLIT:
+        # max and sum instead of out and lse: rounded less often
+        tl.store(lse_ptr + 2 * (row + o_row), b_max, mask=m_row)
+        tl.store(lse_ptr + 2 * (row + o_row) + 1, b_sum, mask=m_row)
+    else:
+        m_empty = b_sum == 0.0
+        b_sum = tl.where(m_empty, 1.0, b_sum)
+        b_out = b_out * (1.0 / b_sum)[:, None]
+        b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
+        tl.store(lse_ptr + row + o_row, b_lse, mask=m_row)
+    store_tile(out_ptr + row * V_DIM, first, n_rows, b_out, V_DIM, ROWS, DIM_V)
+
+
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_blocks", "n_splits", "q_len", "kv_len"])
 def split_kv_kernel(
     # inputs; sinks_ptr only with a single split
@@ -224,13 +255,7 @@ def split_kv_kernel(
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
-        b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
-        b_decay = tl.math.exp2(b_max - b_new_max)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_out = b_out * b_decay[:, None]
-        b_lost = b_lost * b_decay[:, None]
-        b_max = b_new_max
+        b_p, b_max, b_sum, b_out, b_lost = softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(
             v_ptr, strides.v, i_batch, i_head // C.GROUP, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V,
@@ -240,18 +265,39 @@ def split_kv_kernel(
 
     # heads of a program are neighbors, hence its rows too
     row = i_split.to(tl.int64) * n_rows + batch_head.to(tl.int64) * q_len
-    m_row = o_row < PACKED * q_len
-    if IS_SPLIT:
-        # max and sum instead of out and lse: rounded less often
-        tl.store(lse_ptr + 2 * (row + o_row), b_max, mask=m_row)
-        tl.store(lse_ptr + 2 * (row + o_row) + 1, b_sum, mask=m_row)
-    else:
-        m_empty = b_sum == 0.0
-        b_sum = tl.where(m_empty, 1.0, b_sum)
-        b_out = b_out * (1.0 / b_sum)[:, None]
-        b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
-        tl.store(lse_ptr + row + o_row, b_lse, mask=m_row)
-    store_tile(out_ptr + row * C.V_DIM, i_block * BLOCK_Q, PACKED * q_len, b_out, C.V_DIM, BLOCK_Q, DIM_V)
+    store_rows(
+        out_ptr, lse_ptr, row, i_block * BLOCK_Q, PACKED * q_len, b_out, b_max, b_sum, IS_SPLIT, C.V_DIM, BLOCK_Q, DIM_V
+    )
+
+
+@triton.jit
+def combine_row(
+    splits_ptr, max_sum_ptr, sinks_ptr, out_ptr, lse_ptr, i_row, i_head, first_row, n_rows, n_splits,
+    V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Combines the splits of a row of a head, in order, and stores it as row i_row.
+
+    They are rows first_row, first_row + n_rows, ... of splits (rows, V_DIM), and of max and sum (rows, 2).
+    """
+    o_dim = tl.arange(0, DIM_V)
+    b_out = tl.zeros([DIM_V], tl.float32)
+    b_max = tl.full([1], -3.0e38, tl.float32)
+    b_sum = tl.zeros([1], tl.float32)
+    if sinks_ptr is not None:
+        b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head)
+    for first in tl.range(0, n_splits, SPLITS):
+        o_split = first + tl.arange(0, SPLITS)
+        m_split = o_split < n_splits
+        o_split_row = o_split.to(tl.int64) * n_rows + first_row
+        b_split_max = tl.load(max_sum_ptr + 2 * o_split_row, mask=m_split, other=-3.0e38)
+        b_split_sum = tl.load(max_sum_ptr + 2 * o_split_row + 1, mask=m_split, other=0.0)
+        # [SPLITS, DIM_V]
+        p_split = splits_ptr + o_split_row[:, None] * V_DIM + o_dim[None, :]
+        b_split = tl.load(p_split, mask=m_split[:, None] & (o_dim < V_DIM)[None, :], other=0.0)
+        b_out, b_max, b_sum = combine_step(b_out, b_max, b_sum, b_split_max, b_split_sum, b_split)
+    b_out, b_lse = combine_end(b_out, b_max, b_sum)
+    tl.store(out_ptr + i_row * V_DIM + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
+    tl.store(lse_ptr + i_row + tl.arange(0, 1), b_lse)
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_splits", "q_len"])
@@ -266,25 +312,11 @@ def combine_kernel(
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
-    o_dim = tl.arange(0, DIM_V)
-    b_out = tl.zeros([DIM_V], tl.float32)
-    b_max = tl.full([1], -3.0e38, tl.float32)
-    b_sum = tl.zeros([1], tl.float32)
-    if sinks_ptr is not None:
-        b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_row // q_len % n_heads)
-    for first in tl.range(0, n_splits, SPLITS):
-        o_split = first + tl.arange(0, SPLITS)
-        m_split = o_split < n_splits
-        o_split_row = o_split.to(tl.int64) * n_rows + i_row
-        b_split_max = tl.load(max_sum_ptr + 2 * o_split_row, mask=m_split, other=-3.0e38)
-        b_split_sum = tl.load(max_sum_ptr + 2 * o_split_row + 1, mask=m_split, other=0.0)
-        # [SPLITS, DIM_V]
-        p_split = splits_ptr + o_split_row[:, None] * V_DIM + o_dim[None, :]
-        b_split = tl.load(p_split, mask=m_split[:, None] & (o_dim < V_DIM)[None, :], other=0.0)
-        b_out, b_max, b_sum = combine_step(b_out, b_max, b_sum, b_split_max, b_split_sum, b_split)
-    b_out, b_lse = combine_end(b_out, b_max, b_sum)
-    tl.store(out_ptr + i_row * V_DIM + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
-    tl.store(lse_ptr + i_row + tl.arange(0, 1), b_lse)
+    i_head = i_row // q_len % n_heads
+    combine_row(
+        splits_ptr, max_sum_ptr, sinks_ptr, out_ptr, lse_ptr, i_row, i_head, i_row, n_rows, n_splits,
+        V_DIM, DIM_V, SPLITS,
+    )
 # fmt: on
 
 
