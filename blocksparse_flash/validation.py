@@ -48,7 +48,7 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
-def _check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
     """Accept dense, strided tensors, fake if q is. Runs before checks that read strides, which some types lack."""
     if (
         type(tensor) in tracing.PLAIN_TYPES
@@ -229,7 +229,7 @@ def _number(name: str, value: Any) -> float:
 
 def _check_seed(seed: int | Tensor, q: Tensor) -> None:
     if isinstance(seed, Tensor):
-        _check_dense("seed", seed, q)
+        check_dense("seed", seed, q)
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(
                 f"seed must be an int64 tensor of one element, got {seed.dtype} of shape {tuple(seed.shape)}; "
@@ -249,14 +249,15 @@ def _check_seed(seed: int | Tensor, q: Tensor) -> None:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {seed}; seed % 2**63 does")
 
 
-def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) -> None:
+def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, most: str = "the length of k") -> None:
+    """Accept a length of 0 .. kv_len for each batch; most: what kv_len is, for the message."""
     device = q.device
     if not isinstance(kv_lengths, Tensor):
         raise TypeError(
             f"kv_lengths must be an int32 or int64 tensor, got {type(kv_lengths).__name__}; "
             "torch.as_tensor(kv_lengths, device=q.device) makes one"
         )
-    _check_dense("kv_lengths", kv_lengths, q)
+    check_dense("kv_lengths", kv_lengths, q)
     if kv_lengths.dtype != torch.int32 and kv_lengths.dtype != torch.int64:
         raise ValueError(
             f"kv_lengths must be int32 or int64, got {kv_lengths.dtype}; kv_lengths.to(torch.int32) makes it"
@@ -276,8 +277,7 @@ def _check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor) ->
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
             raise ValueError(
-                f"kv_lengths must be 0 to {kv_len}, the length of k, got {wrong}; "
-                f"kv_lengths.clamp(0, {kv_len}) is in range"
+                f"kv_lengths must be 0 to {kv_len}, {most}, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in range"
             )
 
 
@@ -354,7 +354,7 @@ def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
             f"{name} must be a float tensor {shape}, got {type(value).__name__}; "
             f"torch.as_tensor({name}, device=q.device) makes one"
         )
-    _check_dense(name, value, q)
+    check_dense(name, value, q)
     if not value.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {value.dtype}; pass {name}.float()")
     if value.device != q.device:
@@ -394,6 +394,21 @@ def _check_block_bias(bias: Any, layout: BlockLayout | None, batch: int, heads: 
             f"block_bias must have shape ({nnz},){others}, one number for each stored block, "
             f"got {tuple(bias.shape)}; it is aligned with layout.indices"
         )
+
+
+def checked_scale(scale: float | None, head_dim: int, dtype: torch.dtype) -> float:
+    """The factor on scores; TypeError or ValueError if it is not a usable number."""
+    scale = head_dim**-0.5 if scale is None else _number("scale", scale)
+    # torch.compile cannot trace math.isfinite of a symbolic number; nan fails too
+    if not -MAX_SCALE <= scale <= MAX_SCALE:
+        if not -math.inf < scale < math.inf:
+            raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
+        if dtype != torch.float64:
+            raise ValueError(
+                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: "
+                f"scores of {dtype} are float32; scale=None is head_dim ** -0.5"
+            )
+    return scale
 
 
 def checked_softcap(softcap: Any) -> float | None:
@@ -459,23 +474,14 @@ def check(
         agreed = _agree_by_specs(specs, autocast)
     else:
         for name, value in (("q", q), ("k", k), ("v", v)):
-            _check_dense(name, value, q)
+            check_dense(name, value, q)
         facts = (q.dtype, q.shape, q.stride()), (k.dtype, k.shape, k.stride()), (v.dtype, v.shape, v.stride())
         agreed = _agree(*facts, autocast)
     dtype, batch, heads, q_len, kv_len, head_dim = agreed
     if layout is not None:
         check_layout(layout, batch, heads, q_len, kv_len)
     checks.boolean(causal, "causal")
-    scale = head_dim**-0.5 if scale is None else _number("scale", scale)
-    # torch.compile cannot trace math.isfinite of a symbolic number; nan fails too
-    if not -MAX_SCALE <= scale <= MAX_SCALE:
-        if not -math.inf < scale < math.inf:
-            raise ValueError(f"scale must be finite, got {scale}; scale=None is head_dim ** -0.5")
-        if dtype != torch.float64:
-            raise ValueError(
-                f"scale must be finite as a float32, {MAX_SCALE:.3g} at most, got {scale}: "
-                f"scores of {dtype} are float32; scale=None is head_dim ** -0.5"
-            )
+    scale = checked_scale(scale, head_dim, dtype)
     if not 0 <= _number("dropout_p", dropout_p) < 1:
         raise ValueError(
             f"dropout_p must be at least 0 and less than 1, got {dropout_p}; "
@@ -484,7 +490,7 @@ def check(
     if seed is not None:
         _check_seed(seed, q)
     if kv_lengths is not None:
-        _check_kv_lengths(kv_lengths, batch, kv_len, q)
+        check_kv_lengths(kv_lengths, batch, kv_len, q)
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(
             f"deterministic must be True, False or None, got {deterministic!r} ({type(deterministic).__name__}); "
