@@ -10,6 +10,7 @@ from .explanation import Explanation
 from .functional import attention, attention_with_lse, explain
 from .layout import BlockLayout
 from .merging import merge
+from .paged.attention import paged_attention, paged_attention_with_lse
 from .selection import selected_attention, selected_attention_with_lse
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ __all__ = [
     "attention_with_lse",
     "explain",
     "merge",
+    "paged_attention",
+    "paged_attention_with_lse",
     "selected_attention",
     "selected_attention_with_lse",
 ]

@@ -25,7 +25,7 @@ MODULES = [
     ["explanation"],
     ["merging"],
     ["functional"],
-    ["selection"],
+    ["selection", "paged"],
     ["interop", "masks"],
     ["layout_crops"],
     ["nn"],

@@ -81,6 +81,8 @@ def test_public_names_are_fixed() -> None:
         "attention_with_lse",
         "explain",
         "merge",
+        "paged_attention",
+        "paged_attention_with_lse",
         "selected_attention",
         "selected_attention_with_lse",
     ]

@@ -1,4 +1,4 @@
-"""The tensors of a backward call, the same for every backend."""
+"""The tensors of a backward call and of a call on paged keys, the same for every backend."""
 
 from __future__ import annotations
 
@@ -24,3 +24,19 @@ class BackwardInputs(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+
+class Pages(NamedTuple):
+    """Which keys of a paged cache each sequence has, and which of them its queries attend to.
+
+    table       int32 (batch, max_pages): ids of the pages of each sequence, in order
+    kv_lengths  integers (batch,): keys of each sequence, those of the queries last
+    selected    integers (batch, 1 | kv_heads | heads, k): numbers of pages in their sequence, each counted once; others
+                than 0 .. max_pages - 1 are ignored. None is all pages
+    window      keys up to and with that of a query that it attends to; None is all
+    """
+
+    table: Tensor
+    kv_lengths: Tensor
+    selected: Tensor | None
+    window: int | None

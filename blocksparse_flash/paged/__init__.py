@@ -1,0 +1,1 @@
+"""Attention over keys and values in pages, as serving engines keep them."""
