@@ -1,0 +1,76 @@
+"""Appended tokens are where attention looks for them, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocksparse_flash import attention, paged_attention
+from blocksparse_flash.paged import append_to_pages, page_bounds, score_pages, select_pages
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+def test_tokens_are_appended_at_the_end_of_each_sequence(order: str, device: torch.device) -> None:
+    """Across pages, to sequences with fewer tokens than are new, and to none; every other slot keeps its value."""
+    page, tokens, lengths = 16, 5, torch.tensor([0, 3, 17, 48, 5, 20])
+    shape = (20, 2, page, 8) if order == "hnd" else (20, page, 2, 8)
+    caches = [torch.randn(shape, device=device) for _ in "kv"]
+    if order == "nhd":
+        caches = [cache.transpose(1, 2) for cache in caches]
+    wanted = [cache.clone() for cache in caches]
+    table = torch.randperm(20)[:18].reshape(6, 3).int()
+    k, v = torch.randn(2, 6, 2, tokens, 8, device=device)
+    append_to_pages(k, v, *caches, table.to(device), lengths.to(device))
+    for i, length in enumerate(lengths.tolist()):
+        for token in range(tokens):
+            pos = length - tokens + token
+            if pos >= 0:
+                wanted[0][table[i, pos // page], :, pos % page] = k[i, :, token]
+                wanted[1][table[i, pos // page], :, pos % page] = v[i, :, token]
+    assert all(map(torch.equal, caches, wanted))
+
+
+def test_nothing_is_written_for_a_batch_of_empty_sequences() -> None:
+    cache = torch.randn(4, 2, 16, 8)
+    before = cache.clone()
+    table, lengths = torch.full((3, 2), 10**6).int(), torch.zeros(3, dtype=torch.int32)
+    append_to_pages(*torch.ones(2, 3, 2, 4, 8), cache, cache, table, lengths)
+    assert torch.equal(cache, before)
+
+
+def test_decoding_in_pages_is_decoding() -> None:
+    q, k, v = torch.randn(3, 2, 2, 40, 8)
+    k_pages, v_pages = torch.full((2, 7, 2, 16, 8), torch.nan)
+    table, lengths = torch.tensor([[1, 4, 0], [6, 2, 3]]).int(), torch.zeros(2, dtype=torch.int32)
+    outs, first = [], 0
+    for n_new in (17, *[1] * 20, 3):
+        new = slice(first, first + n_new)
+        first += n_new
+        lengths += n_new
+        append_to_pages(k[:, :, new], v[:, :, new], k_pages, v_pages, table, lengths)
+        outs.append(paged_attention(q[:, :, new], k_pages, v_pages, table, lengths))
+    torch.testing.assert_close(torch.cat(outs, 2), attention(q, k, v, causal=True))
+
+
+def test_a_compiled_step_has_one_graph() -> None:
+    """Appending, selection and attention."""
+    q, (k, v) = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 2, 1, 8)
+    caches = torch.randn(2, 9, 2, 16, 8)
+    table, lengths = torch.arange(8).reshape(2, 4).int(), torch.tensor([50, 20])
+
+    def step(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) -> Tensor:
+        append_to_pages(k, v, k_pages, v_pages, table, lengths)
+        scores = score_pages(q, page_bounds(k_pages), table)
+        selected = select_pages(scores, lengths, k=3, page_size=16)
+        return paged_attention(q, k_pages, v_pages, table, lengths, selected=selected)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, *caches.clone(), lengths), step(q, *caches.clone(), lengths))
+
+
+def test_wrong_tokens_are_refused() -> None:
+    cache, table, lengths = torch.zeros(4, 2, 16, 8), torch.zeros(3, 2).int(), torch.tensor([1, 2, 3])
+    for k, v in ((torch.zeros(3, 4, 1, 8),) * 2, (torch.zeros(3, 2, 1, 8), torch.zeros(3, 2, 2, 8))):
+        with pytest.raises(ValueError, match=r"k and v must have shape \(batch, kv_heads = 2, tokens, head_dim\)"):
+            append_to_pages(k, v, cache, cache, table, lengths)
