@@ -26,11 +26,30 @@ ROOT = Path(__file__).resolve().parents[2]
 # Gluon has other names
 BEFORE, *AFTER = OTHERS = ("3.6.0", "3.8.0", "3.9.0")
 # kernels compiled in their tuned configurations, and kernels compiled with every option
-TABLES = ("forward_kernel", "keys_kernel", "queries_kernel", "split_kv_kernel", "preprocess_kernel", "combine_kernel")
+TABLES = (
+    "forward_kernel",
+    "keys_kernel",
+    "queries_kernel",
+    "split_kv_kernel",
+    "paged_kernel",
+    "preprocess_kernel",
+    "combine_kernel",
+    "combine_paged_kernel",
+)
 SELECTION = ("mark_scores_kernel", "mark_indices_kernel", "mark_rows_kernel", "list_rows_kernel")
 ROWS = ("move_kernel", "add_kernel", "merge_kernel", "gather_kernel")
 PACKED = ("runs_kernel", "list_packed_kernel", "records_kernel")
-OPTIONS = (*TABLES, *ROWS, *SELECTION, *PACKED, "count_kernel", "list_kernel", "group_weights_kernel")
+OPTIONS = (
+    *TABLES,
+    *ROWS,
+    *SELECTION,
+    *PACKED,
+    "count_kernel",
+    "list_kernel",
+    "group_weights_kernel",
+    "look_up_kernel",
+    "page_scores_kernel",
+)
 FINE = ("fine_dkdv_kernel", "fine_dq_kernel", "fine_forward_kernel")
 HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *FINE, "postprocess_kernel")
 # and the portable kernels that backend `hopper` uses, in one launch each
@@ -66,12 +85,12 @@ INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
 SHARDS = {
     "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, **dict.fromkeys(FINE, 2), "forward_kernel": 4,
-    "split_kv_kernel": 3, "joint_kernel": 3, "keys_kernel": 2, "queries_kernel": 2,
+    "split_kv_kernel": 3, "paged_kernel": 2, "joint_kernel": 3, "keys_kernel": 2, "queries_kernel": 2,
 }  # fmt: skip
 # more for the targets of which `make test` compiles the first share
 SHARDS_OF_INSTALLED = {
     "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), "forward_kernel": 12,
-    "split_kv_kernel": 10, "joint_kernel": 6, "keys_kernel": 8, "queries_kernel": 8,
+    "split_kv_kernel": 10, "paged_kernel": 8, "joint_kernel": 6, "keys_kernel": 8, "queries_kernel": 8,
 }  # fmt: skip
 
 
@@ -83,7 +102,7 @@ def shards_of(target: str, kernel: str) -> int:
 
 
 # kernels with matrix products
-PRODUCTS = {*TABLES[:4], "joint_kernel", "group_weights_kernel", *HOPPER[:2], *FINE}
+PRODUCTS = {*TABLES[:5], "joint_kernel", "group_weights_kernel", *HOPPER[:2], *FINE}
 
 # bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
 # to 3.9, so that one more spill fails

@@ -36,7 +36,7 @@ from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
-from blocksparse_flash.kernels.inputs import BackwardInputs
+from blocksparse_flash.kernels.inputs import BackwardInputs, Pages
 from blocksparse_flash.kernels.schedule import Split
 from blocksparse_flash.kernels.triton import (
     backward,
@@ -46,6 +46,8 @@ from blocksparse_flash.kernels.triton import (
     gather_tokens,
     group_weights,
     packed_plan,
+    page_scores,
+    paged,
     plan_builder,
     split_kv,
 )
@@ -60,6 +62,8 @@ SIGNS: list[dict[str, Any]] = [{"scale": -0.125}, {"scale": 0.0}]
 EVERYTHING = "sinks softcap slopes learned bias16"
 
 
+# keys in small pages
+PAGED = {"mode": "paged16"}
 # modes of the kernels for steps of 64 x 64
 FINE = ("fine", "gathered", "neighbors")
 
@@ -82,6 +86,9 @@ def launches(
         forward.forward_launch,
         backward.backward_launches,
         split_kv.split_kv_launches,
+        paged.paged_launches,
+        paged.look_up_launch,
+        page_scores.page_scores_launch,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
         fine_forward.forward_launches,
@@ -103,6 +110,7 @@ def launches(
         mock.patch.object(fine_forward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),
         mock.patch.object(fine_backward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
+        mock.patch.object(paged, "num_sms", lambda _: 132),
     ):
         run_both(**call)
     return caught
@@ -129,7 +137,8 @@ def run_both(
 
     mode     "layout"; "fine": a layout in tiles of 64 x 64; "gathered": of 64 x 16; "neighbors": the same, loaded four
              at a time; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
-             select blocks
+             select blocks; "paged16" or "paged64": keys in pages of this size; "selected16" or "selected64": the same
+             with selected pages; "window64": with a window; "window16": with one so small that keys are not split
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per KV head
     limited  whether there are kv_lengths
@@ -143,6 +152,11 @@ def run_both(
         return
     heads = 2 * group
     dims = (head_dim, head_dim if v_dim is None else v_dim)
+    if mode.startswith(("paged", "selected", "window")):
+        assert q_len is not None
+        q = torch.empty(2, heads, q_len, head_dim, dtype=dtype)
+        run_paged(q, dims, mode, scale, scores_of(scores, heads, 1) if scores else None)
+        return
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, dim, dtype=dtype) for dim in dims)
     k, v = (torch.empty(2, 2, length, dim, dtype=dtype) for dim in dims)
     records = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
@@ -250,6 +264,22 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
         bits, *_ = block_selection.of_indices(torch.empty(4, length, 16, dtype=torch.int64), by_token)
         grid = plan_builder.Grid(by_token, causal=True, tile=FINE_TILE, rows_per_token=group)
         plan_builder.build_from_bits(bits, grid, (2, 2), (33, 35, 37))
+
+
+def run_paged(q: torch.Tensor, dims: tuple[int, int], mode: str, scale: float, scores: Scores | None) -> None:
+    """Attend to keys in pages of two KV heads; pages of 64 keys lie head after head, smaller ones key after key."""
+    words, page = mode.rstrip("0123456789"), int(mode.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    shapes = [(9, 2, page, dim) if page == 64 else (9, page, 2, dim) for dim in dims]
+    k, v = (torch.empty(shape, dtype=q.dtype) for shape in shapes)
+    if page != 64:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    selected = torch.empty(2, 2, 64, dtype=torch.int32) if words == "selected" else None
+    table, lengths = torch.empty(2, 512, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    pages = Pages(table, lengths, selected, 64 * page - 960 if words == "window" else None)
+    paged.forward(q, k, v, pages, scale, True, scores)
+    if selected is not None:
+        rows = torch.empty(2, 2, 1, dims[0], dtype=torch.float32)
+        page_scores.page_scores(rows, torch.empty(9, 2, dims[0], dtype=q.dtype), table)
 
 
 def source_of(kernel: JITFunction, kwargs: dict[str, Any], arch: int) -> tuple[ASTSource, dict[str, Any]]:
@@ -497,7 +527,7 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
     if SHARED_MEMORY[arch] < 160 * 1024:
         # the configurations for little shared memory; all others are those of sm80
         little = [{"head_dim": dim, "dtype": dtype} for dim in (64, 128, 256) for dtype in (half, torch.float32)]
-        little += [{**call, "q_len": q_len} for call in little for q_len in (1, 64)]
+        little += [{**call, "q_len": q_len, **mode} for call in little for q_len in (1, 64) for mode in ({}, PAGED)]
         little += [{"head_dim": 64, "dtype": half, **option} for option in SIGNS]
         return [*little, {"head_dim": 128, "dtype": half, "q_len": 16, "group": 4, "scores": EVERYTHING}]
     grid = [{"head_dim": head_dim, "dtype": half} for head_dim in (64, 128, 256)]
@@ -520,6 +550,8 @@ def table_calls(arch: int) -> list[dict[str, Any]]:
     ]
     grid += [{"head_dim": 256, "dtype": half, "q_len": q_len, "group": 4} for q_len in (1, 64)]
     grid += [{"head_dim": 128, "dtype": torch.float32, "q_len": 1, "group": 4}]
+    # the same configurations over pages
+    grid += [{**call, **PAGED} for call in grid if "q_len" in call and "mode" not in call]
     if arch >= 90:
         # so short that the kernels use pointers instead of TMA descriptors
         grid += [{"head_dim": head_dim, "dtype": half, "length": 256} for head_dim in (64, 128)]
@@ -577,6 +609,13 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
     # split-KV with score mods that differ between heads: 4 and 64 rows per KV head
     grid += [{**few, "head_dim": 128, "q_len": q_len, "scores": EVERYTHING} for q_len in (1, 16)]
+    # pages as small and as large as a step, and every option over them
+    grid += [
+        {**few, "head_dim": 128, "q_len": q_len, "mode": mode, **option}
+        for q_len, mode in itertools.product((1, 16), ("paged64", "selected16", "selected64", "window16", "window64"))
+        for option in ({}, {"scores": "sinks softcap"})
+    ]
+    grid += [{**few, "head_dim": head_dim, "v_dim": v_dim, **PAGED} for head_dim, v_dim in ((100, 3), (80, 128))]
     return grid
 
 
