@@ -17,7 +17,17 @@ from torch import Tensor
 
 import masks
 from benchmarks.run import measure
-from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain, selected_attention
+from blocksparse_flash import (
+    BlockLayout,
+    attention,
+    attention_with_lse,
+    dispatch,
+    explain,
+    paged,
+    paged_attention,
+    paged_attention_with_lse,
+    selected_attention,
+)
 from blocksparse_flash.plan import block_selection, device_builder
 from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from tests import test_zoo as zoo
@@ -657,3 +667,113 @@ def test_a_cuda_graph_captures_selections_by_token(heads_of_a_group: int) -> Non
         graph.replay()
         for replayed, expected in zip(captured, step(), strict=True):
             assert torch.equal(replayed, expected)
+
+
+# ---- decoding: keys in pages ----
+
+
+def in_pages(cache: Tensor, table: Tensor, n_pages: int, page: int, order: str) -> Tensor:
+    """A contiguous cache (batch, kv_heads, length, dim) in the pages of a table, NaN in all others."""
+    _, kv_heads, length, dim = cache.shape
+    shape = (n_pages, kv_heads, page, dim) if order == "hnd" else (n_pages, page, kv_heads, dim)
+    pages = torch.full(shape, torch.nan, device="cuda", dtype=cache.dtype)
+    pages = pages if order == "hnd" else pages.transpose(1, 2)
+    pages[table.long()] = cache.unflatten(2, (length // page, page)).transpose(1, 2)
+    return pages
+
+
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("q_len", [1, 3, 16, 64])
+def test_decoding_from_pages_is_accurate(q_len: int, page: int, order: str) -> None:
+    """131,072 keys, and a sequence of fewer; equal to decoding from the contiguous cache."""
+    kv_len = 1 << 17
+    q, k, v = decoding(q_len, kv_len, batch=2)
+    n_pages = 2 * kv_len // page + 3
+    table = torch.randperm(n_pages, device="cuda")[: 2 * kv_len // page].reshape(2, -1).int()
+    pages = [in_pages(cache, table, n_pages, page, order) for cache in (k, v)]
+    out, lse = paged_attention_with_lse(q, *pages, table, torch.tensor([kv_len, 50_000], device="cuda"))
+    assert_heads_are_accurate(out, lse, q, k, v, masks.causal((q_len, kv_len)), [(0, 0), (0, 13)])
+    shorter = [tensor[1:, :, :50_000] for tensor in (k, v)]
+    torch.testing.assert_close((out[1:], lse[1:]), attention_with_lse(q[1:], *shorter, causal=True, backend="triton"))
+
+
+def test_pages_with_offsets_past_2_to_the_31_are_accurate() -> None:
+    """40,000 pages of 64 keys for 8 heads of 128: 2.6e9 elements; the sequence is in the last ones."""
+    q, k, v = decoding(1, 4096)
+    pages = torch.full((40_000, 8, 64, 128), torch.nan, device="cuda", dtype=torch.bfloat16)
+    assert pages[:32_768].numel() >= 2**31
+    table = torch.arange(39_999, 39_999 - 128, -1, device="cuda").int()[None]
+    for cache, ids in ((k, table[:, :64]), (v, table[:, 64:])):
+        pages[ids.long()] = cache.unflatten(2, (64, 64)).transpose(1, 2)
+    lengths = torch.tensor([4096], device="cuda")
+    # one tensor holds both, 64 pages apart
+    out, lse = paged_attention_with_lse(q, pages[64:], pages[:-64], table[:, :64] - 64, lengths)
+    assert_heads_are_accurate(out, lse, q, k, v, None, [(0, 0), (0, 31)])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("select", ["all", "means", "bounds"])
+def test_a_cuda_graph_captures_decoding_from_pages(select: str, page: int) -> None:
+    """Appending, selection and attention follow new tokens, tables and lengths, without synchronization."""
+    batch, max_pages, n_pages = 4, 40, 200
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, 1, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8, 8))
+    k_pages, v_pages = (torch.randn(n_pages, 8, page, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    table = torch.zeros(batch, max_pages, dtype=torch.int32, device="cuda")
+    lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        paged.append_to_pages(k, v, k_pages, v_pages, table, lengths)
+        selected = None
+        if select != "all":
+            summaries = (paged.page_means if select == "means" else paged.page_bounds)(k_pages)
+            scores = paged.score_pages(q, summaries, table)
+            selected = paged.select_pages(scores, lengths, k=7, page_size=page, always=(1, 2))
+        return paged_attention_with_lse(q, k_pages, v_pages, table, lengths, selected=selected)
+
+    graph, captured = capture(step)
+    for turn in range(3):
+        for tensor in (q, k, v):
+            tensor.normal_()
+        table.copy_(torch.randperm(n_pages)[: batch * max_pages].reshape(batch, max_pages))
+        lengths.copy_(torch.tensor([max_pages * page - turn, 1 + turn, 0, 17 * page + turn]))
+        graph.replay()
+        assert all(map(torch.equal, captured, step()))
+        assert not captured[0][2].any() and captured[1][2].isneginf().all() and captured[0][3].any()
+
+
+def test_wrong_numbers_of_pages_on_the_gpu_read_nothing_outside() -> None:
+    """Lengths are clamped, selected pages that do not exist ignored, ids of pages clamped."""
+    q, k, v = decoding(2, 512, batch=3)
+    table = torch.randperm(96, device="cuda").reshape(3, 32).int()
+    pages = [in_pages(cache, table, 96, 16, "hnd") for cache in (k, v)]
+    wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 512, 70]))
+    first = paged_attention_with_lse(q, *pages, table, wild)
+    assert all(map(torch.equal, first, paged_attention_with_lse(q, *pages, table, clamped)))
+    selected = torch.randint(0, 32, (3, 8, 6), device="cuda")
+    padded = torch.cat(
+        [selected, selected[..., :2], selected.new_tensor([-1, 32, 2**40, -(2**40)]).expand(3, 8, -1)], -1
+    )
+    found = (paged_attention_with_lse(q, *pages, table, clamped, selected=each) for each in (selected, padded))
+    torch.testing.assert_close(*found)
+    # without NaN the results of wrong ids are numbers
+    for cache in pages:
+        cache.nan_to_num_(0.0)
+    wrong = torch.full_like(table, 2**31 - 1)
+    wrong[1] = -(2**31)
+    assert paged_attention(q, *pages, wrong, clamped).isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decoding_from_pages_is_bitwise_reproducible(head_dim: int) -> None:
+    q, k, v = decoding(2, 20_480, batch=3, head_dim=head_dim)
+    table = torch.randperm(3 * 1280, device="cuda").reshape(3, 1280).int()
+    pages = [in_pages(cache, table, 3 * 1280, 16, "nhd") for cache in (k, v)]
+    lengths = torch.tensor([20_480, 0, 777], device="cuda")
+    selected = torch.randint(-1, 1280, (3, 8, 200), device="cuda")
+    first = paged_attention_with_lse(q, *pages, table, lengths, selected=selected)
+    for _ in range(20):
+        again = paged_attention_with_lse(q, *pages, table, lengths, selected=selected)
+        assert all(map(torch.equal, first, again))
