@@ -1,9 +1,10 @@
 """Speed of a decoding step: `python -m benchmarks.run.decode` on a CUDA GPU, one JSON line per figure.
 
 A few queries at the end of many keys, bf16, 32 query heads on 8 KV heads, head_dim 128: all keys ("dense"), or a layout
-shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal. Peers:
-FlexAttention, compiled, with the same layout, and scaled_dot_product_attention, dense only. Outputs are compared with
-float32 before timing; wrong ones are reported and not timed.
+shared by all heads ("sparse"): 128 sinks, a window of 1,024 tokens, 10 % of the blocks at random, causal. "paged 16":
+all keys, in pages of 16 in random order, the heads of a key side by side. "selected 16": 10 % of such pages, at random.
+Peers: FlexAttention, compiled, with the same layout, and scaled_dot_product_attention, dense only. Outputs are compared
+with float32 before timing; wrong ones are reported and not timed.
 
 Lines: direction "graph" is the replay of a CUDA graph with a cold L2 cache, without host time; "call" is the wall
 clock of one call. gb_per_s counts the stored blocks of k and v, once per KV head; copy_share is that relative to the
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 import masks
-from blocksparse_flash import BlockLayout, attention, interop
+from blocksparse_flash import BlockLayout, attention, interop, paged_attention
 
 from . import measure
 from .correctness import is_right, mask_of
@@ -36,7 +37,7 @@ KEYS = [
 
 
 class Case(NamedTuple):
-    """Sequences in a batch, queries, keys; the layout is "sparse" or "dense"."""
+    """Sequences in a batch, queries, keys; the pattern is "sparse", "dense", "paged N" or "selected N", pages of N."""
 
     batch: int
     q_len: int
@@ -44,10 +45,17 @@ class Case(NamedTuple):
     pattern: str
 
     def layout(self) -> BlockLayout | None:
-        if self.pattern == "dense":
+        if self.pattern == "dense" or self.pattern.startswith("paged"):
             return None
+        if self.page_size:
+            return masks.random((self.q_len, self.kv_len), density=0.1, seed=0, block_size=(64, self.page_size))
         mask = "(sink_window(sinks=128, window=1024) | random(density=0.1, seed=0)) & causal"
         return masks.build(mask, (self.q_len, self.kv_len), block_size=BLOCK)
+
+    @property
+    def page_size(self) -> int:
+        """Keys per page; 0 without pages."""
+        return int(self.pattern.split()[1]) if " " in self.pattern else 0
 
     @property
     def density(self) -> float:
@@ -69,6 +77,11 @@ CASES = [
     ]
     for pattern in ("sparse", "dense")
 ]
+CASES += [
+    Case(batch, q_len, 1 << 17, pattern)
+    for batch, q_len in ((8, 1), (1, 1), (1, 16))
+    for pattern in ("paged 16", "paged 64", "paged 256", "selected 16", "selected 64")
+]
 
 
 class Provider(NamedTuple):
@@ -79,13 +92,46 @@ class Provider(NamedTuple):
     prepare: Callable[[Case, str], Call | None]
 
 
+class FromPages:
+    """A call on k and v in pages, into which its first call copies them."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        generator = torch.Generator(device=device).manual_seed(0)
+        n_pages = case.batch * case.kv_len // case.page_size
+        table = torch.randperm(n_pages, device=device, generator=generator)
+        self.table = table.reshape(case.batch, -1).int()
+        self.lengths = torch.full((case.batch,), case.kv_len, dtype=torch.int32, device=device)
+        layout = case.layout()
+        # a layout has one row of blocks
+        self.selected = None if layout is None else layout.indices.to(device).expand(case.batch, 1, -1)
+        self.page_size = case.page_size
+        self.pages: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.pages is None:
+            self.pages = self._in_pages(k), self._in_pages(v)
+        return paged_attention(
+            q, *self.pages, self.table, self.lengths, selected=self.selected, causal=False, backend="triton"
+        )
+
+    def _in_pages(self, cache: Tensor) -> Tensor:
+        _, kv_heads, _, dim = cache.shape
+        pages = cache.new_empty(self.table.numel(), self.page_size, kv_heads, dim).transpose(1, 2)
+        pages[self.table.long()] = cache.unflatten(2, (-1, self.page_size)).transpose(1, 2)
+        return pages
+
+
 def _ours(case: Case, device: str) -> Call:
+    if case.page_size:
+        return FromPages(case, device)
     layout = case.layout()
     layout = None if layout is None else layout.to(device)
     return functools.partial(attention, layout=layout, deterministic=False, backend="triton")
 
 
-def _flex(case: Case, device: str) -> Call:
+def _flex(case: Case, device: str) -> Call | None:
+    if case.page_size:
+        return None
     layout = case.layout()
     mask = None if layout is None else interop.to_flex_attention(layout).to(device)
     return functools.partial(compiled_flex(), block_mask=mask, enable_gqa=True)

@@ -85,11 +85,24 @@ def test_a_wrong_result_is_not_timed(untimed: None, tmp_path: Path, wrong: float
 def test_ours_and_flex_are_given_the_same_mask() -> None:
     layout = SMALL.layout()
     ours, flex = benchmark._ours(SMALL, "cpu"), benchmark._flex(SMALL, "cpu")
-    assert layout is not None and ours.keywords["layout"] == layout and flex.keywords["enable_gqa"]
+    assert layout is not None and flex is not None and ours.keywords["layout"] == layout and flex.keywords["enable_gqa"]
     mask = flex.keywords["block_mask"]
     assert mask.shape == (1, 1, 3, 2048)
     n_blocks = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
     assert int(n_blocks) == layout.nnz
+
+
+@pytest.mark.parametrize("pattern", ["paged 16", "selected 64"])
+def test_pages_hold_the_keys_of_other_patterns(untimed: None, pattern: str, tmp_path: Path) -> None:
+    """A line for each clock, after the output was compared; peers have no pages."""
+    case, out = Case(2, 1, 1024, pattern), tmp_path / "decode.jsonl"
+    ours, *peers = benchmark.PROVIDERS
+    benchmark.run(case, ours, "cpu", 1000.0, out)
+    for peer in peers:
+        benchmark.run(case, peer, "cpu", 1000.0, out)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["direction"] for line in found] == ["call", "graph"]
+    assert {line["density"] for line in found} == {1.0 if pattern == "paged 16" else 2 / 16}
 
 
 def test_what_refuses_says_why(untimed: None, tmp_path: Path, capsys: Any) -> None:
