@@ -58,6 +58,12 @@ LAYERS = 'tests/huggingface/test_huggingface.py -k "layer and (own_layout or che
 SELECTION = 'tests/huggingface/test_selection.py -k "definition or token_by_token"'
 LENGTHS, DECODED = _zoo("causal-tall"), _zoo("dense-7x300-float32-gqa")
 
+PAGES = "tests/paged/test_attention.py -k"
+IN_PAGES, EAGER_PAGES = f"{PAGES} triton_is_accurate -m 'not thorough'", f"{PAGES} eager_is_the_definition"
+GRID, REFUSED_PAGES = f"{PAGES} test_the_grid", f"{PAGES} wrong_calls"
+SELECTED_PAGES, APPENDED = "tests/paged/test_selection.py", "tests/paged/test_writing.py"
+SCORED, SPLITS = f"{SELECTED_PAGES} -k the_kernel", "tests/kernels/triton/test_paged.py"
+
 MUTANTS: dict[str, list[Mutant]] = {
     "masks": _of(
         "masks",
@@ -1230,5 +1236,58 @@ MUTANTS: dict[str, list[Mutant]] = {
             "chosen, is_named = choose(backend, device, dtype, unfit), ",
             "tests/test_dispatch_log.py",
         ),
+    ),
+    "paged": _of(
+        PACKAGE,
+        ("kernels/triton/paged.py", "< o_entry[:, None])", "<= o_entry[:, None])", IN_PAGES),
+        ("kernels/triton/paged.py", "i_batch * table_stride + b_number", "i_list * table_stride + b_number", IN_PAGES),
+        (
+            "kernels/triton/paged.py",
+            "tl.minimum(o_key // PAGE, last)",
+            "tl.minimum((o_key + 1) // PAGE, last)",
+            IN_PAGES,
+        ),
+        ("kernels/triton/paged.py", "- q_len - window + 1, 0)", "- q_len - window, 0)", IN_PAGES),
+        ("kernels/triton/paged.py", "(o_kv < limit) & (o_kv >= begin)", "(o_kv <= limit) & (o_kv >= begin)", IN_PAGES),
+        ("kernels/triton/paged.py", "<= o_q[:, None] + ahead)", "< o_q[:, None] + ahead)", IN_PAGES),
+        (
+            "kernels/triton/paged.py",
+            "> o_q[:, None] + (ahead - window)",
+            ">= o_q[:, None] + (ahead - window)",
+            IN_PAGES,
+        ),
+        ("kernels/triton/paged.py", "(start % PAGE if PAGE >= BLOCK_KV else 0)", "0", IN_PAGES),
+        ("kernels/triton/paged.py", "tl.where(m_list, o_kv, kv_len)", "o_kv", IN_PAGES),
+        ("kernels/triton/paged.py", "end = tl.cdiv(limit, BLOCK_KV)", "end = limit // BLOCK_KV", IN_PAGES),
+        (
+            "kernels/triton/paged.py",
+            "packed = group if lists.n_lists in (1, kv_heads) else 1",
+            "packed = group",
+            IN_PAGES,
+        ),
+        ("kernels/triton/paged.py", "most_keys = min(most_keys, window + q_len)", "most_keys = window + q_len", GRID),
+        ("kernels/triton/paged.py", "tl.cumsum(b_splits, 0) <= i_split", "tl.cumsum(b_splits, 0) < i_split", IN_PAGES),
+        ("kernels/triton/paged.py", "tl.cdiv(b_steps, MIN_STEPS)), 1)", "tl.cdiv(b_steps, MIN_STEPS)), 0)", SPLITS),
+        ("kernels/triton/paged.py", "b_steps = (end - first).to(tl.int64)", "b_steps = end - first", SPLITS),
+        ("kernels/triton/page_scores.py", "row = batch_head * n_rows + i_row", "row = batch_head + i_row", SCORED),
+        ("kernels/triton/page_scores.py", "o_page = i_chunk * PAGES", "o_page = i_chunk", SCORED),
+        (
+            "kernels/triton/page_scores.py",
+            "tl.minimum(tl.maximum(b_id, 0), n_pages - 1)",
+            "tl.maximum(b_id, 0)",
+            SCORED,
+        ),
+        ("kernels/eager/paged.py", "kv_pos > q_pos - pages.window", "kv_pos >= q_pos - pages.window", EAGER_PAGES),
+        ("kernels/eager/paged.py", "kv_pos < lengths[..., None]", "kv_pos <= lengths[..., None]", EAGER_PAGES),
+        ("kernels/eager/paged.py", "* kv_heads // max(1, n_copied)", "% kv_heads", EAGER_PAGES),
+        ("kernels/eager/paged.py", "is_repeated, max_pages)", "is_repeated & False, max_pages)", EAGER_PAGES),
+        ("paged/checks.py", "-(-kv_lengths[:, None] // page)", "kv_lengths[:, None] // page", REFUSED_PAGES),
+        ("paged/selection.py", "number > own - last", "number >= own - last", SELECTED_PAGES),
+        ("paged/selection.py", "page_size) - 1) // page_size)", "page_size)) // page_size)", SELECTED_PAGES),
+        ("paged/selection.py", "fill(number > own, -torch.inf)", "fill(number > own + 1, -torch.inf)", SELECTED_PAGES),
+        ("paged/selection.py", "q.clamp(min=0), q.clamp(max=0)", "q.clamp(max=0), q.clamp(min=0)", SELECTED_PAGES),
+        ("paged/writing.py", "is_stored = (pos >= 0)", "is_stored = (pos > 0)", APPENDED),
+        ("paged/writing.py", "- tokens + torch.arange", "- tokens + 1 + torch.arange", APPENDED),
+        ("paged/writing.py", "torch.where(is_stored.any(), rows", "torch.where(is_stored.any() | True, rows", APPENDED),
     ),
 }

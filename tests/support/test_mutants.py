@@ -13,7 +13,17 @@ from tests.support.mutant_table import MUTANTS, Mutant
 def test_every_fault_of_the_table_can_be_made() -> None:
     assert mutants.wrong_entries(MUTANTS) == []
     assert sum(map(len, MUTANTS.values())) >= 60
-    assert MUTANTS.keys() == {"masks", "blocks", "plan", "eager", "kernels", "interop", "distributed", "models"}
+    assert MUTANTS.keys() == {
+        "masks",
+        "blocks",
+        "plan",
+        "eager",
+        "kernels",
+        "interop",
+        "distributed",
+        "models",
+        "paged",
+    }
 
 
 GOOD = Mutant("code.py", "a < b", "a <= b", "tests/test_code.py -k less")
