@@ -12,10 +12,10 @@ import pytest
 
 import blocksparse_flash
 import masks
-from blocksparse_flash import distributed, huggingface, interop, nn
+from blocksparse_flash import distributed, huggingface, interop, nn, paged
 from masks import deepspeed
 
-MODULES = (blocksparse_flash, interop, nn, distributed, huggingface, masks, deepspeed)
+MODULES = (blocksparse_flash, interop, nn, paged, distributed, huggingface, masks, deepspeed)
 
 
 def public(module: ModuleType) -> dict[str, Any]:
