@@ -14,6 +14,7 @@ from .paged.attention import paged_attention, paged_attention_with_lse
 from .selection import selected_attention, selected_attention_with_lse
 
 if TYPE_CHECKING:
+    from . import diffusers as diffusers
     from . import distributed as distributed
     from . import huggingface as huggingface
     from . import interop as interop
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from . import nn as nn
 else:
     # imported when they are first used
-    _LAZY = ("distributed", "huggingface", "interop", "masks", "nn")
+    _LAZY = ("diffusers", "distributed", "huggingface", "interop", "masks", "nn")
 
     def __getattr__(name: str) -> ModuleType:
         if name in _LAZY:

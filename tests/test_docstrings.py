@@ -12,10 +12,10 @@ import pytest
 
 import blocksparse_flash
 import masks
-from blocksparse_flash import distributed, huggingface, interop, nn, paged
+from blocksparse_flash import diffusers, distributed, huggingface, interop, nn, paged
 from masks import deepspeed
 
-MODULES = (blocksparse_flash, interop, nn, paged, distributed, huggingface, masks, deepspeed)
+MODULES = (blocksparse_flash, interop, nn, paged, distributed, diffusers, huggingface, masks, deepspeed)
 
 
 def public(module: ModuleType) -> dict[str, Any]:
@@ -80,6 +80,7 @@ def test_there_are_names_to_check() -> None:
         "blocksparse_flash.BlockLayout.nnz",
         "blocksparse_flash.nn.SelfAttention.forward",
         "blocksparse_flash.distributed.ContextPlan",
+        "blocksparse_flash.diffusers.use",
         "blocksparse_flash.huggingface.register",
         "blocksparse_flash.interop.from_magi",
         "masks.local",

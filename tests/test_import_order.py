@@ -29,7 +29,7 @@ MODULES = [
     ["interop", "masks"],
     ["layout_crops"],
     ["nn"],
-    ["distributed", "huggingface"],
+    ["diffusers", "distributed", "huggingface"],
 ]
 RANK = {module: rank for rank, modules in enumerate(MODULES) for module in modules}
 # third-party packages that a module may import while it is loaded; others are imported inside functions

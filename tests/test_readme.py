@@ -15,7 +15,7 @@ import torch
 
 import blocksparse_flash
 import masks
-from blocksparse_flash import BlockLayout, distributed, huggingface, interop, nn
+from blocksparse_flash import BlockLayout, diffusers, distributed, huggingface, interop, nn
 from masks import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,6 +178,7 @@ def test_every_format_is_in_the_table() -> None:
 OWNERS: dict[str, Callable[[str], bool]] = {
     "masks": lambda name: hasattr(masks, name) or importlib.util.find_spec(f"masks.{name}") is not None,
     "interop": lambda name: hasattr(interop, name),
+    "diffusers": lambda name: hasattr(diffusers, name),
     "huggingface": lambda name: hasattr(huggingface, name),
     "nn": lambda name: hasattr(nn, name) or hasattr(torch.nn, name),
     "distributed": lambda name: hasattr(distributed, name),

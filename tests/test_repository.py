@@ -49,7 +49,7 @@ for statement in {statements}:
     exec(statement)
     print(*sorted({{*sys.modules}} - before))
 """
-HEAVY = {"triton", "scipy", "matplotlib", "benchmarks", "networkx", "pandas", "transformers"}
+HEAVY = {"triton", "scipy", "matplotlib", "benchmarks", "networkx", "pandas", "transformers", "diffusers"}
 
 
 def test_imports_load_nothing_heavy() -> None:

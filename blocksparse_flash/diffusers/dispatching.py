@@ -1,0 +1,182 @@
+"""Interception of the attention of diffusers. All private parts of diffusers that the package uses are in this file.
+
+Processors with an attribute `_attention_backend` call the dispatcher of diffusers, to which `connect` adds an entry.
+Others call torch's scaled_dot_product_attention, which a function mode replaces while their layer runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+BACKEND_NAME = "blocksparse_flash"
+TESTED = "0.36 to 0.42"
+
+
+class Attention(Protocol):
+    """What a layer does with its calls of attention."""
+
+    # the processor's backend before `connect`
+    own_backend: Any
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor | None:
+        """q, k and v (batch, heads, length, head_dim) to the result of q's shape; None leaves the call to diffusers."""
+        ...
+
+
+class _Running(threading.local):
+    """The layer that runs in this thread."""
+
+    attention: Any = None
+
+
+class _Traced:
+    """The layer that torch.compile traces. Graphs do not read it: it is written before."""
+
+    attention: Any = None
+
+
+_running = _Running()
+
+
+def _exchanged(attention: Any) -> Any:
+    """Sets the running layer, and returns the one before."""
+    holder: Any = _Traced if torch.compiler.is_compiling() else _running
+    before, holder.attention = holder.attention, attention
+    return before
+
+
+def _dispatched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """The entry of diffusers' dispatcher: tensors (batch, length, heads, head_dim)."""
+    if return_lse:
+        raise ValueError(f"return_lse must be False for attention backend '{BACKEND_NAME}': it returns no lse")
+    if _parallel_config is not None:
+        raise ValueError(
+            f"parallel_config must be None for attention backend '{BACKEND_NAME}', which has no context parallelism in "
+            "diffusers: call model.disable_parallelism(), or remove() what `use` returned"
+        )
+    attention = _exchanged(None)
+    try:
+        if attention is None:
+            raise ValueError(
+                f"attention backend '{BACKEND_NAME}' attends in layers that were given to "
+                "blocksparse_flash.diffusers.use, but this is none of them: call model.reset_attention_backend()"
+            )
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out = attention.attend(q, k, v, attn_mask, dropout_p, is_causal, scale)
+        if out is not None:
+            return out.transpose(1, 2)
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        return dispatch_attention_fn(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend=attention.own_backend
+        )
+    finally:
+        _exchanged(attention)
+
+
+class _Intercepting(TorchFunctionMode):
+    """Replaces torch's scaled_dot_product_attention by that of the running layer."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        out = self._attend(*args, **kwargs)
+        return function(*args, **kwargs) if out is None else out
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: ARG002
+    ) -> Tensor | None:
+        out: Tensor | None = self.attention.attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return out
+
+
+@functools.cache
+def _backend() -> Any:
+    """The name of this package among the backends of diffusers, with its entry in their registry."""
+    import diffusers
+
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        names: Any = AttentionBackendName
+        # a new member of the enumeration, as the dispatcher looks names up there
+        name = str.__new__(names, BACKEND_NAME)
+        name._name_, name._value_ = BACKEND_NAME.upper(), BACKEND_NAME
+        names._member_names_.append(name._name_)
+        names._member_map_[name._name_] = names._value2member_map_[name._value_] = name
+        registry: Any = _AttentionBackendRegistry
+        registry.register(name)(_dispatched)
+        if names(BACKEND_NAME) is not name or registry._backends[name] is not _dispatched:
+            raise AttributeError("the dispatcher does not find the backend")
+    except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
+        raise ImportError(
+            f"blocksparse_flash.diffusers was tested with diffusers {TESTED}, and cannot add its backend to "
+            f"{diffusers.__version__} ({error}): install one of these versions"
+        ) from error
+    return name
+
+
+def connect(processor: Any) -> Any:
+    """Makes the dispatcher call this package for a processor that uses it, and returns the processor's own backend."""
+    if not hasattr(processor, "_attention_backend"):
+        return None
+    own, processor._attention_backend = processor._attention_backend, _backend()
+    return own
+
+
+def disconnect(processor: Any, own_backend: Any) -> None:
+    """Undoes `connect`, unless another backend was set meanwhile."""
+    if getattr(processor, "_attention_backend", None) == BACKEND_NAME:
+        processor._attention_backend = own_backend
+
+
+def run(forward: Any, processor: Any, attention: Any, args: Any, kwargs: Any) -> Any:
+    """Calls the forward of a layer, with `attention` in place of its own."""
+    if hasattr(processor, "_attention_backend"):
+        before = _exchanged(attention)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _exchanged(before)
+    with _Intercepting(attention):
+        return forward(*args, **kwargs)
