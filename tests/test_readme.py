@@ -68,8 +68,9 @@ def run(block: Block) -> None:
     if block.reason is not None:
         ast.parse(code)
         return
-    if "transformers" in block.code:
-        pytest.importorskip("transformers", reason="needs transformers")
+    for package in ("transformers", "diffusers"):
+        if package in block.code:
+            pytest.importorskip(package, reason=f"needs {package}")
     torch.manual_seed(0)
     exec(compile(code, block.page, "exec"), {"__name__": "readme"})
 
