@@ -128,6 +128,49 @@ def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
     return _cropped(full, crop)
 
 
+class Rows(NamedTuple):
+    """A layout on a device, of which the keys of single queries can be read there.
+
+    blocks    int64 (n_rows, n_cols): index into bitmasks
+    bitmasks  int32 (distinct, block_q, words); the first two are empty and full
+    most      keys of the query with the most, counting whole blocks
+    """
+
+    blocks: Tensor
+    bitmasks: Tensor
+    block_kv: int
+    length: int
+    most: int
+
+    def attended(self, positions: Tensor) -> Tensor:
+        """Whether queries at int64 positions (n,) attend to each key: bool (n, length)."""
+        block_q = self.bitmasks.shape[1]
+        words = self.bitmasks[self.blocks[positions // block_q], (positions % block_q)[:, None]]
+        bits = words[..., None] >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
+        return bits.flatten(2)[:, :, : self.block_kv].flatten(1)[:, : self.length].bool()
+
+
+@functools.lru_cache(maxsize=128)
+def rows(full: FullLayout, device: torch.device) -> Rows:
+    """The rows of a layout that all heads share."""
+    layout = built(full)
+    if layout.shape[:2] != (1, 1):
+        raise ValueError(
+            f"a static cache needs a layout that all heads share, got one of shape {layout.shape}: use DynamicCache, "
+            "in generate cache_implementation='dynamic'"
+        )
+    fields = layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks
+    indptr, cols, ids, bitmasks = (field.cpu() for field in fields)
+    counts = indptr[0, 0].diff()
+    blocks = torch.zeros(layout.n_rows, layout.n_cols, dtype=torch.int64)
+    # full blocks have the id -1
+    blocks[torch.arange(layout.n_rows).repeat_interleave(counts), cols.long()] = ids.long() + 2
+    empty = torch.zeros(1, layout.block_size[0], -(-layout.block_size[1] // 32), dtype=torch.int32)
+    known = torch.cat([empty, ~empty, bitmasks])
+    most = min(layout.kv_len, int(counts.max()) * layout.block_size[1])
+    return Rows(blocks.to(device), known.to(device), layout.block_size[1], layout.kv_len, most)
+
+
 def in_slots(layout: BlockLayout, is_token: Tensor, crop: Crop) -> BlockLayout:
     """A layout in slots for one sequence with padding, which attends to nothing.
 

@@ -66,6 +66,16 @@ def test_crops_of_equal_layouts_are_made_once(crop: tuple[int, int, int, int]) -
     assert layout_crops.cropped(again, layout_crops.Crop(*crop, CPU)) is found
 
 
+@pytest.mark.parametrize("bounds", [(None, None), (9, 0)], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUT, masks.local(LENGTH, window=40, block_size=48)], ids=["ragged", "48"])
+def test_rows_are_read_on_the_device(layout: BlockLayout, bounds: tuple[int | None, int | None]) -> None:
+    full = layout_crops.FullLayout(layout, LENGTH, *bounds)
+    rows, expected = layout_crops.rows(full, CPU), layout_crops.built(full).to_dense()[0, 0]
+    positions = torch.tensor([0, 149, 17, 40, 40])
+    assert torch.equal(rows.attended(positions), expected[positions])
+    assert expected.sum(1).max() <= rows.most <= LENGTH
+
+
 def test_crops_are_planned_before_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     found = layout_crops.cropped(layout_crops.FullLayout(LAYOUT, LENGTH), layout_crops.Crop(0, 77, 0, 77, CPU))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

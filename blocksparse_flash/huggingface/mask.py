@@ -25,6 +25,7 @@ class _Fields(NamedTuple):
     shape: tuple[int, ...] | None = None
     of_layers: tuple[Any, ...] | None = None
     selection: Any = None
+    kv_len: int | None = None
 
 
 class Mask(_Fields):
@@ -35,12 +36,13 @@ class Mask(_Fields):
     kind        kind that transformers requested: "causal", "bidirectional" or "other"
     window      sliding window as transformers counts it, or None
     kv_lengths  int64 (batch,): number of keys that are tokens; `order` moves them to the front. None means all
-    order       int64 (batch, kv_len): slots of tokens, then slots of padding; None keeps the order
+    order       int64 (batch, slots): slots of keys, first those of `kv_lengths`; None keeps the order
     back        int64 (batch, q_len): inverse of `order`, if it also applies to the queries; otherwise None
     owner       class name of the config that holds the layout
     shape       (batch, 1, q_len, kv_len), the shape of the dense mask it replaces
     of_layers   the Mask of each layer, if their layouts differ; None means that all layers share this one
     selection   the Selection with which queries choose among the blocks of these keys; None means that they do not
+    kv_len      the first keys, to which the other fields apply; the rest is unused room of a static cache. None: all
 
     A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes
     with it gets an error that names the layer, from tensor attributes, torch functions and operators alike.
@@ -60,6 +62,10 @@ class Mask(_Fields):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+    def contiguous(self) -> Mask:
+        """The mask itself: `generate` makes the masks of static caches contiguous."""
+        return self
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,8 +25,8 @@ from .selection import Selection
 MaskFunction = Callable[..., Tensor]
 
 STATIC_CACHE = (
-    "past_key_values is a static cache, with room for keys to come and a length that only the device knows, but a "
-    "layout is chosen on the host: use DynamicCache, in generate cache_implementation='dynamic'"
+    "past_key_values is a static cache, whose length only the device knows, but torch.compile(fullgraph=True) traces a "
+    "forward in which several tokens continue it: continue it token by token, or without torch.compile"
 )
 
 
@@ -106,6 +106,8 @@ class _Request(NamedTuple):
     batch: int
     crop: layout_crops.Crop
     layout: Layout
+    # slot of the only query, if keys after it are unused room of a static cache; int64 () if only the device knows it
+    position: int | Tensor | None = None
 
     @property
     def q_stop(self) -> int:
@@ -179,13 +181,68 @@ def _with_padding(request: _Request, layout: BlockLayout | None, is_key: Tensor,
     return Mask(layout, is_causal, request.kind, request.window, is_key.sum(dim=1), order, back)
 
 
+def _without_full(is_token: Tensor | None) -> Tensor | None:
+    """None if there is no padding; waits for the device, unless torch.compile traces."""
+    if is_token is None or torch.compiler.is_compiling() or not bool(is_token.all()):
+        return is_token
+    return None
+
+
+def _of_step(request: _Request, position: int | Tensor, is_token: Tensor | None) -> Mask:
+    """The mask of one query in a static cache, as tensors alone: one compiled graph serves every position.
+
+    Where some of the earlier keys are not attended, the others are moved to the front in each layer.
+    """
+    crop, window = request.crop, request.window
+    slots = torch.arange(request.kv_stop, device=crop.device)
+    if is_token is not None and _without_full(is_token | (slots > position)) is None:
+        is_token = None
+    attends = (slots <= position).expand(request.batch, -1)
+    n_keys = crop.kv_len
+    if is_token is not None:
+        attends = attends & is_token
+    # a cache no longer than the window holds its keys alone
+    if window is not None and crop.kv_len > window:
+        attends = attends & (slots > position - window)
+    is_prefix = is_token is None and request.layout is None and (window is None or crop.kv_len <= window)
+    if request.layout is not None:
+        kept, most = _kept_by_layout(request, position, is_token)
+        attends, n_keys = attends & kept, min(n_keys, most)
+    attends = attends[:, crop.kv_start :]
+    order = None if is_prefix else torch.argsort(~attends, dim=1, stable=True)[:, :n_keys]
+    return Mask(None, False, request.kind, window, attends.sum(1), order)
+
+
+@torch.compiler.disable(
+    reason="a layout and a static cache break the graph where it makes the mask; generate makes masks outside the graph"
+)
+def _kept_by_layout(request: _Request, position: int | Tensor, is_token: Tensor | None) -> tuple[Tensor, int]:
+    """The slots that the layout keeps for one query, bool (batch | 1, kv_stop), and the most that it keeps anywhere."""
+    full = request.full_layout()
+    assert full is not None
+    device = request.crop.device
+    rows = layout_crops.rows(full, device)
+    slot = torch.as_tensor(position, device=device).reshape(1)
+    if is_token is None:
+        return rows.attended(slot)[:, : request.kv_stop], rows.most
+    # positions count tokens
+    positions = (is_token.cumsum(1) - 1).clamp(min=0)
+    last = positions.gather(1, slot.expand(len(positions), 1))[:, 0]
+    return rows.attended(last).gather(1, positions), rows.most
+
+
 def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
     """The mask as a layout, lengths and an order; None if pairs must be evaluated."""
     kind, window, crop = request.kind, request.window, request.crop
     if kind == "other":
         return None
+    if kind == "causal" and request.position is not None:
+        return _of_step(request, request.position, is_token)
     if kind == "causal" and request.kv_stop > request.q_stop:
-        raise ValueError(STATIC_CACHE)
+        used = request.q_stop - crop.kv_start
+        request = request._replace(crop=crop._replace(kv_len=used))
+        mask = _by_rule(request, _without_full(None if is_token is None else is_token[:, : request.q_stop]))
+        return None if mask is None else mask._replace(kv_len=used)
     full = request.full_layout()
     if is_token is None:
         if full is not None:
@@ -264,6 +321,9 @@ def _on_the_host(
 ) -> Mask:
     if request.kind == "other":
         kind, window, documents = _meaning(mask_function, local_size, request.batch, request.crop.q_len)
+        if request.position is not None and kind != "causal":
+            position = int(request.position)
+            request = request._replace(crop=request.crop._replace(q_start=position), position=None)
         known = request._replace(kind=kind, window=window)
         # documents of a function of one's own may return; those of transformers never do
         if documents is not None and is_token is None and request.is_square and not bool((documents.diff() < 0).any()):
@@ -280,7 +340,7 @@ def attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     *,
     mask_function: MaskFunction,
@@ -294,7 +354,8 @@ def attention_mask(
     """The mask function of transformers, with its argument names: the Mask of one forward.
 
     batch_size, q_length, kv_length  sequences, queries and keys of this forward
-    q_offset, kv_offset  first slot of the queries and of the keys
+    q_offset, kv_offset  first slot of the queries and of the keys; q_offset is a tensor with a static cache, of which
+                    the slots after the queries are unused
     mask_function   mask_function(batch, head, q_slot, kv_slot) -> bool: the mask of the model, applied together with
                     the layout
     attention_mask  bool (batch, slots), True for a token, False for padding anywhere; None means no padding
@@ -308,8 +369,6 @@ def attention_mask(
     # names of the module: torch.compile of torch 2.11 cannot trace an import from the package, which is loaded lazily
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if isinstance(q_offset, Tensor):
-        raise ValueError(STATIC_CACHE)
     # Any, since the annotations of transformers allow single numbers only
     function: Any = mask_function
     kind = "other"
@@ -317,9 +376,6 @@ def attention_mask(
         kind = "causal"
     elif function is bidirectional_mask_function:
         kind = "bidirectional"
-    crop = layout_crops.Crop(q_offset, q_length, kv_offset, kv_length, torch.device(device))
-    layouts = layouts_of(config)
-    request = _Request(kind, None, config, batch_size, crop, None)
     shape = (batch_size, 1, q_length, kv_length)
     if isinstance(attention_mask, Mask):
         if attention_mask.shape != shape:
@@ -328,6 +384,17 @@ def attention_mask(
                 f"{attention_mask.shape} where {shape} is needed"
             )
         return attention_mask
+    position: int | Tensor | None = None
+    has_room = isinstance(q_offset, Tensor) or kv_offset + kv_length > q_offset + 1
+    if q_length == 1 and kind != "bidirectional" and has_room:
+        position, q_offset = q_offset, kv_offset + kv_length - 1
+    elif isinstance(q_offset, Tensor):
+        if torch.compiler.is_compiling():
+            raise ValueError(STATIC_CACHE)
+        q_offset = int(q_offset)
+    crop = layout_crops.Crop(q_offset, q_length, kv_offset, kv_length, torch.device(device))
+    layouts = layouts_of(config)
+    request = _Request(kind, None, config, batch_size, crop, None, position)
     is_token = attention_mask
     if is_token is not None:
         if is_token.ndim != 2 or is_token.shape[0] != batch_size:
@@ -337,8 +404,7 @@ def attention_mask(
             )
         missing = max(0, request.kv_stop - is_token.shape[1])
         is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : request.kv_stop]
-        if not torch.compiler.is_compiling() and bool(is_token.all()):
-            is_token = None
+        is_token = _without_full(is_token)
     listed = layouts if isinstance(layouts, tuple) else (layouts,)
     keys = [number_of(layout) if isinstance(layout, BlockLayout) else layout for layout in listed]
     # layers with one layout share its mask

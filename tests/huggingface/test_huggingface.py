@@ -917,16 +917,6 @@ def test_masks_of_other_sequences_are_refused(shape: tuple[int, ...]) -> None:
             )
 
 
-def test_static_caches_are_refused() -> None:
-    made = model("Llama", "blocksparse", LAYOUT)
-    with pytest.raises(ValueError, match="cache_implementation='dynamic'"):
-        made.generate(ids(1, 20), attention_mask=torch.ones(1, 20), max_new_tokens=4, cache_implementation="static")
-    cache = transformers.StaticCache(config=made.config, max_cache_len=LENGTH)
-    made(ids(), past_key_values=cache)
-    with pytest.raises(ValueError, match="cache_implementation='dynamic'"):
-        made(ids(2, 1), past_key_values=cache)
-
-
 def test_a_mask_and_a_layer_that_contradict_each_other_are_refused() -> None:
     q = torch.zeros(1, 1, 4, 8)
     mask = huggingface.Mask(None, True, "causal")
