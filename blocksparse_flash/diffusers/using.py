@@ -168,7 +168,7 @@ class Use:
         lengths = None if mask is None else self._kv_lengths(mask, k, sequence.tokens, layer.name)
         options: dict[str, Any] = {"scale": scale, "kv_lengths": lengths, "backend": self._backend}
         if sequence.tokens is not None:
-            q, k, v = (tensor.index_select(2, sequence.tokens) for tensor in (q, k, v))
+            q, k, v = (_taken(tensor, sequence.tokens) for tensor in (q, k, v))
         if self._layout is None or isinstance(self._layout, BlockLayout):
             out = attention(q, k, v, sequence.layout, **options)
         else:
@@ -178,7 +178,12 @@ class Use:
             out = attention(own, k, v, layout, **options)
             if n_text:
                 out = torch.cat([out, attention(q[:, :, n_tokens:], k, v, **options)], dim=2)
-        return out if sequence.places is None else out.index_select(2, sequence.places)
+        return out if sequence.places is None else _taken(out, sequence.places)
+
+
+def _taken(tensor: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens of (batch, heads, length, head_dim), with all heads of a token together, as diffusers stores them."""
+    return tensor.transpose(1, 2).index_select(1, tokens).transpose(1, 2)
 
 
 _OWN = "leave this layer to the model's own attention, by layers=... or dense_layers=..."
