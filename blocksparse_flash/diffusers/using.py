@@ -52,6 +52,8 @@ class Use:
 
     def __init__(self, layout: BlockLayout | Choice | None, order: Tensor | None, backend: str) -> None:
         self.is_dense = False
+        # whether a layer has attended, or has been given to another `use`
+        self._has_attended = False
         self.layers: tuple[str, ...] = ()
         self._layout, self._order, self._backend = layout, order, backend
         self._removals: list[Callable[[], None]] = []
@@ -151,6 +153,7 @@ class Use:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, layer: _Layer
     ) -> Tensor:
         """Self-attention of one layer, tensors (batch, heads, length, head_dim) in the order of the model."""
+        self._has_attended = True
         n_tokens = self._tokens
         n_text = 0 if n_tokens is None else q.shape[2] - n_tokens
         if n_text < 0:
@@ -204,8 +207,9 @@ class _Call:
     def __init__(self, layer: _Layer, hidden: Tensor | None, encoder: Tensor | None, own_backend: Any) -> None:
         self.layer, self.own_backend = layer, own_backend
         self.was_called = False
-        # queries of a cross-attention
-        self.cross_len = hidden.shape[1] if encoder is not None and hidden is not None and hidden.ndim == 3 else None
+        # queries of a cross-attention; Lumina gives the same tensor twice for self-attention
+        is_cross = encoder is not None and encoder is not hidden and hidden is not None and hidden.ndim == 3
+        self.cross_len = hidden.shape[1] if is_cross and hidden is not None else None
 
     def attend(
         self,
@@ -270,6 +274,7 @@ def _wrap(module: nn.Module, layer: _Layer) -> None:
         if getattr(module, _USE, None) is not remove:
             return
         delattr(module, _USE)
+        layer.use._has_attended = True
         dispatching.disconnect(module.processor, connection)
         if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
             del module.forward
@@ -323,6 +328,19 @@ def _check_layout(layout: Any) -> None:
         )
     if isinstance(layout, BlockLayout) and layout.q_len != layout.kv_len:
         raise ValueError(f"layout must be square, over the tokens of the grid, got {layout.shape}")
+
+
+def _watch(use: Use, model: nn.Module) -> None:
+    """Reports a layout that no layer of a model uses, after a forward without torch.compile."""
+
+    def after(*_: Any) -> None:
+        if not (torch.compiler.is_compiling() or use.is_dense or use._has_attended):
+            raise ValueError(
+                f"none of the chosen layers of {type(model).__name__} has self-attention, such as {use.layers[0]}: "
+                "choose others by layers=..."
+            )
+
+    use._removals.append(model.register_forward_hook(after).remove)
 
 
 def _follow_steps(use: Use, model: nn.Module, pipe: Any, dense_steps: int) -> None:
@@ -410,8 +428,9 @@ def use(
     try:
         for module, layer in chosen:
             _wrap(module, layer)
-        if dense_steps:
-            for model in _models(pipe_or_model).values():
+        for model in _models(pipe_or_model).values():
+            _watch(found, model)
+            if dense_steps:
                 _follow_steps(found, model, pipe_or_model, dense_steps)
     except BaseException:
         found.remove()

@@ -112,7 +112,7 @@ def test_dense(name: str) -> None:
     model = model_of(name)
     # text with padding comes first in Qwen-Image
     order = torch.arange(MODELS[name].n_tokens) if name == "Qwen-Image" else None
-    with use(model, order=order) as used:
+    with use(model, order=order, **MODELS[name].options) as used:
         ours = output(name, model)
     assert used.layers
     truth = output(name, model_of(name).double(), torch.float64)
@@ -125,11 +125,11 @@ def test_layout(name: str, by_tiles: bool) -> None:
     grid = MODELS[name].grid
     order = order_of(grid) if by_tiles else None
     model = model_of(name)
-    use(model, layout_of(grid, order), order=order)
+    use(model, layout_of(grid, order), order=order, **MODELS[name].options)
     assert_masked(name, output(name, model), layout_of(grid).to_dense()[0, 0])
 
 
-@pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.text])
+@pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.text and not case.options])
 def test_places_of_text(name: str) -> None:
     """The rows of the first attention that change with the prompt are those of the text."""
     case, queries = MODELS[name], []
@@ -186,7 +186,7 @@ def test_chosen_layouts(name: str, kind: str) -> None:
     settings: dict[str, Any] = {"density": 0.4} if kind == "top_blocks" else {"density": None, "p": 0.5}
     layout = top_blocks(0.4, block_size=16) if kind == "top_blocks" else top_p(0.5, block_size=16)
     model = model_of(name)
-    use(model, layout, order=order)
+    use(model, layout, order=order, **case.options)
     assert_masked(name, output(name, model), lambda q, k: pooled_pairs(q, k, order, has_text=has_text, **settings))
 
 
@@ -270,10 +270,11 @@ def test_layers_of_transformers() -> None:
     assert first.layers == own
     assert use(pipe, layout_of(VIDEO), dense_layers=r"^blocks\.0\.").layers == own[2:]
     assert use(pipe, layers=r"attn1$").layers == own[::2]
+    # the first two are left with cross-attention
+    generated(pipe, 1)
     first.remove()
-    assert [
-        hasattr(module, using._USE) for module in (pipe.transformer.blocks[1].attn1, pipe.transformer.blocks[0].attn2)
-    ] == [True, False]
+    blocks = pipe.transformer.blocks
+    assert hasattr(blocks[1].attn1, using._USE) and not hasattr(blocks[0].attn2, using._USE)
     pipe.transformer_2 = model_of("Wan")
     used = use(pipe, layers=r"1\.attn1$", dense_steps=1)
     assert used.layers == ("transformer.blocks.1.attn1", "transformer_2.blocks.1.attn1")
@@ -395,9 +396,11 @@ def direct(**options: Any) -> None:
     call.attend(q, q, q, **arguments)
 
 
-def run(name: str, layout: BlockLayout | None = None, change: Callable[[Any], Any] = lambda model: None) -> None:
+def run(
+    name: str, layout: BlockLayout | None = None, change: Callable[[Any], Any] = lambda model: None, **options: Any
+) -> None:
     model = model_of(name)
-    use(model, layout)
+    use(model, layout, **options)
     change(model)
     output(name, model)
 
@@ -421,6 +424,14 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "pairs": (lambda: direct(mask=torch.eye(72) > 0), "attn_mask must be one of padded keys"),
     "dropout": (lambda: direct(dropout_p=0.5), "dropout_p must be 0.0, got 0.5"),
     "causal": (lambda: direct(is_causal=True), "is_causal must be False, got True"),
+    "text alone": (
+        lambda: run("Lumina2", layout_of(IMAGE)),
+        "context_refiner.0.attn attends to 7 tokens, but the layout is for 48",
+    ),
+    "no self-attention": (
+        lambda: run("Wan", layers="attn2"),
+        "none of the chosen layers of WanTransformer3DModel has self-attention, such as blocks.0.attn2",
+    ),
     "other backend": (lambda: run("Wan", change=other_backend), "did not call attention: it has another"),
     "context parallelism": (lambda: run("Wan", change=context_parallel), "parallel_config must be None"),
 }

@@ -19,6 +19,7 @@ class Model(NamedTuple):
     grid       tokens of the image or video
     inputs     makes the inputs of a forward from the grid and a function that draws tensors
     text       where text is in its sequences; None if it has cross-attention
+    options    of `use` that it needs
     """
 
     name: str
@@ -26,6 +27,7 @@ class Model(NamedTuple):
     grid: tuple[int, ...]
     inputs: Callable[[tuple[int, ...], Callable[..., Tensor]], dict[str, Any]]
     text: str | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  of a named tuple
 
     @property
     def n_tokens(self) -> int:
@@ -150,6 +152,22 @@ MODELS = {
             "timestep": torch.tensor([400, 400]),
         },
         "last",
+    ),
+    "Lumina2": Model(
+        "Lumina2Transformer2DModel",
+        {"sample_size": 16, "in_channels": 4, "hidden_size": 24, "num_layers": 2, "num_refiner_layers": 1,
+         "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2, "norm_eps": 1e-5, "scaling_factor": 1.0,
+         "axes_dim_rope": (4, 2, 2), "axes_lens": (64, 64, 64), "cap_feat_dim": 24},
+        IMAGE,
+        lambda grid, draw: {
+            "hidden_states": draw(2, 4, 2 * grid[0], 2 * grid[1]),
+            "encoder_hidden_states": draw(2, N_TEXT, 24),
+            "encoder_attention_mask": torch.ones(2, N_TEXT, dtype=torch.bool),
+            "timestep": torch.tensor([0.4, 0.4]),
+        },
+        "first",
+        # without those that prepare text
+        {"text": "first", "layers": "^(layers|noise_refiner)"},
     ),
 }  # fmt: skip
 
