@@ -14,6 +14,7 @@ from blocksparse_flash import BlockLayout, reference
 from blocksparse_flash.diffusers import top_blocks, top_p
 from blocksparse_flash.diffusers.using import Use, _Layer
 from tests.support.closeness import assert_as_accurate
+from tests.support.no_waiting import no_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -88,11 +89,8 @@ def test_later_calls_never_wait_for_the_gpu(kind: str, text: str | None) -> None
     attend, _ = attention_of(kind, text)
     q, k, v = inputs(text, 64)
     expected = attend(q, k, v)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         again = attend(q, k, v)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(again, expected)
 
 
