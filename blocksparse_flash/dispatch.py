@@ -33,7 +33,7 @@ MAX_FINE_HEAD_DIM = 128
 FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
-NO_BLOCK_BIAS = "it has no block_bias"
+NO_BLOCK_BIAS, NO_PAIR_BIAS = "it has no block_bias", "it has no pair_bias"
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
@@ -142,10 +142,11 @@ def why_not_hopper(
     dtype: torch.dtype,
     has_dropout: bool = False,
     has_block_bias: bool = False,
+    has_pair_bias: bool = False,
 ) -> str | None:
     """Why `hopper` cannot run q, k, v on a GPU as they are, or None."""
-    if has_dropout or has_block_bias:
-        return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS
+    if has_dropout or has_block_bias or has_pair_bias:
+        return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS if has_block_bias else NO_PAIR_BIAS
     names = misaligned(tensors, dtype)
     if not names:
         return None
@@ -206,11 +207,12 @@ def _choose_by_specs(
     dtype: torch.dtype,
     has_dropout: bool,
     has_block_bias: bool,
+    has_pair_bias: bool,
 ) -> str:
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
     unfit = None
     if backend in ("auto", "hopper"):
-        unfit = why_not_hopper(specs.tensors, dtype, has_dropout, has_block_bias)
+        unfit = why_not_hopper(specs.tensors, dtype, has_dropout, has_block_bias, has_pair_bias)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*specs.tensors[:2])
     return choose(backend, device, dtype, unfit)
@@ -226,6 +228,7 @@ def decide(
     *,
     has_dropout: bool,
     has_block_bias: bool,
+    has_pair_bias: bool = False,
 ) -> str:
     """The backend of a call, as CallSpec has it.
 
@@ -233,13 +236,13 @@ def decide(
     specs  of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
     """
     if specs is not None and q.is_cuda and isinstance(backend, str):
-        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias)
+        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias, has_pair_bias)
     unfit = None
     if q.is_cuda:
         # for "auto", check only what does not depend on addresses or sizes; `resolve` checks the rest when the operator
         # runs
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias)
+        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, has_pair_bias)
     chosen = choose(backend, q.device, dtype, unfit)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
@@ -279,8 +282,8 @@ def has_slopes_gradient(slopes: Tensor | None) -> bool:
 def can_reorder(backend: str, *, has_dropout: bool, has_kv_lengths: bool, has_positions: bool) -> bool:
     """Whether a call with a layout may run in another order of its tokens.
 
-    has_positions  whether scores depend on the positions of tokens, by alibi_slopes or block_bias. Random bits of
-                   dropout do so too
+    has_positions  whether scores depend on the positions of tokens, by alibi_slopes or a bias. Random bits of dropout
+                   do so too
     """
     return backend in ("hopper", "triton", "auto") and not (has_dropout or has_kv_lengths or has_positions)
 
@@ -300,12 +303,13 @@ def explained_choice(
     *,
     has_dropout: bool,
     has_block_bias: bool,
+    has_pair_bias: bool = False,
 ) -> Choice:
     """The choice for q, k, v with its reasons."""
     device = tensors[0].device
     unfit = None
     if device.type == "cuda":
-        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias)
+        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, has_pair_bias)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
     chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"

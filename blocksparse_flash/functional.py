@@ -41,8 +41,7 @@ def _attend(
     """Check the arguments, choose a backend, and run it."""
     is_direct = tracing.can_launch_directly(q, k, v, kv_lengths, seed)
     if not is_direct and packed.is_jagged(q, k, v):
-        mods = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
-        packing = _packed(q, k, v, layout, causal, kv_lengths, *mods)
+        packing = _packed(q, k, v, layout, causal, kv_lengths, scores or ScoreOptions(None, None, None, None))
         # the layout has the causal pairs only
         out, lse = _attend(
             *packing.tensors, packing.layout, False, scale, None, dropout_p, seed, deterministic, backend, scores
@@ -55,13 +54,22 @@ def _attend(
     dtype, scale = validation.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, specs
     )
-    softcap, has_bias = 0.0, False
+    softcap, has_bias, has_pair_bias = 0.0, False, False
     if scores is not None:
-        scores = validation.check_scores(scores, q, layout)
+        scores = validation.check_scores(scores, q, k, layout)
         softcap = scores.softcap or 0.0
-        has_bias = scores.block_bias is not None
-    has_dropout = dropout_p > 0
-    chosen = dispatch.decide(backend, q, k, v, dtype, specs, has_dropout=has_dropout, has_block_bias=has_bias)
+        has_bias, has_pair_bias = scores.block_bias is not None, scores.pair_bias is not None
+    chosen = dispatch.decide(
+        backend,
+        q,
+        k,
+        v,
+        dtype,
+        specs,
+        has_dropout=dropout_p > 0,
+        has_block_bias=has_bias,
+        has_pair_bias=has_pair_bias,
+    )
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
     if autocast is None:
         return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
@@ -78,11 +86,12 @@ def _packed(
     layout: BlockLayout | None,
     causal: bool,
     kv_lengths: Tensor | None,
-    alibi_slopes: Tensor | None,
-    block_bias: Tensor | None,
+    scores: ScoreOptions,
 ) -> packed.Jagged:
     """Jagged tensors as one packed sequence, after checks of the options that they limit."""
-    for name, value in (("layout", layout), ("kv_lengths", kv_lengths), ("block_bias", block_bias)):
+    refused = {"layout": layout, "kv_lengths": kv_lengths}
+    refused |= {"block_bias": scores.block_bias, "pair_bias": scores.pair_bias}
+    for name, value in refused.items():
         if value is not None:
             raise ValueError(
                 f"{name} must be None with nested tensors, whose sequences attend to themselves, got "
@@ -90,7 +99,7 @@ def _packed(
                 "window=...)"
             )
     packing = packed.Jagged.of(q, k, v, causal=checks.boolean(causal, "causal"))
-    if alibi_slopes is not None and not packing.is_square:
+    if scores.alibi_slopes is not None and not packing.is_square:
         raise ValueError(
             "alibi_slopes must be None for nested tensors with other sequences of queries than of keys: distances "
             "would be those of the packed tokens. k with the offsets of q has the same sequences"
@@ -214,7 +223,7 @@ def _run_planned(
     bias_index: list[Tensor] = []
     if scores.block_bias is not None and layout is not None:
         bias_index = _constants(layout.bias_index(_plan_device(q), causal=spec.causal), q, specs)
-    mods = scores.sinks, scores.alibi_slopes, scores.block_bias
+    mods = scores.sinks, scores.alibi_slopes, scores.block_bias, scores.pair_bias
     return ops.attention(q, k, v, plan, kv_lengths, seed, spec, mods=mods, bias_index=bias_index)
 
 
@@ -244,35 +253,39 @@ def _dense(layout: BlockLayout, q: Tensor) -> Tensor:
 
 
 def _score_options(
-    sinks: Tensor | None, softcap: float | None, alibi_slopes: Tensor | None, block_bias: Tensor | None
+    sinks: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    block_bias: Tensor | None,
+    pair_bias: Tensor | None,
 ) -> ScoreOptions | None:
     """None if nothing changes the scores."""
-    if sinks is None and softcap is None and alibi_slopes is None and block_bias is None:
+    if sinks is None and softcap is None and alibi_slopes is None and block_bias is None and pair_bias is None:
         return None
-    return ScoreOptions(sinks, softcap, alibi_slopes, block_bias)
+    return ScoreOptions(sinks, softcap, alibi_slopes, block_bias, pair_bias)
 
 
 def _for_kernels(scores: ScoreOptions, q: Tensor) -> ScoreOptions:
-    """The options in the dtype of the scores, block_bias as (batch | 1, heads | 1, stored blocks)."""
+    """The options in the dtype of the scores (pair_bias in its own), block_bias as (batch | 1, heads | 1, blocks)."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    sinks, softcap, alibi_slopes, bias = scores
+    sinks, softcap, alibi_slopes, bias, pair_bias = scores
     if bias is not None:
         bias = bias.to(dtype)
         bias = bias.reshape((1,) * (3 - bias.dim()) + bias.shape)
     sinks, alibi_slopes = (
         None if tensor is None else tensor.to(dtype).contiguous() for tensor in (sinks, alibi_slopes)
     )
-    return ScoreOptions(sinks, softcap, alibi_slopes, bias)
+    return ScoreOptions(sinks, softcap, alibi_slopes, bias, pair_bias)
 
 
 def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> dict[str, Any]:
     """The keyword arguments of reference.attention for these options."""
     if scores is None:
         return {}
-    sinks, softcap, alibi_slopes, bias = scores
+    sinks, softcap, alibi_slopes, bias, pair_bias = scores
     if bias is not None and layout is not None:
         bias = biases.dense(bias, *layout._tensors[:2], **layout._frame.sizes)
-    return {"sinks": sinks, "softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
+    return {"sinks": sinks, "softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias, "pair_bias": pair_bias}
 
 
 # ---- the public names ----
@@ -280,7 +293,7 @@ def _for_reference(scores: ScoreOptions | None, layout: BlockLayout | None) -> d
 # the keywords of all three; `**unknown` is for those of other libraries, which the error translates
 _OPTIONS = (
     *("layout", "causal", "scale", "kv_lengths", "dropout_p", "seed", "deterministic", "backend"),
-    *("sinks", "softcap", "alibi_slopes", "block_bias"),
+    *("sinks", "softcap", "alibi_slopes", "block_bias", "pair_bias"),
 )
 
 
@@ -301,6 +314,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
     """softmax(scale * q k^T restricted to the layout) v: dense and block-sparse attention, differentiable.
@@ -340,9 +354,9 @@ def attention(
     returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; 0 for a query without keys
 
     Score mods change the scores s = scale q k^T, in the order below. Their tensors are on q's device and of any
-    floating dtype. They are computed in float32 and are differentiable. Backend "hopper" has no block_bias, and
-    its gradient of alibi_slopes comes from the kernels of "triton"; apart from that, they can be combined with each
-    other and with everything above.
+    floating dtype, unless stated. They are computed in float32 and are differentiable. Backend "hopper" has no
+    block_bias and no pair_bias, and its gradient of alibi_slopes comes from the kernels of "triton"; apart from that,
+    they can be combined with each other and with everything above.
 
     softcap    c from 1e-30 to 1e30: s = c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None for no cap
     alibi_slopes  (heads,): s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as with `causal` (Press
@@ -350,6 +364,12 @@ def attention(
     block_bias  s += one number for each stored block, in the order of layout.indices: (layout.capacity,). If the layout
                has one batch and one head, also (heads, capacity) or (batch, heads, capacity), where a size of 1 is
                shared by all. Needs a layout
+    pair_bias  s += one number for each pair: (batch or 1, heads or 1, q_len, kv_len), where a size of 1 is shared by
+               all. Any strides, also of expanded tensors; float32, float16 or bfloat16 (or float64 with float64 q),
+               added in float32. -inf removes a pair, as in a float attn_mask of PyTorch; so does a value below -2e38,
+               such as torch.finfo(torch.float32).min. The layout, causal and kv_lengths decide which pairs exist:
+               values for others may be anything, and their gradients are 0. The gradient is summed over the batches
+               and heads that share a value
     sinks      (heads,): adds the logit of a key without a value to each query, after scale and all other mods. Weights
                are exp(s) / (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). The output of a query
                without keys stays 0
@@ -365,10 +385,10 @@ def attention(
 
     Non-finite numbers are neither detected nor hidden. On every backend:
 
-    scores     -inf (as from a block_bias of -inf) means that the pair does not attend. A query whose scores are all
-               -inf has no keys: out 0, lse -inf, gradients 0. If an attending pair has the score NaN or +inf, out and
-               lse of its query are NaN; other queries are not affected. A sink of +inf or NaN, and an infinite slope at
-               distance 0, have the same effect. A sink of -inf has no effect
+    scores     -inf (as from a bias of -inf) means that the pair does not attend. A query whose scores are all -inf has
+               no keys: out 0, lse -inf, gradients 0. If an attending pair has the score NaN or +inf (as from a bias of
+               NaN or +inf), out and lse of its query are NaN; other queries are not affected. A sink of +inf or NaN,
+               and an infinite slope at distance 0, have the same effect. A sink of -inf has no effect
     unread     keys and values beyond kv_lengths are not read. A tile of 128 keys (0 to 127, 128 to 255, ...) is not
                read either if no query of the heads that share it attends to any of its keys. Unread keys and values may
                hold anything, and their gradients are 0
@@ -392,7 +412,7 @@ def attention(
     """
     if unknown:
         validation.refuse_keywords("attention", unknown, _OPTIONS)
-    scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores)[0]
 
 
@@ -413,12 +433,13 @@ def attention_with_lse(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each query's scores, which is differentiable too.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
-    sinks, softcap, alibi_slopes, block_bias  as `attention`
+    sinks, softcap, alibi_slopes, block_bias, pair_bias  as `attention`
     returns  out (batch, heads, q_len, v_head_dim), and lse (batch, heads, q_len), natural logarithm, float32 (float64
              for float64), before dropout; -inf for a query without keys. With sinks lse is
              log(exp(sink) + sum of exp(s)), and the sink itself for a query without keys
@@ -429,7 +450,7 @@ def attention_with_lse(
     """
     if unknown:
         validation.refuse_keywords("attention_with_lse", unknown, _OPTIONS)
-    scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     return _attend(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend, scores)
 
 
@@ -450,12 +471,13 @@ def explain(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     block_bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Explanation:
     """What `attention` would do with these arguments: backend, tiles, bytes, balance, predicted time, and advice.
 
     q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, backend  as `attention`
-    sinks, softcap, alibi_slopes, block_bias  as `attention`
+    sinks, softcap, alibi_slopes, block_bias, pair_bias  as `attention`
     returns  Explanation, which prints as a report
     raises   what `attention` would raise
 
@@ -469,16 +491,23 @@ def explain(
     if unknown:
         validation.refuse_keywords("explain", unknown, _OPTIONS)
     if packed.is_jagged(q, k, v):
-        packing = _packed(q, k, v, layout, causal, kv_lengths, alibi_slopes, block_bias)
+        mods = ScoreOptions(None, None, alibi_slopes, block_bias, pair_bias)
+        packing = _packed(q, k, v, layout, causal, kv_lengths, mods)
         q, k, v = packing.tensors
         layout, causal = packing.layout, False
     autocast = validation.autocast_dtype(q)
     dtype, _ = validation.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
-    scores = _score_options(sinks, softcap, alibi_slopes, block_bias)
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     if scores is not None:
-        validation.check_scores(scores, q, layout)
-    has_scores, has_bias = scores is not None, block_bias is not None
-    choice = dispatch.explained_choice(backend, (q, k, v), dtype, has_dropout=dropout_p > 0, has_block_bias=has_bias)
+        validation.check_scores(scores, q, k, layout)
+    choice = dispatch.explained_choice(
+        backend,
+        (q, k, v),
+        dtype,
+        has_dropout=dropout_p > 0,
+        has_block_bias=block_bias is not None,
+        has_pair_bias=pair_bias is not None,
+    )
     is_deterministic = dispatch.is_deterministic(deterministic)
     call = Call(
         q,
@@ -491,11 +520,12 @@ def explain(
         deterministic=is_deterministic,
         dtype=dtype,
         backend=choice.backend,
-        has_score_options=has_scores,
+        has_score_options=scores is not None,
         has_softcap=softcap is not None,
         has_block_bias=block_bias is not None,
         has_slopes=alibi_slopes is not None,
         has_slopes_gradient=dispatch.has_slopes_gradient(alibi_slopes),
+        pair_bias=pair_bias,
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():

@@ -17,18 +17,18 @@ from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
 from .score_mods import Scores
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? block_bias"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? block_bias, Tensor? pair_bias"
 # the last line holds the fields of CallSpec
 _OPTIONS = (
     "Tensor[] plan, Tensor[] bias_index, Tensor? kv_lengths, Tensor? seed, "
     "float scale, bool causal, float dropout_p, float softcap, str backend, bool deterministic"
 )
 torch.library.define("blocksparse_flash::attention_forward", f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
-# wanted: whether sinks, alibi_slopes and block_bias need gradients; the others are empty
+# wanted: whether sinks, alibi_slopes, block_bias and pair_bias need gradients; the others are empty
 torch.library.define(
     "blocksparse_flash::attention_backward",
     f"(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool[] wanted)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dalibi_slopes, Tensor dblock_bias)",
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dalibi_slopes, Tensor dblock_bias, Tensor dpair_bias)",
 )
 
 
@@ -98,7 +98,7 @@ def launch_backward(
     scores: Scores | None = None,
     wanted: list[bool] | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and bias, the others empty."""
+    """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and biases, the others empty."""
     dout = inputs.dout
     tile = tile_of(plan)
     backend = resolve(inputs.q, inputs.k, inputs.v, tile) if spec.backend == "auto" else spec.backend
@@ -120,24 +120,24 @@ def launch_backward(
 
 
 def _scores(mods: Any, bias_index: list[Tensor], softcap: float) -> Scores | None:
-    """mods: sinks, alibi_slopes, block_bias. None if nothing changes the scores."""
-    sinks, slopes, bias = mods
-    if sinks is None and slopes is None and bias is None and softcap == 0.0:
+    """mods: sinks, alibi_slopes, block_bias, pair_bias. None if nothing changes the scores."""
+    sinks, slopes, block_bias, pair_bias = mods
+    if softcap == 0.0 and all(each is None for each in mods):
         return None
-    return Scores(sinks, slopes, bias, bias_index, softcap)
+    return Scores(sinks, slopes, block_bias, bias_index, softcap, pair_bias)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *mods, plan, bias_index, kv_lengths, seed = arguments[:7]
-    spec = CallSpec(*arguments[7:])
+    *mods, plan, bias_index, kv_lengths, seed = arguments[:8]
+    spec = CallSpec(*arguments[8:])
     return launch_forward(q, k, v, plan, kv_lengths, seed, spec, _scores(mods, bias_index, spec.softcap))
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    *mods, out, lse, plan, bias_index, kv_lengths, seed = arguments[:9]
-    *options, wanted = arguments[9:]
+    *mods, out, lse, plan, bias_index, kv_lengths, seed = arguments[:10]
+    *options, wanted = arguments[10:]
     spec = CallSpec(*options)
     scores = _scores(mods, bias_index, spec.softcap)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
@@ -159,11 +159,11 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Ten
 
 @torch.library.register_fake("blocksparse_flash::attention_backward")
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    lse, wanted = arguments[7], arguments[-1]
-    # q, k, v, sinks, alibi_slopes, block_bias
+    lse, wanted = arguments[8], arguments[-1]
+    # q, k, v, sinks, alibi_slopes, block_bias, pair_bias
     return tuple(
         tensor.new_empty(tensor.shape) if is_wanted else lse.new_empty(0)
-        for tensor, is_wanted in zip(arguments[:6], (True, True, True, *wanted), strict=True)
+        for tensor, is_wanted in zip(arguments[:7], (True, True, True, *wanted), strict=True)
     )
 
 
@@ -215,6 +215,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         slopes: Tensor | None,
         bias: Tensor | None,
+        pair_bias: Tensor | None,
         rest: tuple[Any, ...],
         specs: TensorSpecs | None,
     ) -> Any:
@@ -224,15 +225,18 @@ class _Attention(torch.autograd.Function):
             if specs is not None:
                 out, lse = launch_forward(q, k, v, plan, kv_lengths, seed, ctx.spec, specs=specs)
             else:
-                out, lse = _attention_forward(q, k, v, sinks, slopes, bias, *rest[:4], *ctx.spec)
+                out, lse = _attention_forward(q, k, v, sinks, slopes, bias, pair_bias, *rest[:4], *ctx.spec)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sinks, slopes, bias, out, lse, kv_lengths, seed, *plan, *bias_index)
+        mods = (sinks, slopes, bias, pair_bias)
+        ctx.save_for_backward(q, k, v, *mods, out, lse, kv_lengths, seed, *plan, *bias_index)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         refuse_mapped(dout, dlse)
-        q, k, v, sinks, slopes, bias, out, lse, kv_lengths, seed, *lists = ctx.saved_tensors
+        # read once, as gradient checkpointing requires
+        saved = ctx.saved_tensors
+        (q, k, v, *mods, out, lse, kv_lengths, seed), lists = saved[:11], saved[11:]
         plan, bias_index = lists[: ctx.n_plan], lists[ctx.n_plan :]
         if dout is None:
             # only lse was used
@@ -246,9 +250,9 @@ class _Attention(torch.autograd.Function):
         ):
             inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
             grads = launch_backward(inputs, plan, kv_lengths, seed, ctx.spec)
-            return *grads, None, None, None, None, None
-        wanted = list(ctx.needs_input_grad[3:6])
-        arguments = (q, k, v, sinks, slopes, bias, out, lse, plan, bias_index, kv_lengths, seed, *ctx.spec, wanted)
+            return *grads, None, None, None, None, None, None
+        wanted = list(ctx.needs_input_grad[3:7])
+        arguments = (q, k, v, *mods, out, lse, plan, bias_index, kv_lengths, seed, *ctx.spec, wanted)
         dq, dk, dv, *others = _attention_backward(dout, dlse, *arguments)
         of_mods = (grad if is_wanted else None for grad, is_wanted in zip(others, wanted, strict=True))
         return dq, dk, dv, *of_mods, None, None
@@ -268,8 +272,8 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 # an autograd kernel of our own: torch.library.register_autograd costs 76 microseconds a call, this 21 (torch 2.13)
 @torch.library.impl("blocksparse_flash::attention_forward", "Autograd")
 def _forward_with_autograd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if is_differentiated(*arguments[:6]):
-        return _Attention.apply(*arguments[:6], (*arguments[6:10], CallSpec(*arguments[10:])), None)
+    if is_differentiated(*arguments[:7]):
+        return _Attention.apply(*arguments[:7], (*arguments[7:11], CallSpec(*arguments[11:])), None)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention_forward(*arguments)
 
@@ -288,16 +292,16 @@ def attention(
     spec: CallSpec,
     specs: TensorSpecs | None = None,
     *,
-    mods: tuple[Tensor | None, ...] = (None, None, None),
+    mods: tuple[Tensor | None, ...] = (None, None, None, None),
     bias_index: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable.
 
-    mods   sinks, alibi_slopes and block_bias
+    mods   sinks, alibi_slopes, block_bias and pair_bias
     specs  of plain tensors without score mods: the call skips the dispatcher, which takes 14 microseconds
     """
     if specs is None:
         return _attention_forward(q, k, v, *mods, plan, bias_index or [], kv_lengths, seed, *spec)
     if is_differentiated(q, k, v):
-        return _Attention.apply(q, k, v, None, None, None, (plan, [], kv_lengths, seed, spec), specs)
+        return _Attention.apply(q, k, v, None, None, None, None, (plan, [], kv_lengths, seed, spec), specs)
     return launch_forward(q, k, v, plan, kv_lengths, seed, spec, specs=specs)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import philox
 from .runtime import tracing
+from .score_mods import LOWEST_BIAS
 
 
 def attention(
@@ -28,6 +29,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    pair_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T restricted to the attending pairs) v, and the log-sum-exp of those scores.
 
@@ -44,7 +46,8 @@ def attention(
     seed       int64, one element, on q's device; needed if dropout_p > 0
     softcap    c > 0: scores s become c tanh(s / c)
     alibi_slopes  (heads,): then s -= slope * |q_pos + kv_len - q_len - kv_pos|
-    bias       broadcasts to (batch, heads, q_len, kv_len): then s += bias
+    bias       broadcasts to (batch, heads, q_len, kv_len): then s += bias, as block_bias does
+    pair_bias  the same, after that; below score_mods.LOWEST_BIAS it counts as -inf
     sinks      (heads,): one more logit in each row, of a key without a value; lse includes it
     returns    out (batch, heads, q_len, v_head_dim) in q's dtype, and lse (batch, heads, q_len), natural logarithm,
                float32 (float64 for float64)
@@ -67,7 +70,7 @@ def attention(
         k, v = k.masked_fill(is_unread, 0), v.masked_fill(is_unread, 0)
         score_dtype = torch.promote_types(q.dtype, torch.float32)
         scores = q.to(score_dtype) @ k.to(score_dtype).transpose(-1, -2) * scale
-        scores = _modified(scores, softcap, alibi_slopes, bias).masked_fill(~attends, -torch.inf)
+        scores = _modified(scores, softcap, alibi_slopes, bias, pair_bias).masked_fill(~attends, -torch.inf)
 
         highest = scores.new_full((batch, heads, q_len, 1), -torch.inf)
         if kv_len:
@@ -92,7 +95,13 @@ def attention(
         return weights.to(v.dtype) @ v, lse
 
 
-def _modified(scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None, bias: Tensor | None) -> Tensor:
+def _modified(
+    scores: Tensor,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    pair_bias: Tensor | None,
+) -> Tensor:
     """Scaled scores (batch, heads, q_len, kv_len) after the score mods."""
     q_len, kv_len = scores.shape[2:]
     if softcap is not None:
@@ -103,6 +112,9 @@ def _modified(scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None
         scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
+    if pair_bias is not None:
+        pair_bias = pair_bias.to(scores.dtype)
+        scores = scores + pair_bias.masked_fill(pair_bias < LOWEST_BIAS, -torch.inf)
     return scores
 
 

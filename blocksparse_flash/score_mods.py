@@ -1,6 +1,7 @@
-"""Score mods: softcap, ALiBi slopes, block bias and sinks, and their gradients, in plain PyTorch.
+"""Score mods: softcap, ALiBi slopes, block bias, pair bias and sinks, and their gradients, in plain PyTorch.
 
-With s = scale q k^T, in this order: s = c tanh(s / c), s -= slope * |q_pos + kv_len - q_len - kv_pos|, s += block bias.
+With s = scale q k^T, in this order: s = c tanh(s / c), s -= slope * |q_pos + kv_len - q_len - kv_pos|, s += block bias,
+s += pair bias.
 A sink adds one logit to each row, in the sum of exponentials only.
 """
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from .plan_format import TILE
 
 LOG2_E = math.log2(math.e)
+# a pair_bias below this counts as -inf, also torch.finfo(torch.float32).min: the running maximum of kernels starts at
+# -3e38 in base 2, so lower scores have no weight
+LOWEST_BIAS = -3e38 / LOG2_E
 
 
 def slopes_of(heads: int) -> list[float]:
@@ -28,12 +32,13 @@ def slopes_of(heads: int) -> list[float]:
 
 
 class Scores(NamedTuple):
-    """The score mods of a call; float32, or float64 for float64.
+    """The score mods of a call; float32, or float64 for float64. pair_bias may have another floating type.
 
     sinks, alibi_slopes  (heads,) or None
     block_bias  (batch | 1, heads | 1, stored blocks) or None
     bias_index  the tensors of a block_bias.BiasIndex; empty without a bias
     softcap     c > 0, or 0.0 for none
+    pair_bias   (batch | 1, heads | 1, q_len, kv_len) with any strides, or None
     """
 
     sinks: Tensor | None
@@ -41,6 +46,7 @@ class Scores(NamedTuple):
     block_bias: Tensor | None
     bias_index: list[Tensor]
     softcap: float
+    pair_bias: Tensor | None = None
 
     @property
     def bias_cell(self) -> tuple[int, int] | None:
@@ -99,12 +105,19 @@ class Scores(NamedTuple):
         return sums.sum(dim=(0, 2), dtype=torch.float64).to(self.alibi_slopes.dtype)
 
     def gradients(
-        self, wanted: Sequence[bool], lse: Tensor, delta: Tensor, of_slopes: Tensor | None, of_bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of sinks, slopes and bias; empty where they are not wanted."""
+        self,
+        wanted: Sequence[bool],
+        lse: Tensor,
+        delta: Tensor,
+        of_slopes: Tensor | None,
+        of_bias: Tensor | None,
+        dpair_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of sinks, slopes, block bias and pair bias; empty where they are not wanted."""
         dsinks = self.sinks_gradient(lse, delta) if wanted[0] else lse.new_empty(0)
         dslopes = lse.new_empty(0) if of_slopes is None else self.slopes_gradient(of_slopes)
-        return dsinks, dslopes, lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias)
+        dblock_bias = lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias)
+        return dsinks, dslopes, dblock_bias, lse.new_empty(0) if dpair_bias is None else dpair_bias
 
 
 def sums_shape(

@@ -289,7 +289,7 @@ _ALIGNED = "causal=True aligns the diagonal bottom-right, at the last query and 
 _OF_PAIRS = "layout=BlockLayout.from_dense(mask), built once, is a bool mask of pairs, True attends"
 # the keywords of scaled_dot_product_attention, FlexAttention, FlashAttention and transformers, and what replaces them
 _KEYWORDS = {
-    "attn_mask": f"{_OF_PAIRS}; {_PADDING}; numbers to add to scores are alibi_slopes= or block_bias=",
+    "attn_mask": f"{_OF_PAIRS}; {_PADDING}; numbers to add to scores are pair_bias=",
     "attention_mask": f"{_PADDING}; {_OF_PAIRS}",
     "mask": f"{_OF_PAIRS}; {_PADDING}",
     "key_padding_mask": _PADDING,
@@ -302,8 +302,10 @@ _KEYWORDS = {
         "layout=BlockLayout.from_predicate(mask_mod, q_len, kv_len, heads=1), built once, is the same mask; "
         "give more heads if it depends on the head"
     ),
-    "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks= change scores; functions of scores are not supported",
-    "attn_bias": "alibi_slopes= and block_bias= add to scores; a mask is a layout, BlockLayout.from_dense(mask)",
+    "score_mod": (
+        "softcap=, alibi_slopes=, block_bias=, pair_bias= and sinks= change scores; other functions are not supported"
+    ),
+    "attn_bias": "pair_bias=, alibi_slopes= and block_bias= add to scores; a mask is BlockLayout.from_dense(mask)",
     "enable_gqa": "leave it out: k and v may have fewer heads than q, each of them shared by heads // kv_heads",
     "dropout": "dropout_p= is the probability of dropping",
     "attn_dropout": "dropout_p= is the probability of dropping",
@@ -341,11 +343,12 @@ class ScoreOptions(NamedTuple):
     softcap: float | None
     alibi_slopes: Tensor | None
     block_bias: Tensor | None
+    pair_bias: Tensor | None = None
 
     @property
     def has_positions(self) -> bool:
         """Whether scores depend on the positions of their tokens."""
-        return self.alibi_slopes is not None or self.block_bias is not None
+        return any(each is not None for each in (self.alibi_slopes, self.block_bias, self.pair_bias))
 
 
 def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
@@ -411,6 +414,31 @@ def checked_scale(scale: float | None, head_dim: int, dtype: torch.dtype) -> flo
     return scale
 
 
+def _check_pair_bias(bias: Any, q: Tensor, kv_len: int) -> None:
+    axes = "(batch or 1, heads or 1, q_len, kv_len)"
+    _check_float("pair_bias", bias, axes, q)
+    dtypes = DTYPES if q.dtype == torch.float64 else DTYPES[:3]
+    if bias.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"pair_bias must be {names}, got {bias.dtype}; pair_bias.float() makes one")
+    if bias.dim() != 4:
+        raise ValueError(
+            f"pair_bias must have the 4 dimensions {axes}, got shape {tuple(bias.shape)}; pair_bias[None] adds one in "
+            "front"
+        )
+    sizes = (*q.shape[:3], kv_len)
+    for axis, size, found in zip(("batch", "heads", "q_len", "kv_len"), sizes, bias.shape, strict=True):
+        is_shared = axis in ("batch", "heads")
+        if found != size and not (is_shared and found == 1):
+            hint = f"its dimensions are {axes}"
+            if found == 1:
+                hint = f"pair_bias.expand(-1, -1, {sizes[2]}, {kv_len}) has it, without a copy"
+            raise ValueError(
+                f"pair_bias must have {f'1 or {size}' if is_shared else size} as its {axis}, got {found} in shape "
+                f"{tuple(bias.shape)}; {hint}"
+            )
+
+
 def checked_softcap(softcap: Any) -> float | None:
     """softcap as a float; TypeError or ValueError if it is not a usable number."""
     if softcap is None:
@@ -426,9 +454,9 @@ def checked_softcap(softcap: Any) -> float | None:
     return cap
 
 
-def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -> ScoreOptions:
+def check_scores(options: ScoreOptions, q: Tensor, k: Tensor, layout: BlockLayout | None) -> ScoreOptions:
     """The options with softcap as a float; TypeError or ValueError if one does not fit. Runs after `check`."""
-    sinks, softcap, alibi_slopes, block_bias = options
+    sinks, softcap, alibi_slopes, block_bias, pair_bias = options
     batch, heads = q.shape[:2]
     if sinks is not None:
         _check_for_heads("sinks", sinks, heads, q)
@@ -437,6 +465,8 @@ def check_scores(options: ScoreOptions, q: Tensor, layout: BlockLayout | None) -
         _check_for_heads("alibi_slopes", alibi_slopes, heads, q)
     if block_bias is not None:
         _check_block_bias(block_bias, layout, batch, heads, q)
+    if pair_bias is not None:
+        _check_pair_bias(pair_bias, q, k.shape[2])
     return options._replace(softcap=softcap)
 
 

@@ -140,6 +140,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
             ("sinks", torch.zeros(HEADS)),
             ("alibi_slopes", torch.zeros(HEADS)),
             ("block_bias", torch.zeros(6)),
+            ("pair_bias", torch.zeros(1, 1, 32, 48)),
         )
         for kind, change, hint in (
             ("torch.sparse_coo", torch.Tensor.to_sparse, "{}.to_dense()"),
@@ -474,13 +475,13 @@ def test_no_swap_is_suspected_for_plausible_shapes():
 
 # keyword of another library: what to use instead
 OTHER_KEYWORDS = {
-    "attn_mask": r"layout=BlockLayout\.from_dense\(mask\).*kv_lengths=.*block_bias=",
+    "attn_mask": r"layout=BlockLayout\.from_dense\(mask\).*kv_lengths=.*pair_bias=",
     "attention_mask": "kv_lengths=",
     "is_causal": "causal=True aligns the diagonal bottom-right",
     "window_size": r"masks\.local\(length, window=\(left, right\)\).*FlashAttention's -1",
     "block_mask": r"interop\.from_flex_attention\(block_mask\)",
     "mask_mod": r"from_predicate\(mask_mod, q_len, kv_len, heads=1\)",
-    "score_mod": "softcap=, alibi_slopes=, block_bias= and sinks=",
+    "score_mod": "softcap=, alibi_slopes=, block_bias=, pair_bias= and sinks=",
     "enable_gqa": "leave it out: k and v may have fewer heads",
     "dropout": "dropout_p= is the probability of dropping",
     "softmax_scale": "scale= is the factor",
@@ -1098,6 +1099,7 @@ def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype
         ({"interpret": True}, "interpreter"),
         ({"has_dropout": True}, "it has no dropout"),
         ({"has_block_bias": True}, "it has no block_bias"),
+        ({"has_pair_bias": True}, "it has no pair_bias"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
         ({"stride": 65}, "strides and an address of k that are multiples of 16 bytes"),
@@ -1111,7 +1113,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias")}
+        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias", "has_pair_bias")}
         unfit = dispatch.why_not_hopper((q, k, q), dtype, **options)
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)
@@ -1173,6 +1175,8 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
         assert decide("auto", large, large, is_traced=True, dtype=torch.float32) == "triton"
         assert decide("auto", large, large) == decide("hopper", large, large) == "hopper"
         assert decide("auto", large, large, has_block_bias=True) == "triton"
+        assert decide("auto", large, large, has_pair_bias=True) == "triton"
+        assert decide("auto", large, large, has_pair_bias=True, is_traced=True) == "triton"
     with on_gpu((8, 0)):
         assert decide("auto", large, large, is_traced=True) == decide("auto", large, large) == "triton"
 

@@ -81,7 +81,7 @@ def test_empty_sequences():
     assert [len(each[0]) for each in out.unbind()] == [0, 5, 0]
 
 
-@pytest.mark.parametrize("name", ["layout", "kv_lengths", "block_bias"])
+@pytest.mark.parametrize("name", ["layout", "kv_lengths", "block_bias", "pair_bias"])
 def test_options_of_padded_batches_are_refused(name):
     q, k, v = (leaf.transpose(1, 2) for leaf in inputs(LENGTHS, LENGTHS, 4))
     value = masks.causal(304) if name == "layout" else torch.ones(4)

@@ -42,7 +42,7 @@ def test_operators_pass_opcheck(case: str, backend: str, device: torch.device, l
     lengths = torch.tensor([100], device=device) if "lengths" in case else None
     seed = torch.tensor([3]) if case == "dropout" else None
     spec = CallSpec(0.25, "causal" in case, 0.5 if seed is not None else 0.0, 0.0, backend, False)
-    mods = (None, None, None)
+    mods = (None,) * 4
     options: tuple[Any, ...] = (plan, [], lengths, seed, *spec)
     operators = torch.ops.blocksparse_flash
     results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *mods, *options))
@@ -50,7 +50,7 @@ def test_operators_pass_opcheck(case: str, backend: str, device: torch.device, l
     with torch.no_grad():
         out, lse = operators.attention_forward(q, k, v, *mods, *options)
         douts = torch.randn_like(out), torch.randn_like(lse)
-        arguments = (*douts, q, k, v, *mods, out, lse, *options, [False] * 3)
+        arguments = (*douts, q, k, v, *mods, out, lse, *options, [False] * 4)
         results = torch.library.opcheck(operators.attention_backward.default, tuple(_detached(a) for a in arguments))
     assert set(results.values()) == {"SUCCESS"}
 

@@ -189,6 +189,7 @@ OPTIONS = {
     "kv_lengths": torch.tensor([555]),
     "alibi_slopes": torch.tensor([0.5]),
     "block_bias": torch.zeros(0),
+    "pair_bias": torch.zeros(1, 1, 500, 555),
 }
 
 

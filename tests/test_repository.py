@@ -133,7 +133,8 @@ def test_public_names_are_fixed() -> None:
 def test_attention_has_its_exact_signature() -> None:
     expected = (
         "q, k, v, layout=None, *, causal=False, scale=None, kv_lengths=None, dropout_p=0.0, seed=None, "
-        "deterministic=None, backend='auto', sinks=None, softcap=None, alibi_slopes=None, block_bias=None, **unknown"
+        "deterministic=None, backend='auto', sinks=None, softcap=None, alibi_slopes=None, block_bias=None, "
+        "pair_bias=None, **unknown"
     )
     for function in (blocksparse_flash.attention, blocksparse_flash.attention_with_lse, blocksparse_flash.explain):
         signature = inspect.signature(function)

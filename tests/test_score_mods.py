@@ -1,4 +1,4 @@
-"""sinks, softcap, alibi_slopes and block_bias against a double loop over their published definitions.
+"""sinks, softcap, alibi_slopes, block_bias and pair_bias against a double loop over their published definitions.
 
 test_zoo.py tests accuracy over many layouts and types.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -49,6 +50,8 @@ def call_of(
     }
     call |= {"softcap": 1.7, "sinks": torch.randn(HEADS, generator=draw, dtype=torch.float64)}
     call |= {"alibi_slopes": torch.tensor([0.01, 0.5], dtype=torch.float64)}
+    pairs = torch.randn(1, HEADS, q_len, kv_len, generator=draw, dtype=torch.float64)
+    call |= {"pair_bias": pairs.to(torch.promote_types(dtype, torch.float32))}
     if layout is not None:
         shapes = {
             "blocks": (layout.capacity,),
@@ -84,6 +87,8 @@ def double_loop(call: dict[str, Any], scale: float) -> tuple[Tensor, Tensor]:
                 score -= float(call["alibi_slopes"][h]) * abs(i + (kv_len - q_len) - j)
             if "block_bias" in call:
                 score += bias_of_pair(call["block_bias"], layout, b, h, i, j)
+            if "pair_bias" in call:
+                score += float(call["pair_bias"].expand(batch, heads, -1, -1)[b, h, i, j])
             logits[j] = score
         total = math.fsum(math.exp(score) for score in logits.values())
         if "sinks" in call:
@@ -103,7 +108,7 @@ def bias_of_pair(bias: Tensor, layout: Any, b: int, h: int, i: int, j: int) -> f
     return float(bias[b % bias.shape[0], h % bias.shape[1], entry])
 
 
-OPTIONS = ["sinks", "softcap", "alibi_slopes", "block_bias"]
+OPTIONS = ["sinks", "softcap", "alibi_slopes", "block_bias", "pair_bias"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -241,12 +246,13 @@ def test_an_infinite_slope_is_nan_where_a_query_attends_to_its_own_position(back
 def test_gradients_pass_gradcheck(backend: str) -> None:
     layout = BlockLayout.from_predicate(lambda i, j: (i + j) % 3 != 0, 34, 33, block_size=16)
     draw = torch.Generator().manual_seed(0)
-    shapes = ((1, 2, 34, 3), (1, 1, 33, 3), (1, 1, 33, 2), (2,), (2,), (2, layout.capacity))
+    shapes = ((1, 2, 34, 3), (1, 1, 33, 3), (1, 1, 33, 2), (2,), (2,), (2, layout.capacity), (1, 1, 34, 33))
     leaves = [torch.rand(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
     def call(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, slopes, bias = leaves
-        options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": slopes, "block_bias": bias, "softcap": 0.9}
+        q, k, v, sinks, slopes, bias, pairs = leaves
+        options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": slopes, "block_bias": bias, "pair_bias": pairs}
+        options["softcap"] = 0.9
         return attention_with_lse(
             q, k, v, layout, causal=True, dropout_p=0.2, seed=4, scale=-1.5, backend=backend, **options
         )
@@ -397,6 +403,109 @@ def test_a_sink_of_one_part_is_a_sink_of_the_merged_result() -> None:
     torch.testing.assert_close(merge(*first, *attention_with_lse(call["q"], **halves[1])), attention_with_lse(**call))
 
 
+# ---- pair_bias ----
+
+EVERYWHERE = pytest.mark.parametrize("backend", ["eager", "triton", "reference"])
+
+
+def pair_call(device: torch.device, *, layout: BlockLayout | None = None) -> dict[str, Any]:
+    """q, k, v of float32 over 40 x 52 tokens, and a pair_bias of (1, HEADS)."""
+    call = call_of(layout, dtype=torch.float32)
+    names = ["q", "k", "v", "pair_bias", *(["layout"] if layout is not None else [])]
+    return {name: call[name].to(device) for name in names}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("axes", [(1, 1), (BATCH, 1), (1, HEADS), (BATCH, HEADS)], ids=str)
+def test_a_pair_bias_of_any_strides_and_type_has_a_gradient(
+    axes: tuple[int, int], backend: str, device: torch.device
+) -> None:
+    """Against the reference with contiguous float32: keys first in memory, 16 bits, one value expanded to all keys."""
+    call = pair_call(device, layout=layout_of())
+    wide = torch.randn(*axes, Q_LEN, KV_LEN, generator=torch.Generator().manual_seed(3)).to(device)
+    for bias in (wide.mT.contiguous().mT, wide.bfloat16(), wide[..., :1].expand(-1, -1, -1, KV_LEN)):
+        found = with_gradients({**call, "pair_bias": bias}, backend=backend)
+        expected = with_gradients({**call, "pair_bias": bias.float().contiguous()}, backend="reference")
+        assert found["dpair_bias"].dtype == bias.dtype and found["dpair_bias"].shape == bias.shape
+        expected["dpair_bias"] = expected["dpair_bias"].to(bias.dtype)
+        # the interpreter truncates bfloat16
+        for name, value in found.items():
+            tolerance = 2**-6 if value.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
+
+
+# only NumPy reports that finfo.min overflows in base 2
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
+@EVERYWHERE
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float32).min])
+def test_a_pair_bias_of_minus_infinity_removes_its_pair(
+    value: float, is_dense: bool, backend: str, device: torch.device
+) -> None:
+    """Two thirds of the pairs, and every pair of two queries, which then have no keys."""
+    layout = None if is_dense else layout_of()
+    removed = (torch.arange(Q_LEN)[:, None] + torch.arange(KV_LEN)) % 3 > 0
+    removed[3] = removed[32] = True
+    kept = BlockLayout.from_dense(~removed, block_size=16)
+    call = pair_call(device, layout=layout)
+    bias = call.pop("pair_bias")
+    masked = bias.masked_fill(removed.to(device), value)
+    found = with_gradients({**call, "pair_bias": masked}, backend=backend)
+    fewer = {**call, "layout": kept if layout is None else layout & kept}
+    expected = with_gradients({**fewer, "pair_bias": bias}, backend="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for name in ("out", "dq", "dpair_bias"):
+        assert not found[name][:, :, 3].any() and not found[name][:, :, 32].any()
+    assert (found["lse"][:, :, 3] == -math.inf).all()
+    assert not found["dpair_bias"][:, :, removed].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@EVERYWHERE
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_nan_in_a_pair_bias_reaches_its_query_alone(value: float, backend: str, device: torch.device) -> None:
+    """And nothing at pairs that do not attend, where the gradient is 0."""
+    layout = layout_of()
+    call = pair_call(device, layout=layout)
+    attends = layout.to_dense()[0, 0].to(device)
+    assert attends[1, 0] and not attends.all()
+    clean = with_gradients(call, backend=backend)
+    unused = with_gradients({**call, "pair_bias": call["pair_bias"].masked_fill(~attends, value)}, backend=backend)
+    torch.testing.assert_close(unused, clean, rtol=0, atol=0)
+    assert not unused["dpair_bias"][:, :, ~attends].any()
+    one = call["pair_bias"].clone()
+    one[0, 1, 1, 0] = value
+    found = attention_with_lse(**{**call, "pair_bias": one}, backend=backend)
+    for name, result in zip(("out", "lse"), found, strict=True):
+        assert result[:, 1, 1].isnan().all()
+        result[:, 1, 1] = clean[name][:, 1, 1]
+        torch.testing.assert_close(result, clean[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pair_bias_is_the_float_mask_of_scaled_dot_product_attention(backend: str) -> None:
+    call = pair_call(torch.device("cpu"))
+    call |= {"pair_bias": call["pair_bias"].masked_fill(call["pair_bias"] < -1, -math.inf)}
+    leaves = [value.requires_grad_() for value in call.values()]
+    q, k, v, bias = leaves
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    actual = attention(q, k, v, pair_bias=bias, backend=backend)
+    torch.testing.assert_close(actual, expected)
+    dout = torch.randn(actual.shape, generator=torch.Generator().manual_seed(2))
+    grads = [torch.autograd.grad(out, leaves, dout) for out in (actual, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fixed_pair_bias_has_no_gradient_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = pytest.importorskip("blocksparse_flash.kernels.triton.backward", reason="needs Triton")
+    monkeypatch.setattr(gradient, "pair_bias_launch", None)
+    gradient.backward_launches.cache_clear()
+    call = pair_call(device)
+    call["q"].requires_grad_()
+    attention(**call, backend="triton").sum().backward()
+    assert call["q"].grad is not None
+
+
 # ---- operators ----
 
 
@@ -405,16 +514,18 @@ def test_operators_pass_opcheck(backend: str, device: torch.device) -> None:
     layout = layout_of()
     call = call_of(layout, dtype=torch.float32)
     q, k, v = (call[name][:1].to(device).requires_grad_() for name in ("q", "k", "v"))
-    sinks, slopes, bias = (call[name].float().to(device) for name in ("sinks", "alibi_slopes", "block_bias"))
+    sinks, slopes, bias, pairs = (
+        call[name].float().to(device).detach().requires_grad_() for name in OPTIONS if name != "softcap"
+    )
     lists = list(layout.plan(device)), list(layout.bias_index(device))
     rest: tuple[Any, ...] = (None, None, *CallSpec(0.25, False, 0.0, 1.5, backend, False))
-    mods = (sinks.requires_grad_(), slopes.requires_grad_(), bias[None].detach().requires_grad_())
+    mods = sinks, slopes, bias[None].detach().requires_grad_(), pairs
     operators = torch.ops.blocksparse_flash
     results = torch.library.opcheck(operators.attention_forward.default, (q, k, v, *mods, *lists, *rest))
     assert set(results.values()) == {"SUCCESS"}
     q, k, v, *mods = (tensor.detach() for tensor in (q, k, v, *mods))
     out, lse = operators.attention_forward(q, k, v, *mods, *lists, *rest)
-    for wanted in ([True, True, True], *([] if backend == "triton" else [[False, True, False]])):
+    for wanted in ([True] * 4, *([] if backend == "triton" else [[False, True, False, False]])):
         arguments = (torch.randn_like(out), None, q, k, v, *mods, out, lse, *lists, *rest, wanted)
         results = torch.library.opcheck(operators.attention_backward.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
@@ -507,6 +618,51 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         ValueError,
         ("block_bias must have shape", "for a layout with heads or batches"),
     ),
+    "pair_bias is a number": (
+        {"pair_bias": 0.5},
+        TypeError,
+        ("pair_bias must be a float tensor", "(batch or 1, ", "got float"),
+    ),
+    "pair_bias is bool": (
+        {"pair_bias": torch.ones(1, 1, Q_LEN, KV_LEN, dtype=torch.bool)},
+        ValueError,
+        ("pair_bias must be floating point, got torch.bool",),
+    ),
+    "pair_bias is float64": (
+        {"pair_bias": torch.zeros(1, 1, Q_LEN, KV_LEN, dtype=torch.float64)},
+        ValueError,
+        ("pair_bias must be float16, bfloat16, float32, got torch.float64", "pair_bias.float()"),
+    ),
+    "pair_bias of two axes": (
+        {"pair_bias": torch.zeros(Q_LEN, KV_LEN)},
+        ValueError,
+        ("pair_bias must have the 4 dimensions (batch or 1, heads or 1, q_len, kv_len)", "(40, 52)", "pair_bias[None]"),
+    ),
+    "pair_bias of another batch": (
+        {"pair_bias": torch.zeros(3, 1, Q_LEN, KV_LEN)},
+        ValueError,
+        ("pair_bias must have 1 or 2 as its batch, got 3 in shape (3, 1, 40, 52)",),
+    ),
+    "pair_bias of kv heads": (
+        {"pair_bias": torch.zeros(1, 4, Q_LEN, KV_LEN)},
+        ValueError,
+        ("pair_bias must have 1 or 2 as its heads, got 4",),
+    ),
+    "pair_bias of keys alone": (
+        {"pair_bias": torch.zeros(2, 1, 1, KV_LEN)},
+        ValueError,
+        ("pair_bias must have 40 as its q_len, got 1", "pair_bias.expand(-1, -1, 40, 52)"),
+    ),
+    "pair_bias of other keys": (
+        {"pair_bias": torch.zeros(1, 1, Q_LEN, KV_LEN + 1)},
+        ValueError,
+        ("pair_bias must have 52 as its kv_len, got 53",),
+    ),
+    "pair_bias on another device": (
+        {"pair_bias": torch.zeros(1, 1, Q_LEN, KV_LEN, device="meta")},
+        ValueError,
+        ("q's device cpu", "got meta"),
+    ),
     "bias on another device": (
         {"block_bias": torch.zeros(NNZ, device="meta")},
         ValueError,
@@ -519,7 +675,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_name_the_option_and_the_fix(name: str, function: Any) -> None:
     change, exception, parts = WRONG[name]
-    call = {name: value for name, value in call_of(layout_of()).items() if name in ("q", "k", "v", "layout")}
+    call = call_of(layout_of(), dtype=torch.float32)
+    call = {name: call[name] for name in ("q", "k", "v", "layout")}
     with pytest.raises(exception) as error:
         function(**{**call, **change})
     for part in parts:
@@ -527,4 +684,4 @@ def test_errors_name_the_option_and_the_fix(name: str, function: Any) -> None:
 
 
 def test_calls_without_score_mods_have_no_score_options() -> None:
-    assert functional._score_options(None, None, None, None) is None
+    assert functional._score_options(None, None, None, None, None) is None

@@ -158,8 +158,10 @@ OF_SLOPES_GRADIENT = 3.2
 
 
 def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
-    if call.has_block_bias and call.backend == "triton" and device.capability == (9, 0) and call.is_half:
-        yield 'block_bias runs on "triton", since "hopper" has none'
+    if call.backend == "triton" and device.capability == (9, 0) and call.is_half:
+        for name, is_used in (("block_bias", call.has_block_bias), ("pair_bias", call.pair_bias is not None)):
+            if is_used:
+                yield f'{name} runs on "triton", since "hopper" has none'
     if call.backend != "hopper":
         return
     for name, is_used in (("softcap", call.has_softcap), ("alibi_slopes", call.has_slopes)):

@@ -39,6 +39,7 @@ class Call:
     has_slopes: bool = False
     has_slopes_gradient: bool = False
     keeps_order: bool = False
+    pair_bias: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -158,12 +159,12 @@ class Call:
         options = {
             "has_dropout": self.dropout_p > 0,
             "has_kv_lengths": self.has_kv_lengths,
-            "has_positions": self.has_slopes or self.has_block_bias,
+            "has_positions": self.has_slopes or self.has_block_bias or self.pair_bias is not None,
         }
         if can_reorder(self.backend, **options):
             return ""
         names = {"has_dropout": "dropout_p", "has_kv_lengths": "kv_lengths"}
-        positions = "alibi_slopes" if self.has_slopes else "block_bias"
+        positions = "alibi_slopes" if self.has_slopes else "block_bias" if self.has_block_bias else "pair_bias"
         return next((names.get(option, positions) for option, is_used in options.items() if is_used), self.backend)
 
     @functools.cached_property

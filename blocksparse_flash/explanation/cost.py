@@ -131,7 +131,7 @@ def unmeasured(call: Call) -> str:
     if call.dropout_p > 0:
         return "dropout was not measured"
     if call.has_score_options:
-        return "sinks, softcap, alibi_slopes and block_bias were not measured"
+        return "sinks, softcap, alibi_slopes, block_bias and pair_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
     if not call.is_fine and memory.uses_hopper_backward(call) and memory.has_separate_dq(call):

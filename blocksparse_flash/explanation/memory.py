@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ..kernels.schedule import PROGRAMS_PER_SM, WHOLE, Split, padded_dim, split_of, sums_over_heads
 from ..kernels.separate_dq import is_dq_separate
 from ..plan_format import TILE
@@ -46,6 +48,11 @@ def _sizes(call: Call) -> dict[str, int]:
         "out": size * queries * call.v_dim,
         "lse": (8 if size == 8 else FLOAT) * queries,
     }
+
+
+def _pair_bias(call: Call) -> int:
+    """Bytes of pair_bias, as if all of its tiles were stored."""
+    return 0 if call.pair_bias is None else call.pair_bias.numel() * call.pair_bias.element_size()
 
 
 def _padded(count: int) -> int:
@@ -145,6 +152,7 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
     sizes = _sizes(call)
     reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
     writes = sizes["out"] + sizes["lse"]
+    reads += _pair_bias(call)
     workspace: int | None = None
     parts = 0
     if call.is_empty:
@@ -171,8 +179,12 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
     sides = ("col",) if adds_dq(call) else ("row", "col")
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
+    of_pairs, results = _pair_bias(call), inputs
+    reads += of_pairs
+    if call.pair_bias is not None and call.pair_bias.requires_grad and torch.is_grad_enabled():
+        results += of_pairs
     if call.is_empty or call.backend not in ("triton", "hopper"):
-        return Moved(reads, inputs, 0 if call.is_empty else None, 0, 0)
+        return Moved(reads, results, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, padded to whole tiles
     side = call.side if uses_hopper_backward(call) else TILE
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
@@ -181,7 +193,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     shared = inputs + sizes["out"] + statistics
     main_bytes = 2 * shared + inputs + _lists(call, "row", "col")
     if not uses_hopper_backward(call):
-        return Moved(reads, inputs, statistics, main_bytes, extra_bytes)
+        return Moved(reads, results, statistics, main_bytes, extra_bytes)
     rows = call.batch * call.heads * call.q_len
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
     if call.is_fine:

@@ -45,11 +45,12 @@ def wants_descriptors(major: int, *tensors: TensorSpec) -> bool:
 class ScoreSpecs(NamedTuple):
     """Cache key of the score mods of a call.
 
-    bias_cell  queries and keys of a bias cell; None without a bias
+    bias_cell  queries and keys of a bias cell; None without block_bias
     modifies_scores  whether score mods apply between product and mask
     tables     specs of the bias tables, by direction
     others     specs of sinks and slopes
-    wanted     whether the gradients of sinks, slopes and bias are needed
+    pair_bias  its spec
+    wanted     whether the gradients of sinks, slopes, block_bias and pair_bias are needed
     """
 
     softcap: float
@@ -57,14 +58,17 @@ class ScoreSpecs(NamedTuple):
     modifies_scores: bool
     tables: tuple[TensorSpec | None, ...]
     others: tuple[TensorSpec | None, ...]
+    pair_bias: TensorSpec | None
     wanted: tuple[bool, ...]
 
 
 def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequence[bool] = ()) -> ScoreSpecs:
     """The cache key of score mods and their bias tables."""
-    modifies_scores = scores.softcap > 0 or scores.alibi_slopes is not None or scores.block_bias is not None
+    added = scores.alibi_slopes, scores.block_bias, scores.pair_bias
+    modifies_scores = scores.softcap > 0 or any(each is not None for each in added)
     others, specs = (spec_of(scores.sinks), spec_of(scores.alibi_slopes)), tuple(map(spec_of, tables))
-    return ScoreSpecs(scores.softcap, scores.bias_cell, modifies_scores, specs, others, tuple(wanted))
+    of_pairs = spec_of(scores.pair_bias)
+    return ScoreSpecs(scores.softcap, scores.bias_cell, modifies_scores, specs, others, of_pairs, tuple(wanted))
 
 
 class Options(NamedTuple):
@@ -158,6 +162,8 @@ class Strides(NamedTuple):
 
     q, k, v, dout          (batch, head, row)
     records, tables, sums  (batch, head) of a plan's records, bias tables and bias sums
+    pair_batch, pair_head, pair_q, pair_kv  of pair_bias, 0 along an axis that is shared. Not nested, since Triton 3.6
+                           loses strides of 1 in nested tuples
     """
 
     q: Shape
@@ -167,6 +173,10 @@ class Strides(NamedTuple):
     records: Shape = (0, 0)
     tables: Shape | None = None
     sums: Shape | None = None
+    pair_batch: int | None = None
+    pair_head: int | None = None
+    pair_q: int | None = None
+    pair_kv: int | None = None
 
 
 def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> Constants:
@@ -221,6 +231,16 @@ def bias_arguments(options: Options, direction: int) -> tuple[Shape | None, tupl
     if scores is None or scores.bias_cell is None or tables is None:
         return None, (0, 0)
     return axis_strides(tables.shape), scores.bias_cell
+
+
+def pair_bias_strides(options: Options) -> dict[str, Any]:
+    """The fields of `Strides` for pair_bias; none without one."""
+    bias = None if options.scores is None else options.scores.pair_bias
+    if bias is None:
+        return {}
+    names = "pair_batch", "pair_head", "pair_q", "pair_kv"
+    sizes = zip(names, bias.shape, bias.strides, strict=True)
+    return {name: 0 if size == 1 else stride for name, size, stride in sizes}
 
 
 def strides_of_records(record_shape: Shape | None) -> tuple[int, int]:

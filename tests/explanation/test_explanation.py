@@ -288,9 +288,20 @@ ADVICE = {
     "alibi_slopes.detach()": lambda: call(
         backend="hopper", has_score_options=True, has_slopes=True, has_slopes_gradient=True
     ),
+    'pair_bias runs on "triton"': lambda: call(has_score_options=True, pair_bias=torch.zeros(1, 1, 1, 1)),
     'block_bias runs on "triton"': lambda: call(layout=window(), has_score_options=True, has_block_bias=True),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
+
+
+def test_a_pair_bias_is_read_and_its_gradient_written() -> None:
+    q = torch.zeros(1, 2, 256, 16)
+    bias = torch.zeros(1, 2, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    plain, found = (explain(q, q, q, pair_bias=each) for each in (None, bias))
+    assert (found.forward.reads - plain.forward.reads, found.forward.writes) == (bias.nbytes, plain.forward.writes)
+    assert found.backward.reads - plain.backward.reads == found.backward.writes - plain.backward.writes == bias.nbytes
+    fixed = explain(q, q, q, pair_bias=bias.detach()).backward
+    assert (fixed.reads, fixed.writes) == (found.backward.reads, plain.backward.writes)
 
 
 def repeated() -> torch.Tensor:

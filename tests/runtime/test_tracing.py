@@ -149,6 +149,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3},
     "seed": {"dropout_p": 0.3, "seed": 5},
     "scores": {"sinks": torch.zeros(2, device="cpu"), "block_bias": torch.zeros(9, device="cpu")},
+    "pairs": {"pair_bias": torch.zeros(1, 2, 40, 40, device="cpu")},
 }
 
 
@@ -206,7 +207,7 @@ def test_a_plan_made_for_fake_tensors_is_real(make: Callable[[], BlockLayout]) -
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("options", ["plain", "causal, lengths", "seed", "scores"])
+@pytest.mark.parametrize("options", ["plain", "causal, lengths", "seed", "scores", "pairs"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_aot_function_traces_forward_and_backward(backend: str, options: str) -> None:
     layout, inputs, graphs = host_layout().to("cpu"), tensors(), []

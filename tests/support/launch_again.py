@@ -167,7 +167,7 @@ def main() -> None:
             with mock.patch.object(kernel_arguments, "MIN_TMA_ELEMENTS", min_elements):
                 run = forward.forward_launch.__wrapped__(specs, plan_specs, options)[-1]
             assert any(run._factories) == (min_elements == 0)
-            rest = (*tile_lists, None, None, None, None, None, out, lse)
+            rest = (*tile_lists, *[None] * 6, out, lse)
             arguments = [(*call, *rest) for call in calls]
             check(recorder, run, arguments[0], arguments)
             # the recorder keeps its arguments
@@ -197,7 +197,7 @@ def main() -> None:
         assert split_keys.combine is not None and not any(split_keys.split._factories)
         splits, lses = torch.empty(split_keys.n_splits, 2, 64), torch.empty(split_keys.n_splits, 2)
         dense = (None,) * 6
-        arguments = [(q, *call[1:], *dense, per_head, None, splits, lses) for call in calls]
+        arguments = [(q, *call[1:], *dense, per_head, None, None, splits, lses) for call in calls]
         check(recorder, split_keys.split, arguments[0], arguments)
         recorder.calls.clear()
         arguments = [(splits, lses, per_head, call[0], lse) for call in calls]

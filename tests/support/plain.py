@@ -71,7 +71,7 @@ def results(
     """Valid values of out, lse, dq, dk and dv: one list each, which begins with that of the reference.
 
     dout, dlse  gradients of out and lse; lse is computed from q and k in float32 or float64
-    score_mods  sinks, alibi_slopes and block_bias, if any; their gradients follow in this order
+    score_mods  sinks, alibi_slopes, block_bias and pair_bias, if any; their gradients follow in this order
     blocks      block of each pair, from block_of_pairs; needed with block_bias
     roundings   seeds. In half types each draws one way in which kernels may round; by default ROUNDINGS seeds with
                 `score_mods`, else none. In other types each changes the last bit of lse: odd ones up, even ones down
@@ -196,7 +196,7 @@ def _by_flash_attention(
     sinks = mods.pop("sinks", None)
     rounds_operands = isinstance(out, int)
     if mods or softcap is not None or rounds_operands:
-        modifiers = [mods.get(name) for name in ("alibi_slopes", "bias")]
+        modifiers = [mods.get(name) for name in ("alibi_slopes", "bias", "pair_bias")]
         products = (q.to(dtype) * scale) @ keys.to(dtype).mT
         if rounds_operands:
             products.register_hook(lambda ds: ds.to(q.dtype).to(dtype))

@@ -37,7 +37,7 @@ from ... import philox
 from ...plan_format import PARTIAL, TILE
 from ...score_mods import Scores
 from ..inputs import BackwardInputs
-from .score_mods import CallMods, SpanMods
+from .score_mods import CallMods, Sizes, SpanMods, add_tiles
 
 # exp of this is still a normal number; lower exponents give weight 0
 LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
@@ -45,31 +45,6 @@ LOWEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
 # slower with 2 MB); a GPU needs large launches
 TILES_PER_THREAD = 32
 TILES_ON_GPU = 1024
-
-
-class _Sizes(NamedTuple):
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-
-    @property
-    def n_rows(self) -> int:
-        return -(-self.q_len // TILE)
-
-    @property
-    def n_cols(self) -> int:
-        return -(-self.kv_len // TILE)
-
-    @property
-    def q_side(self) -> int:
-        """Queries of a tile: q_len if it is less than a tile, as in decoding."""
-        return min(TILE, self.q_len)
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in (self.batch * self.heads, self.q_len, self.kv_len)
 
 
 class _Rows(NamedTuple):
@@ -120,7 +95,7 @@ class _Chunks:
 
     def __init__(
         self,
-        sizes: _Sizes,
+        sizes: Sizes,
         plan: list[Tensor],
         kv_lengths: Tensor | None,
         seed: Tensor | None,
@@ -187,7 +162,7 @@ class _Chunks:
                 memory[first] = self._limit_of(min(last, rows.n_partial) - first, entries, diagonal, kv_pos)
             mods = None
             if self.mods is not None:
-                mods = self.mods.of_span(batch_idx, head_idx, entries, diagonal, kv_pos)
+                mods = self.mods.of_span(batch_idx, head_idx, rows.rows, cols, entries, diagonal, kv_pos)
             yield _Span(
                 kv_tiles=(first_kv_tile[:, :, None] + cols).flatten(),
                 shape=(*batch_idx.shape, sizes.q_side, TILE * (last - first)),
@@ -386,7 +361,7 @@ def _merged(a: _Partial, b: _Partial) -> _Partial:
     return _Partial(out, highest, b.total.mul_(decay_b).addcmul_(a.total, decay_a), is_divided=False)
 
 
-def _sink_partial(sinks: Tensor, index: Tensor, sizes: _Sizes, v_dim: int) -> _Partial:
+def _sink_partial(sinks: Tensor, index: Tensor, sizes: Sizes, v_dim: int) -> _Partial:
     """The sinks as a partial result; a sink of -inf gets no weight in `_merged`."""
     highest = sinks[index // sizes.n_rows % sizes.heads][:, None, None].expand(-1, sizes.q_side, 1)
     return _Partial(
@@ -414,18 +389,6 @@ def _unrounded(delta: Tensor, dout_out: Tensor, summed: Tensor, total: Tensor) -
     return torch.where((total - 1).abs() < 2**-14, delta + (summed - dout_out), delta)
 
 
-def _add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
-    """total[index] += tiles in a fixed order, also where an index repeats.
-
-    index_add_ is sequential on a CPU but uses atomics on a GPU, where index_put_ sorts.
-    """
-    tiles = tiles.view(len(index), *total.shape[1:])
-    if total.device.type == "cpu":
-        total.index_add_(0, index, tiles)
-    else:
-        total.index_put_((index,), tiles, accumulate=True)
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -447,7 +410,7 @@ def forward(
     kv_lengths (batch,), seed (1,) int64 or None; keys at and beyond a length are not read
     returns  out (batch, heads, q_len, v_head_dim) in q's dtype, lse (batch, heads, q_len) float32 or float64
     """
-    sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
@@ -457,7 +420,7 @@ def forward(
     if sizes.is_empty:
         return out, lse
     q_tiles = _tiles(q, dtype, sizes.q_side)
-    mods = None if scores is None else CallMods(scores, (sizes.batch, sizes.heads), plan, like=q_tiles)
+    mods = None if scores is None else CallMods(scores, sizes, plan, like=q_tiles)
     chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, mods, like=q_tiles)
     # with one tile row each key tile is read once per head, so only the tiles in use are converted
     stored = k.dtype if sizes.n_rows == 1 else dtype
@@ -488,15 +451,15 @@ def backward(
     causal: bool,
     dropout_p: float,
     scores: Scores | None = None,
-    wanted: Sequence[bool] = (False, False, False),
+    wanted: Sequence[bool] = (False, False, False, False),
 ) -> tuple[Tensor, ...]:
     """Gradients of `forward`'s q, k and v; the other arguments as there.
 
     returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with score mods also the gradients of sinks,
-             slopes and bias, empty where not wanted
+             slopes and biases, empty where not wanted
     """
     dout, dlse, q, k, v, out, lse = inputs
-    sizes = _Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     if sizes.is_empty:
         assert scores is None, "the reference handles calls without keys"
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -513,7 +476,7 @@ def backward(
     q_tiles = _tiles(q, dtype, sizes.q_side)
     mods = None
     if scores is not None:
-        mods = CallMods(scores, (sizes.batch, sizes.heads), plan, like=q_tiles, wanted=(wanted[1], wanted[2]))
+        mods = CallMods(scores, sizes, plan, like=q_tiles, wanted=wanted[1:])
     chunks = _Chunks(sizes, plan, kv_lengths, seed, causal, dropout_p, mods, like=q_tiles)
     k_tiles, v_tiles = (_kv_tiles(tensor, dtype, kv_lengths) for tensor in (k, v))
     dout_tiles, delta_tiles, dout_out_tiles = (
@@ -545,13 +508,13 @@ def backward(
             kept = weights
             if span.keep is not None:
                 kept = (weights.view(span.shape) * span.keep).view(weights.shape)
-            _add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
+            add_tiles(dv_tiles, span.kv_tiles, torch.bmm(kept.transpose(1, 2), dout_chunk))
             dscores.sub_(delta_chunk).mul_(weights)
             if mods is not None and span.mods is not None:
                 mods.collect(span.mods, dscores.view(span.shape), index)
                 if tanh is not None:
                     dscores.view(span.shape).mul_(tanh.square_().neg_().add_(1))
-            _add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
+            add_tiles(dk_tiles, span.kv_tiles, torch.bmm(dscores.transpose(1, 2), q_chunk))
             dq_chunk.baddbmm_(dscores, _gathered(k_tiles, span))
         dq_tiles.index_copy_(0, index, dq_chunk)
         delta_tiles.index_copy_(0, index, delta_chunk)
@@ -562,4 +525,4 @@ def backward(
     if of_slopes is not None:
         of_slopes = _untiled(of_slopes, lse[..., None].double())[..., 0]
     delta = _untiled(delta_tiles, lse[..., None])[..., 0]
-    return *grads, *scores.gradients(wanted, lse, delta, of_slopes, mods.bias_sums)
+    return *grads, *scores.gradients(wanted, lse, delta, of_slopes, mods.bias_sums, mods.pair_bias_gradient())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...plan_format import TILE
-from ...score_mods import Scores, sums_shape
+from ...score_mods import LOWEST_BIAS, Scores, sums_shape
+
+
+class Sizes(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def n_rows(self) -> int:
+        return -(-self.q_len // TILE)
+
+    @property
+    def n_cols(self) -> int:
+        return -(-self.kv_len // TILE)
+
+    @property
+    def q_side(self) -> int:
+        """Queries of a tile: q_len if it is less than a tile, as in decoding."""
+        return min(TILE, self.q_len)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.batch * self.heads, self.q_len, self.kv_len)
 
 
 class SpanMods(NamedTuple):
@@ -20,6 +47,8 @@ class SpanMods(NamedTuple):
     distance  (rows, queries, keys), or None
     bias      (sharing heads, rows, queries, keys), or None
     places    (batch, head, list entry) of each tile, broadcast to (sharing heads, rows, tiles); None without a bias
+    pair_bias  (sharing heads or 1, rows, queries, keys), or None
+    pair_places  flat index of each tile of it, (sharing heads or 1, rows, tiles), or None
     """
 
     softcap: float
@@ -27,6 +56,8 @@ class SpanMods(NamedTuple):
     distance: Tensor | None
     bias: Tensor | None
     places: tuple[Tensor, Tensor, Tensor] | None
+    pair_bias: Tensor | None
+    pair_places: Tensor | None
 
     def apply(self, scores: Tensor) -> Tensor | None:
         """Changes scores in place; returns the tanh of a softcap."""
@@ -38,6 +69,8 @@ class SpanMods(NamedTuple):
             scores.addcmul_(self.slopes, self.distance, value=-1)
         if self.bias is not None:
             scores.add_(self.bias)
+        if self.pair_bias is not None:
+            scores.add_(torch.threshold(self.pair_bias.to(scores.dtype), LOWEST_BIAS, -torch.inf))
         return tanh
 
 
@@ -46,38 +79,63 @@ class CallMods:
 
     distance_sums  (query tiles, queries, 1): of -ds * distance, in float64, since far and near pairs nearly cancel
     bias_sums      see score_mods.sums_shape
+    pair_sums      (tiles of pair_bias, queries, keys): of ds
     """
 
     def __init__(
         self,
         scores: Scores,
-        axes: tuple[int, int],
+        sizes: Sizes,
         plan: list[Tensor],
         *,
         like: Tensor,
-        wanted: tuple[bool, bool] = (False, False),
+        wanted: Sequence[bool] = (False, False, False),
     ) -> None:
-        self.scores, self._tables = scores, scores.tables(0, base_2=False)
+        self.scores, self._tables, self._sizes = scores, scores.tables(0, base_2=False), sizes
         # queries of a tile
         self._queries = like.shape[1]
         self.distance_sums = like.new_zeros(len(like), self._queries, 1, dtype=torch.float64) if wanted[0] else None
         self.bias_sums = None
         if wanted[1] and scores.bias_cell is not None:
-            shared = tuple(size if of_plan == 1 else 1 for size, of_plan in zip(axes, plan[0].shape[:2], strict=True))
+            plan_batch, plan_heads = plan[0].shape[:2]
+            shared = sizes.batch if plan_batch == 1 else 1, sizes.heads if plan_heads == 1 else 1
             self.bias_sums = scores.new_sums(
-                sums_shape((shared[0], shared[1]), len(scores.bias_index[0]), scores.bias_cell, (TILE, TILE))
+                sums_shape(shared, len(scores.bias_index[0]), scores.bias_cell, (TILE, TILE))
             )
 
+        self.pair_tiles = self.pair_sums = None
+        if scores.pair_bias is not None:
+            self.pair_tiles = self._tiles_of_pairs(scores.pair_bias)
+            if wanted[2]:
+                n_tiles = math.prod(self.pair_tiles.shape[:4])
+                self.pair_sums = like.new_zeros(n_tiles, *self.pair_tiles.shape[4:])
+
+    def _tiles_of_pairs(self, bias: Tensor) -> Tensor:
+        """(batch | 1, heads | 1, tile rows, tile columns, queries, keys): a view where tiles are whole."""
+        sizes = self._sizes
+        beyond = sizes.n_cols * TILE - sizes.kv_len, sizes.n_rows * sizes.q_side - sizes.q_len
+        if any(beyond):
+            bias = F.pad(bias, (0, beyond[0], 0, beyond[1]))
+        return bias.unflatten(3, (-1, TILE)).unflatten(2, (-1, sizes.q_side)).transpose(3, 4)
+
     def of_span(
-        self, batch_idx: Tensor, head_idx: Tensor, entries: Tensor | None, diagonal: Tensor, kv_pos: Tensor
+        self,
+        batch_idx: Tensor,
+        head_idx: Tensor,
+        rows: Tensor,
+        cols: Tensor,
+        entries: Tensor | None,
+        diagonal: Tensor,
+        kv_pos: Tensor,
     ) -> SpanMods:
         """The score mods of a span.
 
         batch_idx, head_idx  (sharing heads, rows)
+        rows, cols  (rows,) and (rows, tiles): tile rows and tile columns
         entries  (rows, tiles): places in the lists of the plan, or None
         diagonal, kv_pos  (rows, queries, 1) and (rows, 1, keys)
         """
-        slopes = bias = places = distance = None
+        slopes = bias = places = distance = pair_bias = pair_places = None
         if self._tables is not None and entries is not None:
             places = batch_idx[:, :, None], head_idx[:, :, None], entries
             bias = self._tables[_within(places, self._tables)]
@@ -89,7 +147,15 @@ class CallMods:
         if self.scores.alibi_slopes is not None:
             slopes = self.scores.alibi_slopes[head_idx][:, :, None, None]
             distance = (diagonal - kv_pos).abs().to(slopes.dtype)
-        return SpanMods(self.scores.softcap, slopes, distance, bias, places)
+        if self.pair_tiles is not None:
+            (n_batch, n_heads, n_rows, n_cols), side = self.pair_tiles.shape[:4], self.pair_tiles.shape[4]
+            axes = batch_idx[:, :, None] % n_batch, head_idx[:, :, None] % n_heads
+            if n_batch == n_heads == 1:
+                axes = axes[0][:1], axes[1][:1]
+            tiles = self.pair_tiles[axes[0], axes[1], rows[:, None], cols]
+            pair_bias = tiles.transpose(2, 3).reshape(*tiles.shape[:2], side, -1)
+            pair_places = ((axes[0] * n_heads + axes[1]) * n_rows + rows[:, None]) * n_cols + cols
+        return SpanMods(self.scores.softcap, slopes, distance, bias, places, pair_bias, pair_places)
 
     def collect(self, mods: SpanMods, dscores: Tensor, index: Tensor) -> None:
         """Adds ds (sharing heads, rows, queries, keys) of the query tiles `index` to the sums."""
@@ -103,6 +169,19 @@ class CallMods:
             # each query tile occurs once per chunk
             sums = (dscores * mods.distance).sum(dim=-1, dtype=torch.float64)
             self.distance_sums[index] -= sums.view(-1, self._queries, 1)
+        if self.pair_sums is not None and mods.pair_places is not None:
+            if len(mods.pair_places) < len(dscores):
+                dscores = dscores.sum(dim=0, keepdim=True)
+            of_tiles = dscores.unflatten(3, (-1, TILE)).transpose(2, 3)
+            add_tiles(self.pair_sums, mods.pair_places.flatten(), of_tiles.reshape(-1, *self.pair_sums.shape[1:]))
+
+    def pair_bias_gradient(self) -> Tensor | None:
+        """The gradient of pair_bias, or None."""
+        bias = self.scores.pair_bias
+        if self.pair_sums is None or self.pair_tiles is None or bias is None:
+            return None
+        whole = self.pair_sums.view(self.pair_tiles.shape).transpose(3, 4).flatten(4).flatten(2, 3)
+        return whole[:, :, : self._sizes.q_len, : self._sizes.kv_len].to(bias.dtype).contiguous()
 
 
 def _within(places: tuple[Tensor, Tensor, Tensor], tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,3 +192,15 @@ def _within(places: tuple[Tensor, Tensor, Tensor], tensor: Tensor) -> tuple[Tens
     if tensor.shape[1] == 1:
         head_idx = torch.zeros_like(head_idx)
     return batch_idx, head_idx, entries
+
+
+def add_tiles(total: Tensor, index: Tensor, tiles: Tensor) -> None:
+    """total[index] += tiles in a fixed order, also where an index repeats.
+
+    index_add_ is sequential on a CPU but uses atomics on a GPU, where index_put_ sorts.
+    """
+    tiles = tiles.view(len(index), *total.shape[1:])
+    if total.device.type == "cpu":
+        total.index_add_(0, index, tiles)
+    else:
+        total.index_put_((index,), tiles, accumulate=True)

@@ -708,8 +708,8 @@ def backward(
             options = options._replace(scores=score_specs_of(scores, None, None, wanted=wanted))
         other = portable.backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
         assert other.queries is not None
-        # without bias tables and sums for the gradients of bias and slopes
-        other.queries(q, k, v, dout, lse_delta_pairs, *by_rows, kv_lengths, seed, slopes, None, dq, None, None)
+        # without biases, and sums for the gradients of bias and slopes
+        other.queries(q, k, v, dout, lse_delta_pairs, *by_rows, kv_lengths, seed, slopes, None, None, dq, None, None)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
     if scores is None:

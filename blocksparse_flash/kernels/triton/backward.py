@@ -7,7 +7,8 @@ iterating over the tile column for each query head of the group; dq, one program
 the tile row. On Hopper one joint launch computes dk, dv and dq where that pays (`joint_pays`), at head_dim 128 always.
 
 No atomics, 8 bytes of workspace per query and head, bitwise reproducible. Rows without keys (lse -inf) give zeros.
-Score mods are recomputed and differentiated; the dq launch also sums the gradients of slopes and biases.
+Score mods are recomputed and differentiated; the dq launch also sums the gradients of slopes and block biases. The
+gradient of a pair bias has a launch of its own (pair_bias_gradient.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ..arguments import (
     device_seed,
     dropout_arguments,
     options_of,
+    pair_bias_strides,
     plan_specs_of,
     score_specs_of,
     softcap_arguments,
@@ -44,6 +46,7 @@ from ..arguments import TILE as TILE_SIDE
 from ..inputs import BackwardInputs
 from .backward_kernels import joint_kernel, keys_kernel, queries_kernel
 from .backward_preprocess import preprocess_launch
+from .pair_bias_gradient import pair_bias_launch
 
 # most programs per SM for which dk, dv and dq share a launch
 JOINT_PROGRAMS = 8
@@ -164,6 +167,7 @@ class BackwardLaunches(NamedTuple):
 
     joint  replaces keys and queries, without lengths, where that pays
     bias_sums  see `bias_sums_shape`
+    pair_bias  the launch and memory of its gradient
     """
 
     preprocess: Launch
@@ -172,6 +176,7 @@ class BackwardLaunches(NamedTuple):
     joint: Launch | None
     memory: tuple[Memory, ...]
     bias_sums: tuple[int, ...] | None
+    pair_bias: tuple[Launch, Memory] | None
 
 
 def bias_sums_shape(
@@ -228,7 +233,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
 
-    strides = Strides(q.strides[:3], k.strides[:3], v.strides[:3], dout.strides[:3])
+    strides = Strides(q.strides[:3], k.strides[:3], v.strides[:3], dout.strides[:3], **pair_bias_strides(options))
     common = {
         "q_len": q_len,
         "kv_len": kv_len,
@@ -268,7 +273,10 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     joint = None
     if keys is not None and queries is not None:
         joint = joint_launch(specs, (rows[0], cols[0]), common, strides, fixed, options)
-    return BackwardLaunches(preprocess, keys, queries, joint, tuple(memory), shape)
+    of_pairs = None
+    if options.scores is not None and options.scores.pair_bias is not None and options.scores.wanted[3]:
+        of_pairs = pair_bias_launch(specs, rows[0], strides, fixed, options)
+    return BackwardLaunches(preprocess, keys, queries, joint, tuple(memory), shape, of_pairs)
 
 
 def joint_launch(
@@ -333,16 +341,17 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, contiguous and in q's dtype.
 
-    With score mods also the gradients of sinks, slopes and bias, empty where not `wanted` (a bool for each).
+    With score mods also the gradients of sinks, slopes and biases, empty where not `wanted` (a bool for each).
     """
     dout, dlse, q, k, v, out, lse = inputs
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seed = device_seed(seed, q.device)
     options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seed)
-    slopes = rows = cols = sums = dslopes = None
+    slopes = rows = cols = pair_bias = sums = dslopes = dpair_bias = None
     if scores is not None:
-        slopes, rows, cols = scores.alibi_slopes, scores.tables(0, base_2=True), scores.tables(1, base_2=True)
+        slopes, pair_bias = scores.alibi_slopes, scores.pair_bias
+        rows, cols = scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
     by_rows, by_cols = tile_lists(plan, 0), tile_lists(plan, 3)
     launches = backward_launches(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
@@ -358,10 +367,15 @@ def backward(
         launches.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
     else:
         if launches.keys is not None:
-            launches.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, dk, dv)
+            launches.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, pair_bias, dk, dv)
         if launches.queries is not None:
-            launches.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, dq, sums, dslopes)
+            mods = slopes, rows, pair_bias
+            launches.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, *mods, dq, sums, dslopes)
+    if launches.pair_bias is not None:
+        launch, memory = launches.pair_bias
+        dpair_bias = empty(*memory)
+        launch(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, pair_bias, dpair_bias)
     if scores is None:
         return dq, dk, dv
     delta = lse_delta[:, :, : q.shape[2], 1]
-    return dq, dk, dv, *scores.gradients(wanted, lse, delta, dslopes, sums)
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, dslopes, sums, dpair_bias)

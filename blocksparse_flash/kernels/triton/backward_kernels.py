@@ -66,7 +66,8 @@ def keys_program(
     # program of this block
     pid,
     # inputs; tiles: the tile columns
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr,
+    slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
     # sizes: n_heads KV heads, n_batch_heads = batch * n_heads, n_lines = tile columns (key blocks without a layout)
@@ -81,7 +82,9 @@ def keys_program(
     q_len, kv_len, scale_log2, cap = sizes.q_len, sizes.kv_len, factors.scale_log2, factors.cap
     HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
+    CHANGED: tl.constexpr = (
+        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
+    )
     STEPS: tl.constexpr = C.TILE // BLOCK_Q
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
@@ -150,8 +153,8 @@ def keys_program(
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
             if CHANGED:
                 b_scores, b_tanh = apply_score_mods(
-                    b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
-                    i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
+                    b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
+                    i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
                     CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=True,
                 )
             b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
@@ -199,7 +202,8 @@ def queries_program(
     # program of this block
     pid,
     # inputs; tiles: the tile rows
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr,
+    slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
     dq_ptr, sums_ptr, dslopes_ptr,
     # sizes: n_batch_heads = batch * heads, n_lines = tile rows (blocks of queries without a layout)
@@ -214,7 +218,9 @@ def queries_program(
     q_len, kv_len, scale_log2, cap = sizes.q_len, sizes.kv_len, factors.scale_log2, factors.cap
     HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
+    CHANGED: tl.constexpr = (
+        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
+    )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
@@ -278,8 +284,8 @@ def queries_program(
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
         if CHANGED:
             b_scores, b_tanh = apply_score_mods(
-                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
-                i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
+                i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
                 CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
             )
         b_dp = product(b_dout, tl.trans(b_v), PRECISION)
@@ -323,7 +329,7 @@ def queries_program(
 def keys_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
     # arguments.Strides
@@ -338,7 +344,7 @@ def keys_kernel(
         tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
         tiles=TileLists(records_ptr, indices_ptr, ids_ptr, words_ptr),
         kv_lengths_ptr=kv_lengths_ptr, seed_ptr=seed_ptr, slopes_ptr=slopes_ptr, tables_ptr=tables_ptr,
-        dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
+        pair_bias_ptr=pair_bias_ptr, dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
         sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
         factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
@@ -348,7 +354,7 @@ def keys_kernel(
 def queries_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     dq_ptr, sums_ptr, dslopes_ptr,
     # arguments.Strides
@@ -363,7 +369,7 @@ def queries_kernel(
         tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
         tiles=TileLists(records_ptr, indices_ptr, ids_ptr, words_ptr),
         kv_lengths_ptr=kv_lengths_ptr, seed_ptr=seed_ptr, slopes_ptr=slopes_ptr, tables_ptr=tables_ptr,
-        dq_ptr=dq_ptr, sums_ptr=sums_ptr, dslopes_ptr=dslopes_ptr, strides=strides,
+        pair_bias_ptr=pair_bias_ptr, dq_ptr=dq_ptr, sums_ptr=sums_ptr, dslopes_ptr=dslopes_ptr, strides=strides,
         sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
         factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
@@ -389,17 +395,20 @@ def joint_kernel(
         keys_program(
             pid, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
             tiles=TileLists(col_records_ptr, col_indices_ptr, col_ids_ptr, words_ptr),
-            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None, dk_ptr=dk_ptr, dv_ptr=dv_ptr,
-            strides=strides, sizes=Sizes(n_heads, n_batch_heads, n_cols, q_len, kv_len, n_padded),
+            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None, pair_bias_ptr=None,
+            dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
+            sizes=Sizes(n_heads, n_batch_heads, n_cols, q_len, kv_len, n_padded),
             factors=Factors(scale_log2, scale, 0, 1.0, None), C=KEYS,
         )
     else:
         queries_program(
             pid - n_keys, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
             tiles=TileLists(row_records_ptr, row_indices_ptr, row_ids_ptr, words_ptr),
-            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None,
+            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None, pair_bias_ptr=None,
             dq_ptr=dq_ptr, sums_ptr=None, dslopes_ptr=None,
-            strides=Strides(strides.q, strides.k, strides.v, strides.dout, row_record_strides, None, None),
+            strides=Strides(
+                strides.q, strides.k, strides.v, strides.dout, row_record_strides, None, None, None, None, None, None
+            ),
             sizes=Sizes(n_heads, n_batch_heads, n_rows, q_len, kv_len, n_padded),
             factors=Factors(scale_log2, scale, 0, 1.0, None), C=QUERIES,
         )

@@ -31,6 +31,7 @@ from ..arguments import (
     device_seed,
     dropout_arguments,
     options_of,
+    pair_bias_strides,
     plan_specs_of,
     scale_log2,
     score_specs_of,
@@ -118,7 +119,7 @@ def narrow_pays(q_len: int, n_batch_heads: int, options: Options, *, has_layout:
 def forward_kernel(
     # inputs
     q_ref, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
-    sinks_ptr, slopes_ptr, tables_ptr,
+    sinks_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
     # arguments.Strides
@@ -135,7 +136,9 @@ def forward_kernel(
     PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
+    CHANGED: tl.constexpr = (
+        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
+    )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
@@ -202,8 +205,8 @@ def forward_kernel(
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
         if CHANGED:
             b_scores, _ = apply_score_mods(
-                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, strides.tables, i_batch, i_head,
-                i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, ahead=kv_len - q_len,
+                b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
+                i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
                 CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
             )
         if is_partial:
@@ -271,7 +274,12 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
     table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     rest = {
         "strides": Strides(
-            q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
+            q.strides[:3],
+            k.strides[:3],
+            v.strides[:3],
+            records=strides_of_records(record_shape),
+            tables=table_strides,
+            **pair_bias_strides(options),
         ),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
@@ -319,9 +327,9 @@ def forward(
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     seed = device_seed(seed, q.device)
     options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seed)
-    added: tuple[torch.Tensor | None, ...] = (None, None, None)
+    added: tuple[torch.Tensor | None, ...] = (None, None, None, None)
     if scores is not None:
-        added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
+        added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True), scores.pair_bias
         options = options._replace(scores=score_specs_of(scores, added[2]))
     lists = tile_lists(plan, 0)
     out_memory, lse_memory, launch = forward_launch(specs or specs_of(q, k, v), plan_specs_of(lists), options)

@@ -1,4 +1,6 @@
-"""Score mods on a tile of scores, between product and mask: softcap, ALiBi slopes, block bias; in base 2."""
+"""Score mods on a tile of scores, between product and mask: softcap, ALiBi slopes, block bias, pair bias; in
+base 2.
+"""
 
 import triton
 import triton.language as tl
@@ -45,10 +47,16 @@ def distances(q_start, kv_start, ahead, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.cons
 
 @triton.jit
 def load_floats(ptr, o_value):
-    """float32 at each offset, loaded in the layout of its use: see tile.load_words."""
+    """The values at each offset as float32, loaded in the layout of their use: see tile.load_words."""
     p_values = ptr + o_value
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
     if INTERPRETED:
-        return tl.load(p_values)
+        return tl.load(p_values).to(tl.float32)
+    elif DTYPE.primitive_bitwidth == 16:
+        b_bits = tl.inline_asm_elementwise(
+            "ld.global.nc.b16 $0, [$1];", "=h,l", [p_values.to(tl.int64)], dtype=tl.int16, is_pure=True, pack=1
+        )
+        return b_bits.to(DTYPE, bitcast=True).to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
             "ld.global.nc.f32 $0, [$1];", "=f,l", [p_values.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
@@ -103,6 +111,33 @@ def cell_values(
 
 
 @triton.jit
+def load_pair_bias(
+    pair_bias_ptr, strides, i_batch, i_head, o_row, kv_start, kv_len, BLOCK_KV: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """pair_bias in base 2: float32 [rows, BLOCK_KV], or [BLOCK_KV, rows] if T.
+
+    o_row  64-bit offset of each row, an existing query of the head. Past kv_len the last key is read, whose values the
+           mask drops
+    """
+    p_head = pair_bias_ptr + i_batch.to(tl.int64) * strides.pair_batch + i_head.to(tl.int64) * strides.pair_head
+    o_kv = tl.minimum(kv_start + tl.arange(0, BLOCK_KV), kv_len - 1).to(tl.int64) * strides.pair_kv
+    if T:
+        return load_floats(p_head, o_kv[:, None] + o_row[None, :]) * LOG2_E
+    else:
+        return load_floats(p_head, o_row[:, None] + o_kv[None, :]) * LOG2_E
+
+
+@triton.jit
+def load_pair_bias_tile(
+    pair_bias_ptr, strides, i_batch, i_head, q_start, kv_start, q_len, kv_len,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`load_pair_bias` of queries q_start .. q_start + BLOCK_Q - 1; past q_len of the last one."""
+    o_q = tl.minimum(q_start + tl.arange(0, BLOCK_Q), q_len - 1).to(tl.int64) * strides.pair_q
+    return load_pair_bias(pair_bias_ptr, strides, i_batch, i_head, o_q, kv_start, kv_len, BLOCK_KV, T)
+
+
+@triton.jit
 def capped_scores(b_scores, factor, cap):
     """(scores in base 2, tanh of the softcap), see apply_score_mods."""
     b_tanh = b_scores * factor
@@ -117,8 +152,8 @@ def capped_scores(b_scores, factor, cap):
 # fmt: off
 @triton.jit
 def apply_score_mods(
-    b_scores, factor, cap, slopes_ptr, slope, tables_ptr, tables_strides, i_batch, i_head, i_tile,
-    q_start, kv_start, ahead,
+    b_scores, factor, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head, i_tile,
+    q_start, kv_start, q_len, kv_len,
     CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
 ):
     """(scores in base 2, tanh of the softcap): [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T.
@@ -127,12 +162,13 @@ def apply_score_mods(
     cap      softcap in base 2, or None for neither cap nor tanh
     slope    in base 2, used if slopes_ptr is given
     i_tile   list entry of the tile, used if tables_ptr (in base 2) is given
+    strides  arguments.Strides
     """
     b_scores, b_tanh = capped_scores(b_scores, factor, cap)
     if slopes_ptr is not None:
-        b_scores -= slope * distances(q_start, kv_start, ahead, BLOCK_Q, BLOCK_KV, T)
+        b_scores -= slope * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, T)
     if tables_ptr is not None:
-        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
+        p_table = find_table(tables_ptr, strides.tables, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
         if T:
             b_scores += cell_values(
                 p_table, kv_start % TILE, q_start % TILE, 1, TILE // CELL_KV, BLOCK_KV, CELL_KV, BLOCK_Q, CELL_Q
@@ -141,26 +177,36 @@ def apply_score_mods(
             b_scores += cell_values(
                 p_table, q_start % TILE, kv_start % TILE, TILE // CELL_KV, 1, BLOCK_Q, CELL_Q, BLOCK_KV, CELL_KV
             )
+    if pair_bias_ptr is not None:
+        b_scores += load_pair_bias_tile(
+            pair_bias_ptr, strides, i_batch, i_head, q_start, kv_start, q_len, kv_len, BLOCK_Q, BLOCK_KV, T
+        )
     return b_scores, b_tanh
 
 
 @triton.jit
 def apply_row_score_mods(
-    b_scores, factor, cap, b_slopes, o_q, tables_ptr, tables_strides, i_batch, i_head, o_line, i_tile, kv_start, ahead,
+    b_scores, factor, cap, b_slopes, o_q, tables_ptr, pair_bias_ptr, strides, i_batch, i_head, o_line, o_pair, i_tile,
+    kv_start, q_len, kv_len,
     CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):
     """Scores in base 2, [BLOCK_Q, BLOCK_KV], where rows are queries o_q of several heads from i_head on, in one tile.
 
     b_slopes  slope of each row in base 2, or None
     o_line    offset of each row in the table of i_head
+    o_pair    64-bit offset of each row in the pair_bias of i_head
     other arguments as in apply_score_mods
     """
     b_scores, _ = capped_scores(b_scores, factor, cap)
     if b_slopes is not None:
-        b_scores -= b_slopes[:, None] * query_distances(o_q, ahead - kv_start, BLOCK_KV, False)
+        b_scores -= b_slopes[:, None] * query_distances(o_q, kv_len - q_len - kv_start, BLOCK_KV, False)
     if tables_ptr is not None:
-        p_table = find_table(tables_ptr, tables_strides, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
+        p_table = find_table(tables_ptr, strides.tables, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
         b_scores += line_values(p_table + kv_start % TILE // CELL_KV, o_line, 1, BLOCK_Q, BLOCK_KV, CELL_KV)
+    if pair_bias_ptr is not None:
+        b_scores += load_pair_bias(
+            pair_bias_ptr, strides, i_batch, i_head, o_pair, kv_start, kv_len, BLOCK_KV, False
+        )
     return b_scores
 
 

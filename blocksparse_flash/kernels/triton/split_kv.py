@@ -32,6 +32,7 @@ from ..arguments import (
     columns_of_values,
     constants,
     options_of,
+    pair_bias_strides,
     plan_specs_of,
     scale_log2,
     score_specs_of,
@@ -150,7 +151,7 @@ def store_rows(
 def split_kv_kernel(
     # inputs; sinks_ptr only with a single split
     q_ptr, k_ptr, v_ptr, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr,
-    sinks_ptr, slopes_ptr, tables_ptr,
+    sinks_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous: out and lse, or with IS_SPLIT (n_splits, n_rows, V_DIM) and max and sum (n_splits, n_rows, 2)
     out_ptr, lse_ptr,
     # arguments.Strides
@@ -167,7 +168,9 @@ def split_kv_kernel(
     PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = cap is not None or slopes_ptr is not None or tables_ptr is not None
+    CHANGED: tl.constexpr = (
+        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
+    )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
     # blocks of one split are neighbors, so that they share keys in L2
     i_block = tl.program_id(0) % n_blocks
@@ -200,12 +203,15 @@ def split_kv_kernel(
     factor = scale_log2
     b_slopes = None
     o_line = None
+    o_pair = None
     if CHANGED:
         factor = 1.0
         if slopes_ptr is not None:
             b_slopes = tl.load(slopes_ptr + i_head + o_head) * LOG2_E
         if tables_ptr is not None:
             o_line = o_head.to(tl.int64) * strides.tables[1] + o_q // C.CELL_Q * (C.TILE // C.CELL_KV)
+        if pair_bias_ptr is not None:
+            o_pair = o_head.to(tl.int64) * strides.pair_head + o_q.to(tl.int64) * strides.pair_q
 
     # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
     n_full = 0
@@ -239,8 +245,8 @@ def split_kv_kernel(
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
         if CHANGED:
             b_scores = apply_row_score_mods(
-                b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, strides.tables, i_batch, i_head, o_line,
-                i_step // STEPS, kv_start, kv_len - q_len, C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
+                b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, pair_bias_ptr, strides, i_batch, i_head, o_line,
+                o_pair, i_step // STEPS, kv_start, q_len, kv_len, C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
             )
         if is_partial:
             o_kv = kv_start + tl.arange(0, BLOCK_KV)
@@ -361,7 +367,12 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     fixed = fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv)
     rest = {
         "strides": Strides(
-            q.strides[:3], k.strides[:3], v.strides[:3], None, strides_of_records(record_shape), table_strides
+            q.strides[:3],
+            k.strides[:3],
+            v.strides[:3],
+            records=strides_of_records(record_shape),
+            tables=table_strides,
+            **pair_bias_strides(options),
         ),
         "n_heads": heads,
         "n_rows": n_rows,
@@ -406,20 +417,21 @@ def forward(
     out = q.new_empty(batch, heads, q_len, v.shape[3])
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     options = options_of(q, plan, scale, causal, 0.0, kv_lengths)
-    sinks = slopes = tables = None
+    sinks = slopes = tables = pair_bias = None
     if scores is not None:
-        sinks, slopes, tables = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True)
+        sinks, slopes, pair_bias = scores.sinks, scores.alibi_slopes, scores.pair_bias
+        tables = scores.tables(0, base_2=True)
         options = options._replace(scores=score_specs_of(scores, tables))
     n_listed = plan[1].shape[0] if plan else 0
     lists = tile_lists(plan, 0)
     launches = split_kv_launches(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
     inputs = (q, k, v, *lists, kv_lengths)
     if launches.combine is None:
-        launches.split(*inputs, sinks, slopes, tables, out, lse)
+        launches.split(*inputs, sinks, slopes, tables, pair_bias, out, lse)
         return out, lse
     splits = out.new_empty(launches.n_splits, *out.shape, dtype=torch.float32)
     max_sum = lse.new_empty(launches.n_splits, *lse.shape, 2)
     # a sink counts once per row, not once per split
-    launches.split(*inputs, None, slopes, tables, splits, max_sum)
+    launches.split(*inputs, None, slopes, tables, pair_bias, splits, max_sum)
     launches.combine(splits, max_sum, sinks, out, lse)
     return out, lse
