@@ -53,6 +53,8 @@ class Call:
     are_slopes_fixed: bool = False
     # block_bias, with a layout: "" none, "blocks" shared, "heads" per head, "batch" per batch and head
     bias: str = ""
+    # pair_bias: "" none, "one" shared, "heads" per head, "batch" per batch, "all" per batch and head
+    pairs: str = ""
 
     def __str__(self) -> str:
         words = [str(self.dtype).removeprefix("torch."), "mha" if self.kv_heads == 4 else "gqa", str(self.head_dim)]
@@ -63,12 +65,13 @@ class Call:
         words += [name for name in ("has_sinks", "has_slopes", "are_slopes_fixed") if getattr(self, name)]
         words += [f"softcap{self.softcap}"] if self.softcap is not None else []
         words += [f"bias_of_{self.bias}"] if self.bias else []
+        words += [f"pairs_of_{self.pairs}"] if self.pairs else []
         return "-".join(words)
 
     @property
     def has_scores(self) -> bool:
         """Whether the call uses a score mod."""
-        return self.has_sinks or self.softcap is not None or self.has_slopes or bool(self.bias)
+        return self.has_sinks or self.softcap is not None or self.has_slopes or bool(self.bias or self.pairs)
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -134,11 +137,17 @@ SCORES = [
     Call(head_dim=32, softcap=5.0, has_sinks=True, scale=0.0, dtype=torch.float16),
     Call(head_dim=32, bias="batch", causal=True, has_kv_lengths=True, dropout_p=0.2),
     Call(head_dim=32, has_sinks=True, has_kv_lengths=True, causal=True, kv_heads=1),
+    Call(head_dim=32, pairs="heads"),
+    Call(head_dim=64, pairs="one", causal=True, dtype=torch.float16, kv_heads=1),
+    Call(head_dim=16, pairs="batch", scale=-0.3, has_kv_lengths=True, dropout_p=0.2),
+    Call(
+        head_dim=32, pairs="all", bias="heads", has_sinks=True, softcap=2.0, has_slopes=True, causal=True, dropout_p=0.2
+    ),
 ]
 CALLS = [*PRODUCT, *EXTRAS, *OPTIONS, *SCORES]
-# `hopper` supports 16-bit dtypes, no dropout and no block_bias
+# `hopper` supports 16-bit dtypes, no dropout and no biases
 HOPPER_CALLS = [
-    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.bias),
+    *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.bias + call.pairs),
     Call(head_dim=128, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
     Call(head_dim=64, scale=-0.3, dtype=BFLOAT16),
     Call(head_dim=128, scale=0.0, dtype=torch.float16),
@@ -188,8 +197,8 @@ def calls_for(index: int, backend: str) -> list[Call]:
     if backend == "eager":
         start = 4 * index % len(PRODUCT)
         return [*PRODUCT[start : start + 4], others[index % len(others)], SCORES[index % len(SCORES)]]
-    # four: prime to the number of SCORES, so that neighbors differ
-    scores = [SCORES[4 * (index // 2) % len(SCORES)]] if index % 2 == 0 else []
+    # seven: prime to the number of SCORES, so that neighbors differ
+    scores = [SCORES[7 * (index // 2) % len(SCORES)]] if index % 2 == 0 else []
     if index % 3 == 2:
         return [others[index // 3 % len(others)], *scores]
     return [PRODUCT[(index // 3 * 2 + index % 3) % len(PRODUCT)], *scores]
@@ -253,8 +262,8 @@ def kv_lengths(layout: Layout, call: Call, device: torch.device) -> Tensor:
 
 
 def score_mods(layout: Layout, call: Call, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The sinks, alibi_slopes and block_bias that the call uses."""
-    batch, heads, *_ = sizes_of(layout, call)
+    """The sinks, alibi_slopes, block_bias and pair_bias that the call uses."""
+    batch, heads, q_len, kv_len = sizes_of(layout, call)
     generator = torch.Generator().manual_seed(heads)
     tensors = {}
     if call.has_sinks:
@@ -267,6 +276,12 @@ def score_mods(layout: Layout, call: Call, dtype: torch.dtype, device: torch.dev
             call.bias if built.shape[:2] == (1, 1) else "blocks"
         ]
         tensors["block_bias"] = torch.randn(*shape, built.capacity, generator=generator)
+    if call.pairs:
+        axes = {"one": (1, 1), "heads": (1, heads), "batch": (batch, 1), "all": (batch, heads)}[call.pairs]
+        pairs = torch.randn(*axes, q_len, kv_len, generator=generator)
+        # some pairs are removed, and all of the second query
+        pairs[..., 1:2, :] = -torch.inf
+        tensors["pair_bias"] = pairs.masked_fill(pairs < -2, -torch.inf)
     # at least float32, like such parameters in models; 16 bits would round them before any computation
     dtype = torch.promote_types(dtype, FLOAT32)
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
@@ -288,6 +303,7 @@ def run(
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv, and the gradients of the score mods."""
     options = score_mods(layout, call, call.dtype, device)
+    options = {name: buried(tensor) if name == "pair_bias" else tensor for name, tensor in options.items()}
     trained = [options[name].requires_grad_() for name in trained_mods(options, call)]
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
     out, lse = attention_with_lse(
@@ -398,7 +414,7 @@ def fine_calls(backend: str) -> list[Call]:
 def values_in_smaller_tiles(name: str, index: int) -> set[Any]:
     """What a case of the test below adds to a sample: which options the first call has."""
     call = fine_calls(name)[index % len(fine_calls(name))]
-    return {(name, option, value not in (None, False, 0.0)) for option, value in asdict(call).items()}
+    return {(name, option, value not in (None, False, 0.0, "")) for option, value in asdict(call).items()}
 
 
 # tests/kernels/hopper/test_protocol.py has the backend without a GPU

@@ -257,6 +257,48 @@ def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
             assert torch.equal(replayed, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("axes", [(1, 1), (2, 4)], ids=["shared", "per head"])
+@pytest.mark.parametrize("mode", ["dense", "layout"])
+def test_a_cuda_graph_replays_a_pair_bias_and_its_gradient(mode: str, axes: tuple[int, int]) -> None:
+    length = 1000
+    layout = None if mode == "dense" else masks.longformer(length, window=100, global_tokens=3).to("cuda")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    bias, dout = torch.randn(*axes, length, length, device="cuda").requires_grad_(), torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, layout, pair_bias=bias, deterministic=True)
+        return out, *torch.autograd.grad(out, (q, k, v, bias), dout)
+
+    graph, captured = capture(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in (q, k, v, bias, dout):
+                tensor.normal_()
+        graph.replay()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
+def test_a_pair_bias_with_offsets_past_2_to_the_31_equals_that_of_one_head() -> None:
+    """9 heads of 16,384 x 16,384: 2.4e9 elements; the last head lies past 2^31. In memory, keys come before queries."""
+    length, heads = 16384, 9
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    bias = torch.randn(1, heads, length, length, device="cuda", dtype=torch.bfloat16).mT
+    layout = masks.local(length, window=1000)
+
+    def results(part: slice) -> list[Tensor]:
+        leaves = [tensor[:, part].detach().requires_grad_() for tensor in (q, k, v, bias)]
+        out = attention(*leaves[:3], layout, pair_bias=leaves[3], backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout[:, part])]
+
+    for whole, one in zip(results(slice(0, heads)), results(slice(heads - 1, heads)), strict=True):
+        assert torch.equal(whole[:, -1:], one)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("case", ["dense", "layout", "lengths", "dropout"])
 @on_every_backend

@@ -180,9 +180,9 @@ def run_both(
     )
     needs_grad: tuple[Any, ...] = ()
     if scores:
-        options = (*options, scores_of(scores, heads, len(indices)))
+        options = (*options, scores_of(scores, len(indices), (heads, q.shape[2], length)))
         # slopes have a gradient only if they are learned
-        needs_grad = (["sinks" in scores, "learned" in scores, "bias" in scores],)
+        needs_grad = (["sinks" in scores, "learned" in scores, "bias" in scores, "pairs" in scores],)
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
         if mode in FINE:
@@ -201,15 +201,23 @@ def run_both(
     backward.backward(inputs, *options, *needs_grad)
 
 
-def scores_of(words: str, heads: int, n_tiles: int) -> Scores:
-    """Score mods by their words: sinks, softcap, slopes, learned (slopes), bias16 (blocks of 16 tokens)."""
+def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
+    """Score mods by their words.
+
+    sinks, softcap, slopes, learned (slopes), bias16 (block_bias with blocks of 16 tokens), pairs (a float32 pair_bias
+    that batches share), halfpairs (a bfloat16 one of each batch and head)
+    """
+    (heads, *_), pairs = shape, None
     bias, index = None, list[torch.Tensor]()
     if "bias" in words:
-        blocks = TILE // int(words.split("bias")[1])
+        blocks = TILE // int(words.split("bias")[1].split()[0])
         table = torch.zeros(n_tiles, blocks, blocks, dtype=torch.int32)
         bias, index = torch.zeros(1, heads, n_tiles), [table, table, torch.zeros(n_tiles, 1, dtype=torch.int64)]
     sinks, slopes = (torch.zeros(heads) if word in words else None for word in ("sinks", "slopes"))
-    return Scores(sinks, slopes, bias, index, 30.0 if "softcap" in words else 0.0)
+    if "pairs" in words:
+        is_half = "halfpairs" in words
+        pairs = torch.empty(1 + is_half, *shape, dtype=torch.bfloat16 if is_half else torch.float32)
+    return Scores(sinks, slopes, bias, index, 30.0 if "softcap" in words else 0.0, pairs)
 
 
 def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
@@ -607,8 +615,17 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half, "scores": EVERYTHING} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "scores": scores} for scores in ("sinks", "bias128")]
     grid += [{"head_dim": 64, "dtype": half, "mode": "causal", "scores": "slopes"}]
+    # a pair bias of each type, with and without the loop over the batches and heads that share it
+    grid += [{"head_dim": head_dim, "dtype": half, "scores": "pairs"} for head_dim in (64, 128)]
+    grid += [{"head_dim": 128, "dtype": half, "mode": "causal", "scores": "halfpairs"}]
+    grid += [{"head_dim": 64, "dtype": half, "scores": f"{EVERYTHING} pairs", "dropout_p": 0.1, "limited": True}]
+    grid += [{"head_dim": 64, "dtype": half, "mode": "fine", "scores": "halfpairs", "group": 4}]
+    grid += [
+        {"head_dim": 256, "dtype": half, "scores": "pairs"},
+        {"head_dim": 64, "dtype": torch.float32, "scores": "pairs"},
+    ]
     # split-KV with score mods that differ between heads: 4 and 64 rows per KV head
-    grid += [{**few, "head_dim": 128, "q_len": q_len, "scores": EVERYTHING} for q_len in (1, 16)]
+    grid += [{**few, "head_dim": 128, "q_len": q_len, "scores": f"{EVERYTHING} pairs"} for q_len in (1, 16)]
     # pages as small and as large as a step, and every option over them
     grid += [
         {**few, "head_dim": 128, "q_len": q_len, "mode": mode, **option}

@@ -60,6 +60,8 @@ def _inputs(call: Call) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Ten
     if variant.has_bias and layout is not None:
         # one bias per head if the heads share a layout
         options["block_bias"] = normal(*([heads] if layout.shape[1] == 1 else []), layout.capacity)
+    if variant.has_pairs:
+        options["pair_bias"] = normal(1, heads, q_len, kv_len)
     return tensors, lengths, options
 
 
@@ -120,6 +122,8 @@ def expected(
             tensors = tensors | {name: F.pad(tensors[name], (0, 0, more_rows, 0))}
         tensors = tensors | {"dlse": F.pad(tensors["dlse"], (more_rows, 0))}
         mask = None if mask is None else F.pad(mask, (0, 0, more_rows, 0))
+        if variant.has_pairs:
+            options = options | {"pair_bias": F.pad(options["pair_bias"], (0, 0, more_rows, 0))}
         blocks = (
             None if blocks is None or layout is None else F.pad(blocks, (0, 0, more_rows, 0), value=layout.capacity)
         )
@@ -139,8 +143,9 @@ def expected(
             softcap=variant.softcap,
             roundings=roundings,
         )
-        # out, lse and dq have a row for each query
-        return [[each[:, :, more_rows:] for each in values] if i < 3 else values for i, values in enumerate(found)]
+        # out, lse, dq and the gradient of pair_bias, which is the last, have a row for each query
+        rows = {0, 1, 2, *([len(found) - 1] if variant.has_pairs else [])}
+        return [[each[:, :, more_rows:] for each in values] if i in rows else values for i, values in enumerate(found)]
 
     return [(same, truth[0]) for same, truth in zip(results(call.dtype), results(torch.float64), strict=True)]
 

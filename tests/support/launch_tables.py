@@ -26,7 +26,7 @@ from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
-from blocksparse_flash.kernels.triton import backward, forward, split_kv
+from blocksparse_flash.kernels.triton import backward, forward, pair_bias_gradient, split_kv
 from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from blocksparse_flash.runtime import launch
 from blocksparse_flash.score_mods import Scores
@@ -73,6 +73,7 @@ class Variant:
     softcap: float | None = None
     has_slopes: bool = False
     has_bias: bool = False
+    has_pairs: bool = False
     deterministic: bool = False
     tile: int = TILE
     v_dim: int | None = None
@@ -80,7 +81,7 @@ class Variant:
     @property
     def has_scores(self) -> bool:
         """Whether the call uses a score mod."""
-        return self.has_sinks or self.softcap is not None or self.has_slopes or self.has_bias
+        return self.has_sinks or self.softcap is not None or self.has_slopes or self.has_bias or self.has_pairs
 
 
 PLAIN = [
@@ -99,7 +100,8 @@ SCORE_MODS = [
     Variant("slopes-causal", "causal", has_slopes=True),
     Variant("bias", has_bias=True),
     Variant("everything", "heads", group=2, has_lengths=True, has_sinks=True, softcap=4.0, has_slopes=True,
-    has_bias=True),
+    has_bias=True, has_pairs=True),
+    Variant("pairs-causal", "causal", has_pairs=True),
 ]  # fmt: skip
 DROPOUT = [
     Variant("dropout", dropout_p=0.2),
@@ -111,13 +113,14 @@ PORTABLE_FINE = [
     Variant("fine", "fine", tile=FINE_TILE),
     Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
     Variant("fine-dropout", dropout_p=0.2, tile=FINE_TILE),
+    Variant("fine-pairs", "fine", has_pairs=True, tile=FINE_TILE),
     Variant("fine-sinks-softcap-slopes", "blocks-causal", has_sinks=True, softcap=3.0, has_slopes=True, tile=FINE_TILE),
 ]
 # values narrower than keys, beyond head_dim 128
 NARROW = [Variant("narrow", v_dim=128), Variant("narrow-causal-group", "causal", group=2, v_dim=128)]
 ALL = [*PLAIN, *SCORE_MODS, *DROPOUT, *PORTABLE_FINE]
 # for head dimensions that are padded to others: every part of a kernel once
-FEW = [*(ALL[i] for i in (1, 2, 5, 12, 14)), *PORTABLE_FINE]
+FEW = [*(ALL[i] for i in (1, 2, 5, 12, 15)), *PORTABLE_FINE]
 HOPPER = [
     *PLAIN,
     Variant("softcap-causal", "causal", softcap=3.0),
@@ -214,6 +217,8 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         steps = (constants.BLOCK_Q, constants.BLOCK_KV, *steps)
     if name in ("forward", "keys", "queries"):
         yield name, dim, given["q_ref"].element_size(), constants.TMA, constants.TILE, *steps
+    elif name == "pair_bias":
+        yield name, dim, given["q_ptr"].element_size(), *steps
     elif name == "joint":
         blocks = [side for word in ("KEYS", "QUERIES") for side in (rest[word].BLOCK_Q, rest[word].BLOCK_KV)]
         yield name, dim, constants.TMA, constants.TILE, *blocks, *steps
@@ -325,7 +330,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
             options = (*options, _scores(call, plan))
             # `hopper` leaves the gradient of slopes to the kernels of `triton`
             has_slopes = variant.has_slopes and call.backend != "hopper"
-            wanted = ([variant.has_sinks, has_slopes, variant.has_bias],)
+            wanted = ([variant.has_sinks, has_slopes, variant.has_bias, variant.has_pairs],)
         if call.backend == "hopper" and variant.tile < TILE:
             out, lse = fine_forward.forward(q, k, v, *options)
             inputs = BackwardInputs(dout, torch.empty_like(lse), q, k, v, out, lse)
@@ -344,7 +349,7 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
 
 def _scores(call: Call, plan: list[Tensor]) -> Scores:
     """Score mods with uninitialized values, which are never read."""
-    heads, variant = call.shape[1], call.variant
+    (_, heads, q_len, kv_len), variant = call.shape, call.variant
     sinks, slopes = (torch.empty(heads) if has else None for has in (variant.has_sinks, variant.has_slopes))
     bias, index = None, list[Tensor]()
     if variant.has_bias:
@@ -352,7 +357,8 @@ def _scores(call: Call, plan: list[Tensor]) -> Scores:
         of_tiles = torch.zeros(n_tiles, pieces, pieces, dtype=torch.int32)
         places = torch.zeros(n_tiles, 1, dtype=torch.int64)
         bias, index = torch.empty(1, heads, n_tiles), [of_tiles, of_tiles, places]
-    return Scores(sinks, slopes, bias, index, variant.softcap or 0.0)
+    pairs = torch.empty(1, heads, q_len, kv_len) if variant.has_pairs else None
+    return Scores(sinks, slopes, bias, index, variant.softcap or 0.0, pairs)
 
 
 # ---- configurations of the tables ----
@@ -380,6 +386,7 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
             # smaller tiles always have narrow blocks
             for name, each in found[tile == FINE_TILE :]:
                 yield name, dim, size, tma, tile, *dataclasses.astuple(each.within(tile))
+            yield "pair_bias", dim, size, *dataclasses.astuple(pair_bias_gradient.config(dim, size, major=gpu.major))
             for group in (1, 2):
                 both = backward.config_joint(dim, size, major=gpu.major, group=group, **options)
                 if both:

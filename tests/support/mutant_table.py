@@ -56,6 +56,7 @@ BY_LENGTH = "tests/nn/test_layout_by_length.py"
 GATES = 'tests/plan/test_block_bias.py -k "gather or gate or scores"'
 LAYERS = 'tests/huggingface/test_huggingface.py -k "layer and (own_layout or checked or saved or token_by_token)"'
 SELECTION = 'tests/huggingface/test_selection.py -k "definition or token_by_token"'
+PAIRS, PAIRS_EAGER = (f'tests/test_score_mods.py -k "pair_bias and {name}"' for name in ("triton", "eager"))
 LENGTHS, DECODED = _zoo("causal-tall"), _zoo("dense-7x300-float32-gqa")
 
 PAGES = "tests/paged/test_attention.py -k"
@@ -700,6 +701,18 @@ MUTANTS: dict[str, list[Mutant]] = {
             "dscores.view(span.shape).mul_(1)",
             "tests/kernels/eager/test_attention.py",
         ),
+        (
+            "eager/score_mods.py",
+            "head_idx[:, :, None] % n_heads",
+            "batch_idx[:, :, None] % n_heads",
+            PAIRS_EAGER,
+        ),
+        (
+            "eager/score_mods.py",
+            "(scores.dtype), LOWEST_BIAS, -torch.inf)",
+            "(scores.dtype), 2 * LOWEST_BIAS, -torch.inf)",
+            PAIRS_EAGER,
+        ),
     ),
     "kernels": _of(
         f"{PACKAGE}/kernels",
@@ -824,7 +837,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "triton/backward_kernels.py",
             "b_dslope -= tl.sum(",
             "b_dslope += tl.sum(",
-            _zoo("causal-float16-mha-32-causal-has_slopes"),
+            _zoo("one-head-float16-mha-32-causal-has_slopes"),
         ),
         ("triton/backward_preprocess.py", "b_delta -= tl.where(b_lse", "b_delta += tl.where(b_lse", DENSE),
         (
@@ -873,7 +886,21 @@ MUTANTS: dict[str, list[Mutant]] = {
             "triton/score_mods.py",
             "q_start + ahead - kv_start, BLOCK_KV, T)",
             "q_start - kv_start, BLOCK_KV, T)",
-            _zoo("dense-113x203-float32-gqa-16-has_kv_lengths"),
+            _zoo("causal-wide-float16"),
+        ),
+        (
+            "triton/score_mods.py",
+            "i_head.to(tl.int64) * strides.pair_head",
+            "i_batch.to(tl.int64) * strides.pair_head",
+            PAIRS,
+        ),
+        ("triton/pair_bias_gradient.py", "b_sum += b_p *", "b_sum = b_p *", PAIRS),
+        ("triton/pair_bias_gradient.py", "first_head + i_member % heads", "first_head + i_member // heads", PAIRS),
+        (
+            "triton/pair_bias_gradient.py",
+            "found = tl.where((b_col == i_col) & (o_tile < n_tiles)",
+            "found = tl.where((b_col == i_col)",
+            _zoo("random-blocks-float32-mha-32-pairs", "blocks-of-48x80-float32-mha-16"),
         ),
     ),
     "interop": _of(

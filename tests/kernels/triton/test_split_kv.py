@@ -105,14 +105,14 @@ CALLS = [
     Call(head_dim=256, kv_heads=1, dtype=BFLOAT16, causal=True, has_kv_lengths=True),
     Call(head_dim=16, scale=0.0, has_kv_lengths=True),
 ]
-# a program has rows of several heads, each with its own sink, slope and bias
+# a program has rows of several heads, each with its own sink, slope and biases
 SCORES = [
-    Call(head_dim=40, bias="heads", has_slopes=True, kv_heads=1),
+    Call(head_dim=40, bias="heads", pairs="heads", has_slopes=True, kv_heads=1),
     Call(head_dim=16, bias="heads", has_sinks=True, scale=0.0, has_kv_lengths=True),
     Call(head_dim=64, has_sinks=True, softcap=1.5, scale=-0.3, dtype=torch.float16),
     Call(
-        head_dim=16, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True, causal=True,
-        kv_heads=1
+        head_dim=16, bias="batch", pairs="batch", has_sinks=True, softcap=2.0, has_slopes=True, has_kv_lengths=True,
+        causal=True, kv_heads=1
     ),
     Call(head_dim=32, has_sinks=True, kv_heads=1),
 ]  # fmt: skip
