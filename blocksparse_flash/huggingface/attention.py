@@ -28,7 +28,6 @@ _HARMLESS = {
     "use_cache",
 }
 _HINTS = {
-    "position_bias": "a bias per pair is not supported",
     "output_attentions": "attention weights are never stored",
     "cache": "continuous batching keeps its cache in pages; model.generate does not",
     **dict.fromkeys(
@@ -83,7 +82,7 @@ def attention_function(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask | None,
+    attention_mask: Mask | Tensor | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -99,15 +98,23 @@ def attention_function(
     module      the layer; its config gives the layout if there is no mask
     query       (batch, heads, q_len, head_dim)
     key, value  (batch, kv_heads, kv_len, ...), not repeated for grouped heads
-    attention_mask  result of `attention_mask`; None if transformers requested none
+    attention_mask  result of `attention_mask`; None if transformers requested none; or the numbers that a model adds to
+                scores, such as Swin's, (batch or 1, heads or 1, q_len or 1, kv_len), which then say what is masked
     dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
-    s_aux, softcap  sinks and softcap of `attention`; with dropout, refused where the mask has a selection
+    s_aux, softcap, and position_bias in `unread`: sinks, softcap and pair_bias of `attention`; with dropout, refused
+                where the mask has a selection
     returns     (out, None), out of shape (batch, q_len, heads, v_head_dim); attention weights are never stored
-    raises      ValueError for an argument in `unread` that would change the result
+    raises      ValueError for another argument in `unread` that would change the result
     """
+    bias = unread.pop("position_bias", None)
     _refuse(unread)
-    mask = attention_mask
+    mask: Any = attention_mask
+    if isinstance(mask, Tensor) and mask.is_floating_point() and mask.dim() == 4:
+        mask = mask.expand(-1, -1, query.shape[2], -1) if mask.shape[2] == 1 else mask
+        bias = mask if bias is None else bias + mask
+        # it also has the causality and the windows of the layer
+        mask = mask_of_layer(module, query.shape[2], key.shape[2], False, query.device)._replace(kind="other")
     if mask is None:
         mask = mask_of_layer(module, query.shape[2], key.shape[2], is_causal, query.device)
     if isinstance(mask, Mask) and mask.of_layers is not None:
@@ -119,7 +126,7 @@ def attention_function(
             f"{value.shape[1]} and {value.shape[2]}: {HINT}"
         )
     if mask.selection is not None:
-        check_call(mask, dropout, s_aux, softcap)
+        check_call(mask, dropout, s_aux, softcap, bias)
     record_attention(mask.owner)
     if mask.kv_len is not None:
         key, value = key[:, :, : mask.kv_len], value[:, :, : mask.kv_len]
@@ -128,6 +135,9 @@ def attention_function(
         key, value = torch.take_along_dim(key, order, dim=2), torch.take_along_dim(value, order, dim=2)
         if mask.back is not None:
             query = torch.take_along_dim(query, order, dim=2)
+        if bias is not None:
+            bias = torch.take_along_dim(bias, mask.order[:, None, None], dim=3)
+            bias = bias if mask.back is None else torch.take_along_dim(bias, order, dim=2)
     if mask.selection is not None:
         out = attention_to_selection(query, key, value, mask, scale=scaling, deterministic=deterministic)
     else:
@@ -143,6 +153,7 @@ def attention_function(
             deterministic=deterministic,
             sinks=s_aux,
             softcap=softcap,
+            pair_bias=bias,
         )
     if mask.back is not None:
         out = torch.take_along_dim(out, mask.back[:, None, :, None], dim=2)

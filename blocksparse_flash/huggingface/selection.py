@@ -79,7 +79,9 @@ def _more_than_causal(mask: Mask) -> tuple[str, str] | None:
     return None
 
 
-def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float | None) -> None:
+def check_call(
+    mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float | None, bias: Tensor | None = None
+) -> None:
     """ValueError for what attention to selected blocks does not have; `mask` is that of the layer."""
     layer, selection = running_layer(), f"the selection in config.{CONFIG_KEY}"
     hint = f"give this layer None or a layout, config.{CONFIG_KEY} = [...] with an entry for each layer"
@@ -91,7 +93,7 @@ def check_call(mask: Mask, dropout: float, s_aux: Tensor | None, softcap: float 
             f"{selection} has no dropout, got dropout={dropout} in {layer}: set the attention dropout of the config, "
             "such as config.attention_dropout, to 0.0"
         )
-    for name, value in (("sinks (s_aux)", s_aux), ("softcap", softcap)):
+    for name, value in (("sinks (s_aux)", s_aux), ("softcap", softcap), ("bias of pairs", bias)):
         if value is not None:
             raise ValueError(f"{selection} has no {name}, but {layer} has: {hint}")
 

@@ -260,11 +260,46 @@ def test_models_that_choose_among_attentions_of_their_own_are_refused_by_name(
     model(family, "eager")(ids(1, 30))
 
 
-def test_masks_that_the_model_spelled_out_are_refused_by_name() -> None:
-    with pytest.raises(
-        TypeError, match=r"LayoutLMSelfAttention of LayoutLMModel attends with a Tensor.*'sdpa' or 'eager'"
-    ):
-        model(("LayoutLMModel", SIZES), "blocksparse")(ids(1, 30))
+# T5 passes its bias by distance beside a Mask, Swin and LayoutLM a float mask
+T5 = "T5ForConditionalGeneration", {
+    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0,
+}  # fmt: skip
+SWIN = "SwinForImageClassification", {
+    "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4,
+    "drop_path_rate": 0.0, **UNDROPPED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [T5, SWIN], ids=["T5", "Swin"])
+def test_numbers_that_models_add_to_scores_are_added(family: tuple[str, dict[str, Any]]) -> None:
+    """With padding on the left of one sequence, and on the right of the other."""
+    inputs: dict[str, Any] = {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)}
+    if family is T5:
+        where = torch.ones(2, 50, dtype=torch.int64)
+        where[0, :9] = where[1, 40:] = 0
+        inputs = {"input_ids": ids(2, 50), "attention_mask": where, "decoder_input_ids": ids(2, 30)}
+    theirs = logits_and_gradients(model(family, "eager"), **inputs)
+    assert any("bias" in name and "relative" in name for name in theirs)
+    assert_equal(logits_and_gradients(model(family, "blocksparse"), **inputs), theirs, "eager")
+
+
+def test_t5_generates_what_it_generates_with_its_own_attention() -> None:
+    found = [
+        model(T5, how).eval().generate(ids(2, 40), max_new_tokens=5, do_sample=False)
+        for how in ("eager", "blocksparse")
+    ]
+    assert torch.equal(*found)
+
+
+def test_a_float_mask_is_added_to_the_scores_of_a_layout() -> None:
+    """LayoutLM makes a mask of keys, a model of mine one of pairs."""
+    where = torch.ones(1, LENGTH, dtype=torch.int64)
+    where[0, 50:] = 0
+    for mask in (where, added(spelled_out(attends, where.bool(), causal=True))):
+        family = ("LayoutLMModel", {**SIZES, **UNDROPPED}) if mask is where else "Llama"
+        results = [model(family, how)(ids(1), attention_mask=mask)[0][:, :50] for how in ("sdpa", "blocksparse")]
+        torch.testing.assert_close(*results)
 
 
 def test_keys_that_the_model_adds_are_refused_by_name() -> None:
@@ -877,8 +912,8 @@ def forward(made: Any, **inputs: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "changes", "inputs", "error", "message"),
     [
-        ("Llama", {}, {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, TypeError, "from_huggingface"),
-        ("Llama", {}, {"position_bias": 30.0}, ValueError, r"position_bias, which is 30\.0"),
+        ("Llama", {}, {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH) > 0}, TypeError, "from_huggingface"),
+        ("Llama", {}, {"position_bias": 30.0}, TypeError, "pair_bias must be a float tensor .* got float"),
         ("Llama", {}, {"cu_seq_lens_q": torch.tensor([0, 9])}, ValueError,
          r"cu_seq_lens_q, which is a tensor of shape \(2,\).*position_ids that restart"),
         ("Llama", {}, {"bias_of_next_year": 1}, ValueError, "bias_of_next_year, which is 1: its meaning is unknown"),
