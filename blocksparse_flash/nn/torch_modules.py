@@ -39,6 +39,24 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
     return (~is_padding).sum(dim=1)
 
 
+def _pair_bias(attn_mask: Tensor, heads: int, q: Tensor, k: Tensor) -> Tensor:
+    """A float attn_mask of torch as (1, 1, q_len, kv_len) or (batch, heads, q_len, kv_len)."""
+    if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
+        raise ValueError(
+            "attn_mask must be None or float, added to scores, or come with is_causal=True: make a layout of a bool "
+            "mask once, BlockLayout.from_dense(~attn_mask, block_size=64), and give it to the constructor"
+        )
+    lengths = q.shape[2], k.shape[2]
+    if attn_mask.shape not in (lengths, (q.shape[0] * heads, *lengths)):
+        raise ValueError(
+            f"attn_mask must have shape {tuple(lengths)} or {(q.shape[0] * heads, *lengths)}, (batch * heads, q_len, "
+            f"kv_len), got {tuple(attn_mask.shape)}"
+        )
+    # as torch, which converts it to the dtype of the query
+    attn_mask = attn_mask.to(q.dtype)
+    return attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads))
+
+
 class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention over a layout. Same arguments; state dicts load both ways.
 
@@ -112,19 +130,15 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         key_padding_mask   (batch, kv_len), True or -inf for padding, which must be at the end. Waits for its device and
                            cannot be compiled; kv_lengths avoids both
         need_weights       must be False
-        attn_mask          must be None, since the layout replaces it. Ignored with is_causal=True, where torch requires
-                           the causal mask
+        attn_mask          float (q_len, kv_len) or (batch * heads, q_len, kv_len), added to the scores as pair_bias.
+                           Not bool, since the layout is the mask. Ignored with is_causal=True, where torch requires the
+                           causal mask
         average_attn_weights  ignored
         is_causal          as the constructor's causal, for this call
         kv_lengths         int32 or int64 (batch,): keys from kv_lengths[b] on are padding
         """
         if need_weights:
             raise ValueError("need_weights must be False: attention weights are never stored")
-        if attn_mask is not None and not is_causal:
-            raise ValueError(
-                "attn_mask must be None, or come with is_causal=True: make a layout of it once, "
-                "BlockLayout.from_dense(~attn_mask, block_size=64), and give it to the constructor"
-            )
         if key_padding_mask is not None and kv_lengths is not None:
             raise ValueError("key_padding_mask and kv_lengths describe the same padding: give one of them")
         for name, given in (("query", query), ("key", key), ("value", value)):
@@ -156,6 +170,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
             causal=self.causal or is_causal,
             kv_lengths=kv_lengths,
             dropout_p=self.dropout if self.training else 0.0,
+            pair_bias=None if attn_mask is None or is_causal else _pair_bias(attn_mask, self.num_heads, q, k),
         )
         out = self.out_proj(rearrange(out, "batch heads length d -> batch length (heads d)"))
         if not is_batched:

@@ -64,6 +64,26 @@ def test_outputs_and_gradients_are_those_of_torch(options: dict[str, Any]) -> No
     theirs.load_state_dict(ours.state_dict())
 
 
+@pytest.mark.parametrize("axes", [(), (2 * 3,)], ids=["shared", "per head"])
+def test_a_float_mask_is_added_to_the_scores(axes: tuple[int, ...]) -> None:
+    theirs, ours = pair(batch_first=True)
+    added = torch.randn(*axes, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    masked = added.masked_fill(DENSE, -torch.inf)
+    expected = results(theirs, inputs(), attn_mask=masked, need_weights=False)
+    for actual, wanted in zip(results(ours, inputs(), attn_mask=added), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_masks_of_an_encoder_are_added_to_the_scores() -> None:
+    """Torch's encoder makes float masks of bool ones."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"batch_first": True, "dropout": 0.0, "dtype": torch.float64}
+    layers = [kind(24, 3, 32, **options) for kind in (nn.TransformerEncoderLayer, TransformerEncoderLayer)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    outs = [nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)(X.double(), mask=DENSE) for layer in layers]
+    torch.testing.assert_close(*outs)
+
+
 def test_sequences_without_a_batch() -> None:
     theirs, ours = pair()
     tensors = [t[0].detach().requires_grad_() for t in inputs()]
@@ -177,7 +197,8 @@ X = torch.zeros(2, LENGTH, 24)
 GAPS = torch.zeros(2, LENGTH, dtype=torch.bool).index_fill_(1, torch.tensor([3]), True)
 WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"need_weights": True}, "need_weights must be False"),
-    ({"attn_mask": DENSE}, "attn_mask must be None, or come with is_causal=True.*from_dense"),
+    ({"attn_mask": DENSE}, "attn_mask must be None or float, .*from_dense"),
+    ({"attn_mask": torch.zeros(1, 1)}, r"attn_mask must have shape \(96, 96\) or \(6, 96, 96\).*got \(1, 1\)"),
     ({"key_padding_mask": GAPS}, "True for the last keys of a sequence only"),
     ({"key_padding_mask": GAPS.float()}, "must be bool, or 0 and -inf"),
     ({"key_padding_mask": GAPS[:1]}, r"shape \(batch=2, kv_len=96\), got \(1, 96\)"),
