@@ -166,12 +166,10 @@ def _refuse_tables(model: Any) -> None:
             table[ATTENTION_NAME] = refuse
 
 
-def _watch(module: Any, _: str, child: Any) -> None:
-    """Module registration hook of torch, called before `child` becomes part of `module`."""
-    from transformers import PreTrainedModel
-
+def _watch(kind: Any, module: Any, _: str, child: Any) -> None:
+    """Module registration hook of torch, called before `child` becomes part of `module`. kind: PreTrainedModel."""
     for model in (module, child):
-        if isinstance(model, PreTrainedModel) and not hasattr(model, _WATCHED):
+        if isinstance(model, kind) and not hasattr(model, _WATCHED):
             setattr(model, _WATCHED, True)
             _refuse_tables(model)
             if isinstance(getattr(model.config, CONFIG_KEY, None), list | tuple | dict):
@@ -183,4 +181,7 @@ def _watch(module: Any, _: str, child: Any) -> None:
 @functools.cache
 def watch_models() -> None:
     """Adds hooks to every transformers model that is created from now on, or becomes part of another module."""
-    torch.nn.modules.module.register_module_module_registration_hook(_watch)
+    # not in the hook, which torch.compile traces where a forward registers modules: torch 2.11 cannot trace the import
+    from transformers import PreTrainedModel
+
+    torch.nn.modules.module.register_module_module_registration_hook(functools.partial(_watch, PreTrainedModel))

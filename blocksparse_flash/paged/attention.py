@@ -115,7 +115,7 @@ def paged_attention_with_lse(
     check_lists(page_table, kv_lengths, selected, q, *k_pages.shape[:3])
     check_window(window, boolean(causal, "causal"))
     scale = validation.checked_scale(scale, q.shape[3], q.dtype)
-    mods = validation.check_scores(validation.ScoreOptions(sinks, softcap, None, None), q, None)
+    mods = validation.check_scores(validation.ScoreOptions(sinks, softcap, None, None), q, q, None)
     if ops.is_differentiated(q, k_pages, v_pages, sinks):
         raise ValueError(
             "paged_attention has no gradients, but gradients are enabled and q, k_pages, v_pages or sinks requires "

@@ -155,7 +155,7 @@ def run_both(
     if mode.startswith(("paged", "selected", "window")):
         assert q_len is not None
         q = torch.empty(2, heads, q_len, head_dim, dtype=dtype)
-        run_paged(q, dims, mode, scale, scores_of(scores, heads, 1) if scores else None)
+        run_paged(q, dims, mode, scale, scores_of(scores, 1, (heads, q.shape[2], length)) if scores else None)
         return
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, dim, dtype=dtype) for dim in dims)
     k, v = (torch.empty(2, 2, length, dim, dtype=dtype) for dim in dims)
