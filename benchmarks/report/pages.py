@@ -1,9 +1,9 @@
 """Tables and plots of all measurements: `python -m benchmarks.report`.
 
 Reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
-context_parallel.jsonl and lra/, and the errors of explain's predictions. Replaces the sections between markers of the
-pages in PAGES, writes every measurement to results/attention.md, small.md, io.md and context_parallel.md, and draws
-the plots in results/.
+context_parallel.jsonl, shapes.jsonl, video.jsonl and lra/, and the errors of explain's predictions. Replaces the
+sections between markers of the pages in PAGES, writes every measurement to results/attention.md, small.md, io.md and
+context_parallel.md, and draws the plots in results/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 
 from blocksparse_flash.explanation import prediction
 
-from . import attention, context_parallel, io, plots, summaries, tables
+from . import attention, context_parallel, io, models, plots, summaries, tables
 from . import lines as measurements
 from .attention import most
 from .lines import LABELS, select
@@ -27,7 +27,10 @@ ROOT = BENCHMARKS.parent
 
 Lines = dict[str, pd.DataFrame]
 # results/<name>.jsonl -> whether it must exist
-FILES = {"attention": True, "masks": True, "small": False, "decode": False, "io": False, "context_parallel": False}
+FILES = {
+    "attention": True, "masks": True, "small": False, "decode": False, "io": False, "context_parallel": False,
+    "shapes": False, "video": False,
+}  # fmt: skip
 
 
 def prediction_section() -> str:
@@ -79,12 +82,14 @@ PAGES: dict[str, dict[str, Callable[[Lines], str]]] = {
         "masks": lambda lines: tables.mask_building(lines["masks"]),
     },
     "docs/cost.md": {"prediction": lambda _: prediction_section()},
+    "docs/diffusers.md": {"video": lambda lines: models.video(lines["video"])},
     "docs/decoding.md": {"decode": lambda lines: tables.decoding(lines["decode"])},
     "docs/lra.md": {"lra": lambda lines: tables.long_range(lines["lra"])},
     "docs/distributed.md": {"context": lambda lines: context_parallel.summary(lines["context_parallel"])},
     "benchmarks/README.md": {
         "sweeps": lambda lines: attention.sweeps_section(most(lines["attention"])),
         "elsewhere": lambda lines: attention.other_gpus_section(lines["attention"]),
+        "shapes": lambda lines: models.shapes(lines["shapes"]),
         "small": lambda lines: tables.small_calls(lines["small"]),
         "context": lambda lines: context_parallel.section(lines["context_parallel"]),
         "io": lambda lines: io.section(lines["io"]),

@@ -31,11 +31,13 @@ MORE_SAMPLES = "-22000"
 def decoding(lines: pd.DataFrame) -> str:
     """Decoding: rows by length, batch and number of queries, a column for each provider and mask; "" without lines.
 
-    The clock that is shown is the replay of a CUDA graph, without host time.
+    The clock that is shown is the replay of a CUDA graph, without host time. Keys in pages have a table of their own.
     """
-    shown = select(lines, direction="graph")
-    if shown.empty:
+    timed = select(lines, direction="graph")
+    if timed.empty:
         return ""
+    has_pages = timed["pattern"].str.match("paged|selected")
+    shown, pages = timed[~has_pages], timed[has_pages]
     columns = [
         (by, pattern) for pattern in shown["pattern"].unique() for by in providers(select(shown, pattern=pattern))
     ]
@@ -53,6 +55,24 @@ def decoding(lines: pd.DataFrame) -> str:
         f"{caption}{measurements.versions(shown, 'torch', 'triton')}).{sparse if len(densities) else ''} `-`: not "
         "measured.",
         table(["keys", "batch", "queries", *(", ".join(column) for column in columns)], rows),
+        _decoding_pages(pages),
+    )
+
+
+def _decoding_pages(lines: pd.DataFrame) -> str:
+    """The same for keys in pages, with the share of the bandwidth of a copy; "" without lines."""
+    if lines.empty:
+        return ""
+    patterns, rows = [*lines["pattern"].unique()], []
+    for case, found in lines.groupby(["n", "batch", "q_len"]):
+        cells = {line.pattern: f"{1000 * line.ms:,.0f} ({line.copy_share:.0%})" for line in found.itertuples()}
+        rows.append([*(f"{each:,}" for each in case), *(cells.get(pattern, "-") for pattern in patterns)])
+    kept = lines.loc[lines["pattern"].str.startswith("selected"), "density"]
+    return joined(
+        "The same for keys and values in pages, by `paged_attention`: `paged 16` has pages of 16 tokens, and in "
+        f"`selected 16` each KV head selects {kept.max():.0%} of them. In brackets: bytes of the keys and values that "
+        "are read, per second, relative to a copy.",
+        table(["keys", "batch", "queries", *patterns], rows),
     )
 
 

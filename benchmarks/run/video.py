@@ -89,6 +89,8 @@ def _sdpa(kernel: str, _case: Case, _device: str) -> Prepared:
     return sdpa_call(kernel), None, None
 
 
+# of the kernels of scaled_dot_product_attention
+BACKENDS = {"cudnn": "cudnn", "flash_attention_2": "sdpa"}
 PROVIDERS = [
     Provider("cudnn", "dense", functools.partial(_sdpa, "CUDNN_ATTENTION")),
     Provider("flash_attention_2", "dense", functools.partial(_sdpa, "FLASH_ATTENTION")),
@@ -136,7 +138,7 @@ def prepared(
     is_ours = provider.name == "blocksparse_flash"
     facts = {
         "bench": "video", "provider": provider.name, "pattern": provider.pattern,
-        "backend": explain(*tensors, layout).backend if is_ours else "sdpa",
+        "backend": explain(*tensors, layout).backend if is_ours else BACKENDS[provider.name],
         "density": 1.0 if layout is None else layout.density, "setup_ms": measure.first_call_milliseconds(step),
         "peak_bytes": measure.peak_bytes(step),
     }  # fmt: skip

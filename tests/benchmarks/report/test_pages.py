@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pandas", reason="needs the extra [bench]")
 
-from benchmarks.report import attention, pages, plots, summaries, tables
+from benchmarks.report import attention, models, pages, plots, summaries, tables
 from benchmarks.report import lines as measurements
 from benchmarks.report.lines import frame
 from benchmarks.report.markdown import replaced
@@ -446,3 +446,40 @@ def test_every_provider_has_a_name_and_a_color() -> None:
 @pytest.mark.parametrize(("count", "expected"), [(2048, "2K"), (1 << 20, "1M"), (1000, "1000"), (1536, "1536")])
 def test_counts_are_short(count: int, expected: str) -> None:
     assert plots.short(count) == expected
+
+
+def test_shapes_are_compared_with_the_best_of_the_others() -> None:
+    found = [
+        of(provider, bench="shapes", pattern=case, direction=way, tflops=rate)
+        for provider, case, way, rate in (
+            (("blocksparse_flash", "hopper"), "causal", "fwd", 600.0), (TRITON, "tiny", "fwd", 90.0),
+            (("blocksparse_flash", "hopper"), "causal", "bwd", 500.0), (FLEX, "causal", "fwd", 300.0),
+            (CUDNN, "causal", "fwd", 400.0), (FLEX, "causal", "bwd", 1000.0),
+        )
+    ]  # fmt: skip
+    section = models.shapes(frame([*found, of(("torch", "cublas"), bench="matmul", tflops=700)]))
+    assert rows_of(section) == [
+        "| causal | `hopper` | 600 / 500 | 300 / 1000 | 400 / - | 1.50 / 0.50 |",
+        "| tiny | `triton` | 90 / - | - | - | - |",
+    ]
+    assert "A matrix product of 8192 x 8192 x 8192 ran at 700 TFLOP/s." in section
+    assert models.shapes(frame([])) == ""
+
+
+def test_video_is_compared_with_dense_attention() -> None:
+    found = [
+        of(provider, bench="video", pattern=pattern, n=n, density=density, ms=ms)
+        for n, factor in ((1000, 1.0), (2000, 2.0))
+        for provider, pattern, density, ms in (
+            (CUDNN, "dense", 1.0, 8 * factor), (TRITON, "dense", 1.0, 10 * factor),
+            (TRITON, "top_p", 0.4 / factor, 4.0),
+        )
+    ]  # fmt: skip
+    assert rows_of(models.video(frame(found)))[:2] == [
+        "| cuDNN | dense | 100% | 8.0 (1.0) | 16.0 (1.0) |",
+        "| blocksparse_flash | dense | 100% | 10.0 (0.8) | 20.0 (0.8) |",
+    ]
+    assert rows_of(models.video(frame(found)))[-1] == (
+        "| blocksparse_flash | `top_p(0.5)` | 20% to 40% | 4.0 (2.0) | 4.0 (4.0) |"
+    )
+    assert models.video(frame([])) == ""

@@ -1,0 +1,91 @@
+"""Tables of the shapes and options of models, and of self-attention on video."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from . import lines as measurements
+from .lines import LABELS, select
+from .markdown import joined, table
+
+OURS = "blocksparse_flash"
+VIDEO_PATTERNS = {
+    "dense": "dense",
+    "sliding_tile": "`sliding_tile`",
+    "sliding_tile, in order": "`sliding_tile`, without reordering",
+    "top_blocks": "`top_blocks(0.2)`",
+    "top_p": "`top_p(0.5)`",
+}
+
+
+def _named(lines: pd.DataFrame) -> pd.DataFrame:
+    """Lines in which all our backends have one name."""
+    return lines.assign(by=lines["by"].astype(str).where(~lines["is_ours"], OURS))
+
+
+def _ordered(names: pd.Series) -> list[str]:
+    """Names of providers, ours first, then in the order of LABELS."""
+    known = [OURS, *LABELS.values()]
+    return [name for name in known if name in set(names)]
+
+
+def _cell(values: dict[str, float], text: str) -> str:
+    """Forward / backward; `-` for what is missing."""
+    cells = [text.format(values[way]) if way in values else "-" for way in ("fwd", "bwd")]
+    return "-" if cells == ["-", "-"] else " / ".join(cells)
+
+
+def shapes(lines: pd.DataFrame) -> str:
+    """Speed in the shapes of models: a row for each case, a column for each library; "" without lines."""
+    shown = _named(select(lines, bench="shapes"))
+    if shown.empty:
+        return ""
+    columns, rows = _ordered(shown["by"]), []
+    for case, found in shown.groupby("pattern", sort=False):
+        rates = {by: dict(zip(of["direction"], of["tflops"], strict=True)) for by, of in found.groupby("by")}
+        others = [rate for by, rate in rates.items() if by != OURS]
+        best = {way: max((rate[way] for rate in others if way in rate), default=None) for way in ("fwd", "bwd")}
+        ratios = {way: rate / peak for way, rate in rates.get(OURS, {}).items() if (peak := best[way])}
+        backends = sorted(found.loc[found["is_ours"], "backend"].unique())
+        cells = [_cell(rates.get(by, {}), "{:.0f}") for by in columns]
+        rows.append([str(case), ", ".join(f"`{name}`" for name in backends), *cells, _cell(ratios, "{:.2f}")])
+    rate = measurements.matmul_rate(lines, shown)
+    return joined(
+        f"One {' and '.join(sorted(shown['device'].unique()))}, bf16, `python -m benchmarks.run.shapes`, "
+        f"{measurements.versions(shown, 'torch', 'triton')}. TFLOP/s of the pairs that attend, forward / backward; "
+        "`-`: unsupported. Timing was interleaved across libraries."
+        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else ""),
+        table(["case", "our backend", *columns, "ours / best of the others"], rows),
+    )
+
+
+def video(lines: pd.DataFrame) -> str:
+    """Self-attention of a video transformer: a row for each pattern, a column for each case; "" without lines."""
+    shown = _named(lines)
+    if shown.empty:
+        return ""
+    cases = [*dict.fromkeys(zip(shown["n"], shown["heads"], strict=True))]
+    peers = shown.loc[shown["by"] != OURS, ["by", "pattern"]].drop_duplicates().itertuples(index=False)
+    rows = []
+    for by, pattern in [*peers, *((OURS, pattern) for pattern in VIDEO_PATTERNS)]:
+        cells = []
+        for n, heads in cases:
+            found = select(shown, by=by, pattern=pattern, n=n, heads=heads)
+            dense = select(shown, by=LABELS["cudnn", "cudnn"], n=n, heads=heads)["ms"]
+            if found.empty:
+                cells.append("-")
+                continue
+            ms = found["ms"].iloc[0]
+            cells.append(f"{ms:.1f} ({dense.iloc[0] / ms:.1f})" if len(dense) else f"{ms:.1f}")
+        densities = select(shown, by=by, pattern=pattern)["density"]
+        shares = sorted({f"{density:.0%}" for density in densities})
+        stored = " to ".join(dict.fromkeys([shares[0], shares[-1]])) if shares else "-"
+        rows.append([by, VIDEO_PATTERNS.get(pattern, pattern), stored, *cells])
+    return joined(
+        f"One {' and '.join(sorted(shown['device'].unique()))}, bf16, heads of dimension "
+        f"{shown['head_dim'].iloc[0]}, `python -m benchmarks.run.video`, "
+        f"{measurements.versions(shown, 'torch', 'triton')}. Milliseconds of one forward, in brackets the speed-up "
+        "over dense attention by cuDNN. The time includes reordering the tokens and choosing the blocks, if there are "
+        "any to choose. Timing was interleaved across libraries.",
+        table(["library", "mask", "pairs computed", *(f"{n:,} tokens, {heads} heads" for n, heads in cases)], rows),
+    )
