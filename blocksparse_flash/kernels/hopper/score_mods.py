@@ -21,10 +21,10 @@ from .registers import round_p_ds
 
 # values of a thread that take a branch together
 TANH_VALUES = gl.constexpr(16)
-# tanh x = x + x^3 P(x^2) for |x| < NEAR; x P(x^2) / Q(x^2) up to FAR, from where on tanh rounds to 1: minimax fits,
-# coefficients in descending powers
-NEAR, FAR = 0.6, 8.6
-NEAR_P = (-5.89516e-3, 2.079597e-2, -5.378383e-2, 1.3331924e-1, -3.3333298e-1)
+# tanh x = x + x^3 P(x^2) for |x| < NEAR, else x P(x^2) / Q(x^2), with x limited to FAR, where tanh is 1 - 7e-8: minimax
+# fits, coefficients in descending powers
+NEAR, FAR = 1.0, 8.6
+NEAR_P = (1.0582556e-3, -6.2593119e-3, 2.0359728e-2, -5.3498693e-2, 1.3326408e-1, -3.3332986e-1)
 FAR_P = (1.4146902e-8, 2.1171739e-5, 3.5295382e-3, 1.3409567e-1, 1.0)
 FAR_Q = (8.0978298e-7, 3.3413008e-4, 2.6005987e-2, 4.6742892e-1, 1.0)
 
@@ -89,7 +89,7 @@ class ScoreMods(NamedTuple):
 def tanh(b_x):
     """tanh with a relative error of at most 4e-7; tanh.approx has one of 5e-4.
 
-    Where all values of a warp are small, as usual, it takes seven simple instructions a value and no slow one.
+    Where all scores of a warp are below the softcap, it takes no instruction of the unit that computes exponentials.
     """
     return gl.inline_asm_elementwise(TANH, TANH_CONSTRAINTS, [b_x], dtype=gl.float32, is_pure=True, pack=TANH_VALUES)
 
