@@ -359,7 +359,12 @@ def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
         )
     check_dense(name, value, q)
     if not value.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {value.dtype}; pass {name}.float()")
+        hint = f"pass {name}.float()"
+        if value.dtype == torch.bool:
+            hint = (
+                "for a mask pass a layout, such as BlockLayout.from_dense(mask), or torch.where(mask, 0.0, -torch.inf)"
+            )
+        raise ValueError(f"{name} must be floating point, got {value.dtype}; {hint}")
     if value.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {value.device}; {name}.to(q.device) moves it")
 
@@ -423,8 +428,8 @@ def _check_pair_bias(bias: Any, q: Tensor, kv_len: int) -> None:
         raise ValueError(f"pair_bias must be {names}, got {bias.dtype}; pair_bias.float() makes one")
     if bias.dim() != 4:
         raise ValueError(
-            f"pair_bias must have the 4 dimensions {axes}, got shape {tuple(bias.shape)}; pair_bias[None] adds one in "
-            "front"
+            f"pair_bias must have the 4 dimensions {axes}, got shape {tuple(bias.shape)}; "
+            f"pair_bias[{', '.join(['None'] * max(1, 4 - bias.dim()))}] has more in front"
         )
     sizes = (*q.shape[:3], kv_len)
     for axis, size, found in zip(("batch", "heads", "q_len", "kv_len"), sizes, bias.shape, strict=True):

@@ -636,7 +636,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "pair_bias of two axes": (
         {"pair_bias": torch.zeros(Q_LEN, KV_LEN)},
         ValueError,
-        ("pair_bias must have the 4 dimensions (batch or 1, heads or 1, q_len, kv_len)", "(40, 52)", "pair_bias[None]"),
+        (
+            "pair_bias must have the 4 dimensions (batch or 1, heads or 1, q_len, kv_len)",
+            "(40, 52)",
+            "pair_bias[None, None]",
+        ),
     ),
     "pair_bias of another batch": (
         {"pair_bias": torch.zeros(3, 1, Q_LEN, KV_LEN)},

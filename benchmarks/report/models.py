@@ -36,10 +36,12 @@ def _cell(values: dict[str, float], text: str) -> str:
 
 
 def shapes(lines: pd.DataFrame) -> str:
-    """Speed in the shapes of models: a row for each case, a column for each library; "" without lines."""
+    """Speed in the shapes of models: for each GPU and commit a row for each case, a column for each library."""
     shown = _named(select(lines, bench="shapes"))
-    if shown.empty:
-        return ""
+    return joined(*(_shapes_of_run(lines, found) for _, found in shown.groupby(["device", "commit"], sort=False)))
+
+
+def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
     columns, rows = _ordered(shown["by"]), []
     for case, found in shown.groupby("pattern", sort=False):
         rates = {by: dict(zip(of["direction"], of["tflops"], strict=True)) for by, of in found.groupby("by")}
@@ -51,9 +53,9 @@ def shapes(lines: pd.DataFrame) -> str:
         rows.append([str(case), ", ".join(f"`{name}`" for name in backends), *cells, _cell(ratios, "{:.2f}")])
     rate = measurements.matmul_rate(lines, shown)
     return joined(
-        f"One {' and '.join(sorted(shown['device'].unique()))}, bf16, `python -m benchmarks.run.shapes`, "
+        f"One {shown['device'].iloc[0]}, bf16, `python -m benchmarks.run.shapes`, commit {shown['commit'].iloc[0]}, "
         f"{measurements.versions(shown, 'torch', 'triton')}. TFLOP/s of the pairs that attend, forward / backward; "
-        "`-`: unsupported. Timing was interleaved across libraries."
+        "`-`: unsupported, wrong, or not measured. Timing was interleaved across libraries."
         + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else ""),
         table(["case", "our backend", *columns, "ours / best of the others"], rows),
     )
@@ -85,7 +87,7 @@ def video(lines: pd.DataFrame) -> str:
         f"One {' and '.join(sorted(shown['device'].unique()))}, bf16, heads of dimension "
         f"{shown['head_dim'].iloc[0]}, `python -m benchmarks.run.video`, "
         f"{measurements.versions(shown, 'torch', 'triton')}. Milliseconds of one forward, in brackets the speed-up "
-        "over dense attention by cuDNN. The time includes reordering the tokens and choosing the blocks, if there are "
-        "any to choose. Timing was interleaved across libraries.",
+        "over dense attention by cuDNN. The time includes choosing the blocks, if there are any to choose, and "
+        "reordering the tokens, except in the row without. Timing was interleaved across libraries.",
         table(["library", "mask", "pairs computed", *(f"{n:,} tokens, {heads} heads" for n, heads in cases)], rows),
     )

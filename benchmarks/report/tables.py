@@ -31,7 +31,7 @@ MORE_SAMPLES = "-22000"
 def decoding(lines: pd.DataFrame) -> str:
     """Decoding: rows by length, batch and number of queries, a column for each provider and mask; "" without lines.
 
-    The clock that is shown is the replay of a CUDA graph, without host time. Keys in pages have a table of their own.
+    The clock that is shown is the replay of a CUDA graph, without host time. A paged KV cache has a table of its own.
     """
     timed = select(lines, direction="graph")
     if timed.empty:
@@ -60,7 +60,7 @@ def decoding(lines: pd.DataFrame) -> str:
 
 
 def _decoding_pages(lines: pd.DataFrame) -> str:
-    """The same for keys in pages, with the share of the bandwidth of a copy; "" without lines."""
+    """The same for a paged KV cache, with the share of the bandwidth of a copy; "" without lines."""
     if lines.empty:
         return ""
     patterns, rows = [*lines["pattern"].unique()], []
@@ -69,9 +69,9 @@ def _decoding_pages(lines: pd.DataFrame) -> str:
         rows.append([*(f"{each:,}" for each in case), *(cells.get(pattern, "-") for pattern in patterns)])
     kept = lines.loc[lines["pattern"].str.startswith("selected"), "density"]
     return joined(
-        "The same for keys and values in pages, by `paged_attention`: `paged 16` has pages of 16 tokens, and in "
-        f"`selected 16` each KV head selects {kept.max():.0%} of them. In brackets: bytes of the keys and values that "
-        "are read, per second, relative to a copy.",
+        "The same for a paged KV cache, by `paged_attention`: `paged 16` has pages of 16 tokens, and in `selected 16` "
+        f"all heads attend to {kept.max():.0%} of them, chosen at random. In brackets: achieved bandwidth on keys and "
+        "values, as a share of that of a copy.",
         table(["keys", "batch", "queries", *patterns], rows),
     )
 

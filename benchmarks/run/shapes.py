@@ -1,7 +1,7 @@
 """Speed in the shapes and with the options of models: `python -m benchmarks.run.shapes` on a CUDA GPU.
 
-Grouped heads, sliding windows, packed documents, head dimensions that are no power of two, and options that change
-scores, at the sizes at which models are trained. Calls are those that a user writes: backend "auto", the layouts of
+Grouped-query attention, sliding windows, packed documents, head dimensions of 64 to 256, and options, at the sizes at
+which models are trained. Calls are those that a user writes: backend "auto", the layouts of
 `masks`. Peers: FlashAttention-4 where it is installed, FlexAttention, and for dense and causal calls without options
 scaled_dot_product_attention with its kernels cuDNN and FlashAttention-2. Outputs and gradients are compared with
 float32 on sampled rows before timing; the peers of a case take turns within one process.
@@ -124,7 +124,7 @@ class Peer(NamedTuple):
 def values_of(case: Case, device: str) -> dict[str, Tensor]:
     """The tensor of the option, by the name of the argument; {} if it has none."""
     if case.option == "sinks":
-        # not much below the scores of the first query, whose ds would be a difference of nearly equal numbers
+        # so large that ds of the first query is not a difference of nearly equal numbers
         return {"sinks": torch.linspace(2.0, 6.0, case.heads, device=device)}
     if case.option == "alibi_slopes":
         return {"alibi_slopes": nn.alibi_slopes(case.heads).to(device)}
@@ -210,7 +210,7 @@ def _flex(case: Case, device: str, values: dict[str, Tensor]) -> Call | str:
 def _sdpa(kernel: str) -> Callable[[Case, str, dict[str, Tensor]], Call | str]:
     def prepare(case: Case, _device: str, _values: dict[str, Tensor]) -> Call | str:
         if case.window is not None or case.documents is not None:
-            return "has no windows and documents"
+            return "has neither windows nor documents"
         if case.option:
             return f"has no option {case.option}"
         return sdpa_call(kernel, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)

@@ -47,16 +47,16 @@ def _layout(cols: Tensor, q: Tensor, k: Tensor, block_size: int) -> BlockLayout:
 
 
 def top_blocks(density: float, *, block_size: int = 64) -> Choice:
-    """For each block of queries and head, the share `density` of the blocks of keys with the highest pooled scores.
+    """Selects for each head and block of queries the share `density` of key blocks with the highest pooled scores.
 
-    density     share of the blocks, above 0 and at most 1; at least one block
+    density     share of the blocks, above 0 and at most 1; their number is rounded up
     block_size  tokens of a block: 16, 32, 64, 128 or 256. With order=tile_order(grid, tile=(4, 4, 4)), blocks of 64
                 tokens are cubes
     returns     a layout for `use`
     raises      TypeError, ValueError
 
     This is the selection of video sparse attention, see `blocksparse_flash.nn.video_sparse_attention`, without its
-    coarse branch. It is made on the device, without synchronization.
+    coarse branch. The layout is made on the device, without synchronization.
 
     Zhang et al., "Faster Video Diffusion with Trainable Sparse Attention" (VSA), arXiv:2505.13389, section 2.
     """
@@ -71,7 +71,7 @@ def top_blocks(density: float, *, block_size: int = 64) -> Choice:
 
 
 def top_p(p: float, *, block_size: int = 128) -> Choice:
-    """For each block of queries and head, the fewest blocks of keys whose pooled weights sum to at least p.
+    """Selects for each head and block of queries the fewest key blocks whose pooled weights sum to at least p.
 
     The weights are the softmax of the scores of `top_blocks`. Heads with concentrated attention get few blocks, others
     many.
@@ -81,7 +81,7 @@ def top_p(p: float, *, block_size: int = 128) -> Choice:
     returns     a layout for `use`
     raises      TypeError, ValueError
 
-    It is made on the device, without synchronization, and takes memory for all blocks.
+    The layout is made on the device, without synchronization, and has room for all blocks.
 
     Xu et al., "XAttention", arXiv:2503.16428, section 2.2 (threshold block selection).
     """

@@ -44,10 +44,10 @@ class _Sequence(NamedTuple):
 class Use:
     """What `use` returns: its layers, and a switch. As a context manager, it removes the layout at the end.
 
-    layers    names of the attention modules, by the name of the transformer if a pipeline has two
+    layers    names of the attention modules, prefixed with the name of the transformer if a pipeline has two
     is_dense  True: the next calls use the model's own attention. Set by `dense_steps` at each step, if that is not 0;
               otherwise yours, such as in callback_on_step_end
-    layout, order, backend  as in `use`
+    layout, order, backend  arguments of `use`, which makes these objects
     """
 
     def __init__(self, layout: BlockLayout | Choice | None, order: Tensor | None, backend: str) -> None:
@@ -171,7 +171,7 @@ class Use:
         lengths = None if mask is None else self._kv_lengths(mask, k, sequence.tokens, layer.name)
         options: dict[str, Any] = {"scale": scale, "kv_lengths": lengths, "backend": self._backend}
         if sequence.tokens is not None:
-            q, k, v = (_taken(tensor, sequence.tokens) for tensor in (q, k, v))
+            q, k, v = (_reordered(tensor, sequence.tokens) for tensor in (q, k, v))
         if self._layout is None or isinstance(self._layout, BlockLayout):
             out = attention(q, k, v, sequence.layout, **options)
         else:
@@ -181,10 +181,10 @@ class Use:
             out = attention(own, k, v, layout, **options)
             if n_text:
                 out = torch.cat([out, attention(q[:, :, n_tokens:], k, v, **options)], dim=2)
-        return out if sequence.places is None else _taken(out, sequence.places)
+        return out if sequence.places is None else _reordered(out, sequence.places)
 
 
-def _taken(tensor: Tensor, tokens: Tensor) -> Tensor:
+def _reordered(tensor: Tensor, tokens: Tensor) -> Tensor:
     """Tokens of (batch, heads, length, head_dim), with all heads of a token together, as diffusers stores them."""
     return tensor.transpose(1, 2).index_select(1, tokens).transpose(1, 2)
 
@@ -207,7 +207,8 @@ class _Call:
     def __init__(self, layer: _Layer, hidden: Tensor | None, encoder: Tensor | None, own_backend: Any) -> None:
         self.layer, self.own_backend = layer, own_backend
         self.was_called = False
-        # queries of a cross-attention; Lumina gives the same tensor twice for self-attention
+        # queries of a cross-attention, or of a joint one without its text; Lumina gives the same tensor twice for
+        # self-attention
         is_cross = encoder is not None and encoder is not hidden and hidden is not None and hidden.ndim == 3
         self.cross_len = hidden.shape[1] if is_cross and hidden is not None else None
 
@@ -229,6 +230,11 @@ class _Call:
         for name, value, expected in (("dropout_p", dropout_p, 0.0), ("is_causal", is_causal, False)):
             if value != expected:
                 raise ValueError(f"{name} must be {expected}, got {value} in {self.layer.name}: {_OWN}")
+        if self.layer.text and self.cross_len is not None and use._tokens not in (None, self.cross_len):
+            raise ValueError(
+                f"{self.layer.name} has {self.cross_len} tokens beside the text, but the layout is for {use._tokens}: "
+                "give `use` a layout of the grid that this resolution has"
+            )
         return use._attend(q, k, v, mask, scale, self.layer)
 
 
@@ -305,8 +311,8 @@ def _checked_order(order: Any, layout: Any) -> Tensor | None:
     if order is None:
         if layout is not None and not isinstance(layout, BlockLayout):
             raise ValueError(
-                "order must be the token at each position, such as masks.tile_order(grid, tile=(4, 4, 4)), with a "
-                "layout that is chosen in each call, got None: torch.arange(tokens) is the order of the model"
+                "order is required with a layout that is chosen in each call, such as masks.tile_order(grid, "
+                "tile=(4, 4, 4)), got None: torch.arange(tokens) keeps the order of the model"
             )
         return None
     if not isinstance(order, Tensor) or order.ndim != 1 or order.dtype != torch.int64:
@@ -324,7 +330,7 @@ def _check_layout(layout: Any) -> None:
     if layout is not None and not isinstance(layout, BlockLayout) and not callable(layout):
         raise TypeError(
             "layout must be a BlockLayout, top_blocks(...), top_p(...), a function from q and k to a BlockLayout, or "
-            f"None for attention to all, got {type(layout).__name__}"
+            f"None for dense attention, got {type(layout).__name__}"
         )
     if isinstance(layout, BlockLayout) and layout.q_len != layout.kv_len:
         raise ValueError(f"layout must be square, over the tokens of the grid, got {layout.shape}")
@@ -373,14 +379,14 @@ def use(
 
     pipe_or_model  pipeline, whose `transformer` (and `transformer_2`) changes, or a model
     layout       BlockLayout of tokens x tokens, the tokens of the image or video; or `top_blocks(...)`, `top_p(...)` or
-                 another function, which chooses a layout in each call; None: attention to all by this package's kernels
+                 another function, which chooses a layout in each call; None: dense attention by this package's kernels
     order        int64 (tokens,): the token, in the row-major order of the grid, at each position of the layout, as from
                  `masks.tile_order`. None: the layout is in row-major order
     text         "first" or "last": where text tokens are in a sequence of image or video and text. They attend to all,
                  and all attend to them. None: known for Flux, SD3, CogVideoX, HunyuanVideo, Qwen-Image and Chroma
     layers       regular expression, searched in names of attention modules such as "blocks.7.attn1"; the default are
                  all blocks of the transformer. Their self-attention gets the layout, cross-attention stays as it is
-    dense_layers regular expression for exceptions, which stay as they are
+    dense_layers regular expression: modules matched by `layers` that keep the model's own attention
     dense_steps  first denoising steps that keep the model's own attention; needs a pipeline
     backend      as in `blocksparse_flash.attention`
     returns      Use, with `remove()` and the switch `is_dense`

@@ -15,7 +15,7 @@ from ..runtime import tracing
 from ..score_mods import Scores
 from .checks import check_lists, check_tensors, check_window
 
-NOT_HOPPER = "it has no keys in pages"
+NOT_HOPPER = "it has no paged KV cache"
 
 
 def paged_attention(
@@ -41,8 +41,8 @@ def paged_attention(
                  (n_pages, page_size, kv_heads, head_dim) is passed as k_pages.transpose(1, 2)
     page_table   int32 (batch, max_pages): the ids of the pages of each sequence, in order. Sequences may share pages.
                  Entries beyond a sequence may be anything
-    kv_lengths   int32 or int64 (batch,), 0 .. max_pages * page_size: keys of each sequence, with those of its q_len
-                 tokens, which are already in the pages
+    kv_lengths   int32 or int64 (batch,), 0 .. max_pages * page_size: keys of each sequence, including those of its
+                 q_len tokens, which are already in the pages
     selected     integers (batch, heads | kv_heads | 1, k): the pages that each query head, each group of heads that
                  share keys, or all heads of a sequence attend to, by their position in the page table, in any order.
                  -1 marks an unused entry; a repeated page counts once. None is all pages. All q_len tokens of a
@@ -52,15 +52,15 @@ def paged_attention(
     window       with causal=True: each token attends to at most `window` keys, its own included
     scale        factor on the scores; None is head_dim ** -0.5
     sinks        (heads,): one more logit in each row, without a value
-    softcap      c > 0: scores s become c tanh(s / c)
-    backend      "auto", "triton" or "eager"; "eager" copies the keys of all sequences
+    softcap      c from 1e-30 to 1e30: scores s become c tanh(s / c)
+    backend      "auto", "triton" or "eager"; "eager" copies the keys of all sequences, and "reference" is the same
     returns      (batch, heads, q_len, v_head_dim); 0 for a token that attends to no key, as in a sequence of length 0
     raises       TypeError, ValueError; also if gradients are enabled and an argument requires them
 
     Pages that no sequence uses, and the rest of a sequence's last page, may hold NaN. With a window, neither the keys
     before it nor their entries of the page table are used.
 
-    On a GPU the numbers in page_table, kv_lengths and selected are not checked, since nothing synchronizes: lengths are
+    On a GPU the values of page_table, kv_lengths and selected are not checked, since nothing synchronizes: lengths are
     clamped, selected pages that do not exist are ignored, and ids of pages that do not exist are clamped to 0 ..
     n_pages - 1. A CUDA graph of a call follows changes of all its tensors.
 

@@ -53,6 +53,17 @@ def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
         )
 
 
+def check_new_tokens(k: Tensor, v: Tensor) -> None:
+    """Accept keys and values that are to be appended, as far as the cache does not matter."""
+    for name, tensor in (("k", k), ("v", v)):
+        _check_tensor(name, tensor, k)
+        if tensor.ndim != 4 or tensor.dtype not in validation.DTYPES:
+            raise ValueError(
+                f"{name} must be a tensor (batch, kv_heads, tokens, head_dim) of the cache's dtype, got {tensor.dtype} "
+                f"{tuple(tensor.shape)}"
+            )
+
+
 def check_lists(
     page_table: Tensor, kv_lengths: Tensor, selected: Tensor | None, q: Tensor, n_pages: int, n_kv: int, page: int
 ) -> None:

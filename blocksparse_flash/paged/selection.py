@@ -95,17 +95,17 @@ def select_pages(
 ) -> Tensor:
     """The k pages of each sequence with the highest scores, for `selected` of `paged_attention`.
 
-    scores      (batch, n, max_pages), n = heads, kv_heads or 1: `score_pages`, or any others, such as the importance of
-                blocks in `nn.native_sparse_attention`
+    scores      (batch, n, max_pages), n = heads, kv_heads or 1: `score_pages`, or any others
     kv_lengths  int32 or int64 (batch,): keys of each sequence, as in `paged_attention`
-    k           pages of each list, including `always`; all of the sequence if it has fewer
+    k           pages of each list, including `always`; fewer if the sequence has fewer, or if their score is -inf
     page_size   keys of a page
     always      pages that are always selected: the first ones of a sequence, and its last ones, at least 1
     returns     int32 (batch, n, k, or max_pages if that is less), -1 for unused entries
     raises      TypeError, ValueError
 
-    With always=(0, 1) and scores by mean keys this is the selection of `nn.mixture_of_block_attention` for the last
-    token, whose own page is the last. Several tokens share a selection: `always` should cover the pages of all of them.
+    With always=(0, 1), scores by mean keys and the same `by_group`, this is the selection of
+    `nn.mixture_of_block_attention` for the last token, whose own page is the last. Several tokens share a selection:
+    `always` should cover the pages of all of them.
     Nothing synchronizes.
 
     >>> select_pages(torch.tensor([[[1.0, 3.0, 2.0, 9.0]]]), torch.tensor([40]), k=2, page_size=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_lists, check_tensors
+from .checks import check_lists, check_new_tokens, check_tensors
 
 
 @torch.no_grad()
@@ -16,8 +16,9 @@ def append_to_pages(
 
     k, v         (batch, kv_heads, tokens, head_dim | v_head_dim), of the dtype of the cache
     k_pages, v_pages, page_table  the cache, which is written, and its page table, as in `paged_attention`
-    kv_lengths   int32 or int64 (batch,): keys of each sequence with those of the new tokens. Of a sequence shorter than
-                 `tokens`, such as an unused row of a batch with length 0, only the last kv_lengths[i] are stored
+    kv_lengths   int32 or int64 (batch,): keys of each sequence, including those of the new tokens. Of a sequence with
+                 fewer than `tokens`, such as an unused row of a batch with length 0, only the last kv_lengths[i] are
+                 stored
     raises       TypeError, ValueError
 
     Pages that are written must not be shared with another sequence. Nothing synchronizes: a CUDA graph may hold the
@@ -29,6 +30,7 @@ def append_to_pages(
     >>> k_pages[0, :, 1].sum().item(), k_pages[5, :, 0].sum().item()
     (64.0, 64.0)
     """
+    check_new_tokens(k, v)
     check_tensors(k, k_pages, v_pages)
     batch, kv_heads, tokens, _ = k.shape
     n_pages, cache_heads, page, v_dim = v_pages.shape

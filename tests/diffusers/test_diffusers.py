@@ -355,7 +355,7 @@ WRONG_USES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "model": (lambda: use("pipe"), TypeError, "pipe_or_model must be a pipeline"),
     "layout": (lambda: use(model_of("Wan"), "local"), TypeError, "layout must be a BlockLayout, top_blocks"),
     "not square": (lambda: use(model_of("Wan"), masks.local((32, 64), window=8)), ValueError, "layout must be square"),
-    "no order": (lambda: use(model_of("Wan"), top_p(0.5)), ValueError, "order must be the token at each position"),
+    "no order": (lambda: use(model_of("Wan"), top_p(0.5)), ValueError, "order is required with a layout"),
     "order": (lambda: use(model_of("Wan"), order=[0, 1]), TypeError, "order must be an int64 tensor"),
     "repeated": (lambda: use(model_of("Wan"), order=torch.zeros(3, dtype=torch.int64)), ValueError, "from 0 to 2 once"),
     "order of others": (
@@ -420,6 +420,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "blocks.0.attn1 attends to 72 tokens, but the layout is for 80",
     ),
     "too long": (lambda: run("Wan", masks.local(64, window=8)), "72 tokens, 8 more than the 64 of the layout"),
+    "a smaller grid beside text": (
+        lambda: run("Flux", masks.local(32, window=8)),
+        r"attn has 48 tokens beside the text, but the layout is for 32",
+    ),
     "scores": (lambda: direct(mask=torch.zeros(72, 72)), "attn_mask must be bool or None, got torch.float32"),
     "pairs": (lambda: direct(mask=torch.eye(72) > 0), "attn_mask must be one of padded keys"),
     "dropout": (lambda: direct(dropout_p=0.5), "dropout_p must be 0.0, got 0.5"),

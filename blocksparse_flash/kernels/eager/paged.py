@@ -1,4 +1,4 @@
-"""Attention over keys in pages in plain PyTorch: copies the pages of each sequence, then computes every pair."""
+"""Attention over a paged KV cache in plain PyTorch: copies the pages of each sequence, then computes every pair."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Split-KV forward over keys in pages (decoding); sm80 and later.
+"""Split-KV forward over a paged KV cache (decoding); sm80 and later.
 
-As split_kv.py, except that key j of a sequence is row j % PAGE of the page that entry j // PAGE of its list names. The
+Like split_kv.py, but key j of a sequence is row j % PAGE of the page that entry j // PAGE of its list names. The
 list is the page table, or the pages that were selected: look_up_kernel finds those in the table, and the kernel then
 takes the number of each page in its sequence from a second list. Entries are loaded a step ahead of the keys.
 
@@ -92,8 +92,8 @@ def load_keys(
 ):
     """[BLOCK_KV, DIM]: rows o_in_page of pages b_id; zero where m_kv is False and from column HEAD_DIM on.
 
-    Offsets within a page are 32-bit: 64-bit ones, kept over the loop, would take the registers of a third program per
-    SM.
+    Offsets within a page are 32-bit: 64-bit ones, kept over the loop, would need the registers that a third program per
+    SM has now.
     """
     o_dim = tl.arange(0, DIM)
     p_page = head_base(ptr, strides, b_id, i_head)
@@ -167,9 +167,9 @@ def paged_kernel(
     n_packs = n_heads // PACKED
     i_head = tl.program_id(0) // n_blocks % n_packs * PACKED
     # counts the splits of all sequences
-    i_split = tl.program_id(0) // n_blocks // n_packs
-    i_batch = i_split
-    i_part, n_parts = 0, 1
+    i_slot = tl.program_id(0) // n_blocks // n_packs
+    i_batch = i_slot
+    i_split, num_splits = 0, 1
     n_listed = None
     if SELECTS:
         n_listed = n_entries * PAGE
@@ -177,14 +177,14 @@ def paged_kernel(
         o_batch, b_splits = splits_of(
             kv_lengths_ptr, n_batch, q_len, kv_len, n_listed, window, n_shared, BATCH, BLOCK_KV, MIN_STEPS
         )
-        i_batch = tl.sum((tl.cumsum(b_splits, 0) <= i_split).to(tl.int32), 0)
+        i_batch = tl.sum((tl.cumsum(b_splits, 0) <= i_slot).to(tl.int32), 0)
         if i_batch >= n_batch:
             return
-        i_part = i_split - tl.sum(tl.where(o_batch < i_batch, b_splits, 0), 0)
-        n_parts = tl.sum(tl.where(o_batch == i_batch, b_splits, 0), 0)
+        i_split = i_slot - tl.sum(tl.where(o_batch < i_batch, b_splits, 0), 0)
+        num_splits = tl.sum(tl.where(o_batch == i_batch, b_splits, 0), 0)
     length = tl.load(kv_lengths_ptr + i_batch)
     limit, begin, first, end = steps_of(length, q_len, kv_len, n_listed, window, BLOCK_KV)
-    first, end = split_range(first, end, i_part, n_parts)
+    first, end = split_range(first, end, i_split, num_splits)
     ahead = limit - q_len
 
     # rows are queries of the packed heads, head after head; padding rows are computed and not stored
@@ -246,7 +246,7 @@ def paged_kernel(
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
     # heads of a program are neighbors, hence its rows too
-    row = (i_split.to(tl.int64) * n_heads + i_head) * q_len
+    row = (i_slot.to(tl.int64) * n_heads + i_head) * q_len
     store_rows(
         out_ptr, lse_ptr, row, i_block * BLOCK_Q, PACKED * q_len, b_out, b_max, b_sum, IS_SPLIT, C.V_DIM, BLOCK_Q, DIM_V
     )
@@ -254,7 +254,7 @@ def paged_kernel(
 
 @triton.jit(do_not_specialize=["n_batch", "n_heads", "n_shared", "q_len", "n_entries", "kv_len", "window"])
 def combine_paged_kernel(
-    # inputs: as paged_kernel wrote them; one that is there if pages are selected
+    # inputs: as paged_kernel wrote them; numbers_ptr is only compared with None
     splits_ptr, max_sum_ptr, numbers_ptr, kv_lengths_ptr, sinks_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,

@@ -1,6 +1,7 @@
-"""The gradient of a pair bias: one program per block of it adds ds of all batches and heads that share it.
+"""The gradient of a pair bias.
 
-In a fixed order, without atomics. Blocks without a tile are set to 0, so the result needs no clearing.
+Each program computes one block of it: the sum of ds over the batches and heads that share the block, in a fixed order,
+without atomics. Blocks without a tile get 0, so the output is not zeroed before.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from .tile import (
     product,
 )
 
-# list entries that a program looks at together
-LOOKED_AT = tl.constexpr(128)
+# list entries that a program compares in a step
+ENTRIES = tl.constexpr(128)
 
 
 def config(dim: int, element_size: int, *, major: int) -> Config:
-    """Launch configuration; dim is the larger padded head dimension. Not timed: large blocks that do not spill.
+    """Launch configuration; dim is the larger padded head dimension. Not tuned: large blocks that do not spill.
 
-    Blocks of 32 queries where ptxas reads unwritten registers in wgmma, which has 64 (tests/kernels/test_compile.py).
+    32 queries beyond head_dim 128: with 64, Triton uses wgmma, in which ptxas reads unwritten registers
+    (tests/kernels/test_compile.py).
     """
     if element_size == 4:
         return Config(32, 32, 8, 1)
@@ -60,9 +62,9 @@ def find_tile(indices_ptr, p_record, i_col):
     """List entry of the tile in column i_col of a tile row; -1 if the row has none."""
     first = tl.load(p_record + BEGIN)
     n_tiles = tl.load(p_record + N_TILES)
-    found = tl.full([LOOKED_AT], -1, tl.int32)
-    for start in tl.range(0, n_tiles, LOOKED_AT):
-        o_tile = start + tl.arange(0, LOOKED_AT)
+    found = tl.full([ENTRIES], -1, tl.int32)
+    for start in tl.range(0, n_tiles, ENTRIES):
+        o_tile = start + tl.arange(0, ENTRIES)
         b_col = tl.load(indices_ptr + first + o_tile, mask=o_tile < n_tiles, other=0) & (PARTIAL - 1)
         found = tl.where((b_col == i_col) & (o_tile < n_tiles), first + o_tile, found)
     return tl.max(found, 0)
@@ -88,7 +90,7 @@ def pair_bias_kernel(
     PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    # the heads of the bias are the slowest, so that neighbors share queries in L2
+    # the heads of the bias are the slowest, so that consecutive programs share queries in L2
     n_cols = tl.cdiv(kv_len, BLOCK_KV)
     n_rows = tl.cdiv(q_len, BLOCK_Q)
     kv_start = tl.program_id(0) % n_cols * BLOCK_KV

@@ -88,7 +88,7 @@ def test_a_peer_says_what_it_cannot_compute(tmp_path: Path, capsys: pytest.Captu
     for case in SMALL[2:4]:
         shapes.compare(case, cudnn, tmp_path / "shapes.jsonl", "cpu")
     assert written(tmp_path / "shapes.jsonl") == []
-    assert capsys.readouterr().out.count("has no windows and documents; not timed") == 2
+    assert capsys.readouterr().out.count("has neither windows nor documents; not timed") == 2
 
 
 def test_unknown_providers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
