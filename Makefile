@@ -35,7 +35,7 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: $(VENV)/.test
-	@echo "tests: about 10,200 on $(JOBS) processes, about 8 minutes on two cores"
+	@echo "tests: about 10,700 on $(JOBS) processes, about 8 minutes on two cores"
 	$(PYTEST) -m "not compilers and not thorough"
 
 test-thorough: $(VENV)/.test

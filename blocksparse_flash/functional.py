@@ -367,9 +367,9 @@ def attention(
     pair_bias  s += one number for each pair: (batch or 1, heads or 1, q_len, kv_len), where a size of 1 is shared by
                all. Any strides, also of expanded tensors; float32, float16 or bfloat16 (or float64 with float64 q),
                added in float32. -inf removes a pair, as in a float attn_mask of PyTorch; so does a value below -2e38,
-               such as torch.finfo(torch.float32).min. The layout, causal and kv_lengths decide which pairs exist:
-               values for others may be anything, and their gradients are 0. The gradient is summed over the batches
-               and heads that share a value
+               such as torch.finfo(torch.float32).min; a NaN score stays NaN. The layout, causal and kv_lengths decide
+               which pairs exist: values for others may be anything, and their gradients are 0. The gradient is summed
+               over the batches and heads that share a value
     sinks      (heads,): adds the logit of a key without a value to each query, after scale and all other mods. Weights
                are exp(s) / (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). The output of a query
                without keys stays 0

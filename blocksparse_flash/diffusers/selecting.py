@@ -25,7 +25,7 @@ def _share(name: str, value: float) -> float:
 
 
 def _side(block_size: int) -> int:
-    if block_size not in (16, 32, 64, 128, 256):
+    if not isinstance(block_size, int) or block_size not in (16, 32, 64, 128, 256):
         raise ValueError(f"block_size must be 16, 32, 64, 128 or 256 tokens, got {block_size!r}")
     return block_size
 

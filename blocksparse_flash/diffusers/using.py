@@ -178,6 +178,8 @@ class Use:
             own = q[:, :, :n_tokens]
             with torch.no_grad():
                 layout = self._layout(own, k)
+            if not isinstance(layout, BlockLayout):
+                raise ValueError(f"layout must be a function that returns a BlockLayout, got {type(layout).__name__}")
             out = attention(own, k, v, layout, **options)
             if n_text:
                 out = torch.cat([out, attention(q[:, :, n_tokens:], k, v, **options)], dim=2)
@@ -210,6 +212,8 @@ class _Call:
         # queries of a cross-attention, or of a joint one without its text; Lumina gives the same tensor twice for
         # self-attention
         is_cross = encoder is not None and encoder is not hidden and hidden is not None and hidden.ndim == 3
+        # without text, a joint attention is one of the image alone
+        is_cross = is_cross and encoder is not None and encoder.shape[1] > 0
         self.cross_len = hidden.shape[1] if is_cross and hidden is not None else None
 
     def attend(
@@ -253,7 +257,8 @@ def _argument(parameters: list[str], name: str, args: tuple[Any, ...], kwargs: d
 def _wrap(module: nn.Module, layer: _Layer) -> None:
     """Replaces the forward of an attention module, until `layer.use.remove()` or another `use`."""
     if hasattr(module, _USE):
-        getattr(module, _USE)()
+        # of the module, or of the one of which it is a copy
+        getattr(module, _USE)(module)
     # an earlier replacement, such as that of offloading; the class's own forward also works in copies of the module
     replaced, plain = module.__dict__.get("forward"), type(module).forward
     parameters = list(inspect.signature(plain).parameters)[1:]
@@ -276,16 +281,16 @@ def _wrap(module: nn.Module, layer: _Layer) -> None:
             )
         return out
 
-    def remove() -> None:
-        if getattr(module, _USE, None) is not remove:
+    def remove(target: Any = module) -> None:
+        if getattr(target, _USE, None) is not remove:
             return
-        delattr(module, _USE)
+        delattr(target, _USE)
         layer.use._has_attended = True
-        dispatching.disconnect(module.processor, connection)
-        if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
-            del module.forward
-            if replaced is not None:
-                module.forward = replaced
+        dispatching.disconnect(target.processor, connection)
+        if getattr(target.__dict__.get("forward"), "__func__", None) is forward:
+            del target.forward
+            if replaced is not None and target is module:
+                target.forward = replaced
 
     setattr(module, _USE, remove)
     module.forward = types.MethodType(forward, module)
@@ -318,12 +323,23 @@ def _checked_order(order: Any, layout: Any) -> Tensor | None:
     if not isinstance(order, Tensor) or order.ndim != 1 or order.dtype != torch.int64:
         got = f"{order.dtype} {tuple(order.shape)}" if isinstance(order, Tensor) else type(order).__name__
         raise TypeError(f"order must be an int64 tensor (tokens,), as masks.tile_order returns it, got {got}")
-    own = order.cpu()
+    own = order.detach().cpu().clone()
     if not torch.equal(own.sort().values, torch.arange(len(own))):
         raise ValueError(f"order must have each token from 0 to {len(own) - 1} once, as masks.tile_order returns it")
     if isinstance(layout, BlockLayout) and layout.q_len != len(own):
         raise ValueError(f"order must have the {layout.q_len} tokens of the layout, got {len(own)}")
     return own
+
+
+def _check_pattern(argument: str, pattern: Any) -> None:
+    if pattern is None and argument == "dense_layers":
+        return
+    if not isinstance(pattern, str):
+        raise TypeError(f"{argument} must be a regular expression, a str, got {type(pattern).__name__}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{argument} must be a regular expression, got {pattern!r}: {error}") from None
 
 
 def _check_layout(layout: Any) -> None:
@@ -387,7 +403,8 @@ def use(
     layers       regular expression, searched in names of attention modules such as "blocks.7.attn1"; the default are
                  all blocks of the transformer. Their self-attention gets the layout, cross-attention stays as it is
     dense_layers regular expression: modules matched by `layers` that keep the model's own attention
-    dense_steps  first denoising steps that keep the model's own attention; needs a pipeline
+    dense_steps  first denoising steps that keep the model's own attention, by the step_index of the scheduler of
+                 pipe_or_model, a pipeline. Another pipeline with the same transformer needs a `use` of its own
     backend      as in `blocksparse_flash.attention`
     returns      Use, with `remove()` and the switch `is_dense`
     raises       TypeError, ValueError, before anything changes; later, in a forward: ValueError for a sequence that the
@@ -416,6 +433,8 @@ def use(
         )
     if backend not in BACKENDS:
         raise ValueError(f'backend must be one of {BACKENDS}, got {backend!r}; "auto" chooses')
+    for argument, pattern in (("layers", layers), ("dense_layers", dense_layers)):
+        _check_pattern(argument, pattern)
     found = Use(layout, _checked_order(order, layout), backend)
     chosen: list[tuple[nn.Module, _Layer]] = []
     for prefix, model in _models(pipe_or_model).items():
@@ -423,14 +442,19 @@ def use(
         if text is not None and text != TEXT_PLACES.get(type(model).__name__, text):
             raise ValueError(f"text must be {TEXT_PLACES[type(model).__name__]!r} or None for {type(model).__name__}")
         attentions = _attentions(model)
+        is_dense = {name: dense_layers is not None and bool(re.search(dense_layers, name)) for name in attentions}
         for name, module in attentions.items():
-            if re.search(layers, name) and not (dense_layers and re.search(dense_layers, name)):
+            if re.search(layers, name) and not is_dense[name]:
                 chosen.append((module, _Layer(f"{prefix}.{name}" if prefix else name, found, place)))
-        if not any(re.search(layers, name) for name in attentions):
-            names = ", ".join(list(attentions)[:4]) or "none"
-            raise ValueError(
-                f"layers must match attention modules of {type(model).__name__}, got {layers!r}: it has {names}, ..."
-            )
+        for argument, pattern in (("layers", layers), ("dense_layers", dense_layers)):
+            if pattern and not any(re.search(pattern, name) for name in attentions):
+                names = ", ".join(list(attentions)[:4]) or "none"
+                raise ValueError(
+                    f"{argument} must match attention modules of {type(model).__name__}, got {pattern!r}: it has "
+                    f"{names}, ..."
+                )
+    if not chosen:
+        raise ValueError(f"dense_layers must leave some of the layers, got {dense_layers!r}, which matches all of them")
     try:
         for module, layer in chosen:
             _wrap(module, layer)

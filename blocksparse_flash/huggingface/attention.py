@@ -130,6 +130,7 @@ def attention_function(
     record_attention(mask.owner)
     if mask.kv_len is not None:
         key, value = key[:, :, : mask.kv_len], value[:, :, : mask.kv_len]
+        bias = None if bias is None else bias[..., : mask.kv_len]
     if mask.order is not None:
         order = mask.order[:, None, :, None]
         key, value = torch.take_along_dim(key, order, dim=2), torch.take_along_dim(value, order, dim=2)

@@ -112,8 +112,9 @@ def paged_attention_with_lse(
              natural logarithm; -inf, or the sink, for a query that attends to no key
     """
     check_tensors(q, k_pages, v_pages)
-    check_lists(page_table, kv_lengths, selected, q, *k_pages.shape[:3])
     check_window(window, boolean(causal, "causal"))
+    n_pages, kv_heads, page, _ = k_pages.shape
+    check_lists(page_table, kv_lengths, selected, q, n_pages, kv_heads, page, window)
     scale = validation.checked_scale(scale, q.shape[3], q.dtype)
     mods = validation.check_scores(validation.ScoreOptions(sinks, softcap, None, None), q, q, None)
     if ops.is_differentiated(q, k_pages, v_pages, sinks):

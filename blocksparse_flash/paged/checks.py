@@ -65,9 +65,19 @@ def check_new_tokens(k: Tensor, v: Tensor) -> None:
 
 
 def check_lists(
-    page_table: Tensor, kv_lengths: Tensor, selected: Tensor | None, q: Tensor, n_pages: int, n_kv: int, page: int
+    page_table: Tensor,
+    kv_lengths: Tensor,
+    selected: Tensor | None,
+    q: Tensor,
+    n_pages: int,
+    n_kv: int,
+    page: int,
+    window: int | None = None,
 ) -> None:
-    """Accept the lists of pages of a batch, in a cache of n_pages pages with n_kv heads."""
+    """Accept the lists of pages of a batch, in a cache of n_pages pages with n_kv heads.
+
+    window  keys that the last q_len tokens of a sequence use, each its own and those before it; None for all
+    """
     batch, heads = q.shape[:2]
     check_table(page_table, q, batch, page)
     max_pages = page_table.shape[1]
@@ -75,6 +85,8 @@ def check_lists(
     has_values = q.device.type == "cpu" and tracing.has_values(page_table)
     if has_values:
         is_used = torch.arange(max_pages) < -(-kv_lengths[:, None] // page)
+        if window is not None:
+            is_used &= torch.arange(max_pages) >= (kv_lengths - q.shape[2] - window + 1)[:, None] // page
         wrong = page_table[is_used & ((page_table < 0) | (page_table >= n_pages))]
         if wrong.numel():
             raise ValueError(

@@ -97,7 +97,8 @@ def select_pages(
 
     scores      (batch, n, max_pages), n = heads, kv_heads or 1: `score_pages`, or any others
     kv_lengths  int32 or int64 (batch,): keys of each sequence, as in `paged_attention`
-    k           pages of each list, including `always`; fewer if the sequence has fewer, or if their score is -inf
+    k           pages of each list, including `always`; fewer if the sequence has fewer, or if their score is -inf. NaN
+                counts as the lowest finite score
     page_size   keys of a page
     always      pages that are always selected: the first ones of a sequence, and its last ones, at least 1
     returns     int32 (batch, n, k, or max_pages if that is less), -1 for unused entries
@@ -128,6 +129,9 @@ def select_pages(
     number = torch.arange(max_pages, device=scores.device)
     own = ((kv_lengths.clamp(max=max_pages * page_size) - 1) // page_size)[:, None, None]
     is_always = (number < first) | (number > own - last)
+    # NaN and inf would outrank pages that are always selected
+    bounds = torch.finfo(scores.dtype)
+    scores = scores.masked_fill(scores.isnan(), bounds.min).clamp(max=bounds.max)
     scores = scores.masked_fill(is_always, torch.inf).masked_fill(number > own, -torch.inf)
     best = scores.topk(min(k, max_pages), dim=-1)
     return best.indices.masked_fill(best.values == -torch.inf, -1).int()

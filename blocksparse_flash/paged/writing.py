@@ -39,7 +39,7 @@ def append_to_pages(
             f"k and v must have shape (batch, kv_heads = {cache_heads}, tokens, head_dim) of the cache's type, got "
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
-    check_lists(page_table, kv_lengths, None, k, n_pages, kv_heads, page)
+    check_lists(page_table, kv_lengths, None, k, n_pages, kv_heads, page, window=1)
     max_pages = page_table.shape[1]
     if 0 in (batch, tokens, n_pages, max_pages):
         return

@@ -356,6 +356,15 @@ WRONG_USES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "layout": (lambda: use(model_of("Wan"), "local"), TypeError, "layout must be a BlockLayout, top_blocks"),
     "not square": (lambda: use(model_of("Wan"), masks.local((32, 64), window=8)), ValueError, "layout must be square"),
     "no order": (lambda: use(model_of("Wan"), top_p(0.5)), ValueError, "order is required with a layout"),
+    "dense layers of others": (
+        lambda: use(model_of("Wan"), dense_layers="^single"),
+        ValueError,
+        "dense_layers must match attention modules of WanTransformer3DModel",
+    ),
+    "dense layers": (lambda: use(model_of("Wan"), dense_layers="."), ValueError, "dense_layers must leave some"),
+    "no pattern": (lambda: use(model_of("Wan"), layers=3), TypeError, "layers must be a regular expression, a str"),
+    "bad pattern": (lambda: use(model_of("Wan"), layers="("), ValueError, r"layers must be a regular expression, got"),
+    "float block size": (lambda: top_blocks(0.5, block_size=64.0), ValueError, "block_size must be 16"),
     "order": (lambda: use(model_of("Wan"), order=[0, 1]), TypeError, "order must be an int64 tensor"),
     "repeated": (lambda: use(model_of("Wan"), order=torch.zeros(3, dtype=torch.int64)), ValueError, "from 0 to 2 once"),
     "order of others": (
@@ -432,6 +441,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: run("Lumina2", layout_of(IMAGE)),
         "context_refiner.0.attn attends to 7 tokens, but the layout is for 48",
     ),
+    "no layout from a function": (
+        lambda: run("Wan", lambda q, k: None, order=torch.arange(72)),
+        "layout must be a function that returns a BlockLayout, got NoneType",
+    ),
     "no self-attention": (
         lambda: run("Wan", layers="attn2"),
         "none of the chosen layers of WanTransformer3DModel has self-attention, such as blocks.0.attn2",
@@ -467,3 +480,24 @@ def test_unknown_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     dispatching._backend.cache_clear()
     use(model)
+
+
+def test_a_copy_has_a_layout_of_its_own() -> None:
+    model = model_of("Wan")
+    use(model, layout_of(VIDEO))
+    sparse = output("Wan", model)
+    other = copy.deepcopy(model)
+    again = use(other, masks.local(72, window=8))
+    assert torch.equal(output("Wan", model), sparse)
+    assert not torch.equal(output("Wan", other), sparse)
+    again.remove()
+    assert torch.equal(output("Wan", other), output("Wan", model_of("Wan")))
+    assert torch.equal(output("Wan", model), sparse)
+
+
+def test_an_order_is_copied() -> None:
+    model, order = model_of("Wan"), order_of(VIDEO)
+    use(model, layout_of(VIDEO, order), order=order)
+    expected = output("Wan", model)
+    order.copy_(torch.arange(72))
+    assert torch.equal(output("Wan", model), expected)

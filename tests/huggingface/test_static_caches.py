@@ -196,3 +196,18 @@ def test_steps_never_wait_for_the_gpu(layout: Any) -> None:
         token = tokens[:, 31:32]
         with no_waiting():
             made(token, past_key_values=cache)
+
+
+def test_position_biases_are_those_of_the_keys_that_are_there() -> None:
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    sdpa = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    ours = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation="blocksparse").eval()
+    ours.load_state_dict(sdpa.state_dict())
+    tokens, prompt = torch.randint(1, 50, (1, 9)), torch.randint(1, 50, (1, 2))
+    options = {"decoder_input_ids": prompt, "max_new_tokens": 4, "do_sample": False}
+    expected = sdpa.generate(tokens, **options)
+    assert torch.equal(ours.generate(tokens, **options, cache_implementation="static"), expected)

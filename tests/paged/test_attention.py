@@ -363,3 +363,15 @@ def test_pages_whose_keys_are_far_apart_are_refused() -> None:
     cache = torch.empty(16, 9, 2**24, device="meta").as_strided((9, 1, 16, 64), (64, 64, 9 * 2**24, 1))
     with pytest.raises(ValueError, match=r"k_pages must have the keys of a page within 2\*\*31 elements"):
         paged_attention(torch.empty(1, 1, 1, 64, device="meta"), cache, cache, GOOD.table[:1], GOOD.lengths[:1])
+
+
+def test_page_table_entries_before_a_window_may_be_anything() -> None:
+    torch.manual_seed(0)
+    q, (k_pages, v_pages) = torch.randn(2, 4, 1, 16), torch.randn(2, 8, 2, 16, 16)
+    lengths, table = torch.tensor([40, 20]), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], dtype=torch.int32)
+    stale = table.clone()
+    stale[0, :2] = -1
+    calls = [paged_attention(q, k_pages, v_pages, each, lengths, window=3) for each in (table, stale)]
+    assert torch.equal(*calls)
+    with pytest.raises(ValueError, match="page_table must have ids of 0"):
+        paged_attention(q, k_pages, v_pages, stale, lengths, window=10)

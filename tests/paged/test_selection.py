@@ -182,3 +182,11 @@ def test_wrong_summaries_are_refused() -> None:
             score_pages(q, summaries, table)
     with pytest.raises(ValueError, match="page_table must be int32"):
         score_pages(q, torch.zeros(5, 2, 8), table.long())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_no_score_outranks_pages_that_are_always_selected(value: float) -> None:
+    scores = torch.tensor([[[value, 1.0, 2.0, 3.0]]])
+    assert select_pages(scores, torch.tensor([64]), k=1, page_size=16).tolist() == [[[3]]]
+    expected = [[3, 2]] if value != value else [[3, 0]]
+    assert select_pages(scores, torch.tensor([64]), k=2, page_size=16).tolist() == [expected]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,3 +76,22 @@ def test_wrong_tokens_are_refused() -> None:
     for k, v in ((torch.zeros(3, 4, 1, 8),) * 2, (torch.zeros(3, 2, 1, 8), torch.zeros(3, 2, 2, 8))):
         with pytest.raises(ValueError, match=r"k and v must have shape \(batch, kv_heads = 2, tokens, head_dim\)"):
             append_to_pages(k, v, cache, cache, table, lengths)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "words"),
+    [
+        (torch.ones(2, 3, 16), None, r"k must be a tensor \(batch, kv_heads, tokens, head_dim\)"),
+        (None, [1], "v must be a torch.Tensor, got list"),
+        (None, torch.ones(2, 2, 3, 16, device="meta"), "v must be on"),
+        (None, torch.ones(2, 2, 3, 16, dtype=torch.int32), "v must be a tensor"),
+    ],
+)
+def test_nothing_is_written_if_new_tokens_do_not_fit(k: Any, v: Any, words: str) -> None:
+    k_pages, v_pages = torch.zeros(2, 8, 2, 16, 16)
+    table, new = torch.arange(8, dtype=torch.int32).reshape(2, 4), torch.ones(2, 2, 3, 16)
+    with pytest.raises((TypeError, ValueError), match=words):
+        append_to_pages(
+            new if k is None else k, new if v is None else v, k_pages, v_pages, table, torch.tensor([18, 3])
+        )
+    assert not k_pages.any() and not v_pages.any()

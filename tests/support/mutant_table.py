@@ -1293,7 +1293,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             IN_PAGES,
         ),
         ("kernels/triton/paged.py", "most_keys = min(most_keys, window + q_len)", "most_keys = window + q_len", GRID),
-        ("kernels/triton/paged.py", "tl.cumsum(b_splits, 0) <= i_split", "tl.cumsum(b_splits, 0) < i_split", IN_PAGES),
+        ("kernels/triton/paged.py", "tl.cumsum(b_splits, 0) <= i_slot", "tl.cumsum(b_splits, 0) < i_slot", IN_PAGES),
         ("kernels/triton/paged.py", "tl.cdiv(b_steps, MIN_STEPS)), 1)", "tl.cdiv(b_steps, MIN_STEPS)), 0)", SPLITS),
         ("kernels/triton/paged.py", "b_steps = (end - first).to(tl.int64)", "b_steps = end - first", SPLITS),
         ("kernels/triton/page_scores.py", "row = batch_head * n_rows + i_row", "row = batch_head + i_row", SCORED),
