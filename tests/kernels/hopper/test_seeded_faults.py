@@ -413,17 +413,25 @@ SCORE_MOD_FAULTS = {
     "positions of the tile column left out": Change(
         BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
     ),
-    "one step for the first head of a group alone": Change(
-        COLS, "return steps.first + i_step, i % HEADS", "return steps.first + i_step, 0"
-    ),
-    "diagonal walked again": Change(
-        COLS, "steps.n_masked + steps.n_steps - 1 - i_step)", "steps.n_masked + steps.n_steps - 2 - i_step)"
-    ),
 }
 ALL_MODS = zoo.Call(
     head_dim=64, softcap=2.0, has_slopes=True, are_slopes_fixed=True, has_sinks=True, causal=True, kv_heads=1,
     dtype=torch.float16,
 )  # fmt: skip
+# work tiles by query head: four heads add to the sums of one KV head
+BY_HEAD_FAULTS = {
+    "keys of the query head": Change(COLS, "i_kv_head // sizes.heads_per_kv", "i_kv_head % 2"),
+    "sums of each query head": Change(
+        BACKWARD, "work_tile.batch_head // sizes.heads_per_kv", "work_tile.batch_head % 1"
+    ),
+    "dv added to the second half alone": Change(
+        BACKWARD, "ptrs.dv_sum_ptr + i_row * b_dv.shape[1]", "ptrs.dv_sum_ptr + 64 * b_dv.shape[1]"
+    ),
+}
+BY_HEAD = [
+    Run(seed, (300, 400), zoo.Call(head_dim=64, causal=True, dtype=torch.float16, kv_heads=2), n_sms=1)
+    for seed in range(3)
+]
 SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
@@ -442,6 +450,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "tiles of 64": (FINE_FAULTS, FINE),
     "gathered tiles": (GATHERED_FAULTS, GATHERED),
     "score mods": (SCORE_MOD_FAULTS, SCORE_MODS),
+    "by query head": (BY_HEAD_FAULTS, BY_HEAD),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -457,6 +466,7 @@ CORRECT_RUNS = {
     "tiles of 64": FINE,
     "gathered tiles": GATHERED,
     "score mods": SCORE_MODS,
+    "by query head": BY_HEAD,
 }
 
 
