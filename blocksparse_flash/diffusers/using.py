@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..dispatch import BACKENDS
 from ..functional import attention
 from ..layout import BlockLayout
+from ..runtime import tracing
 from . import dispatching
 from .selecting import Choice
 
@@ -175,15 +176,22 @@ class Use:
         if self._layout is None or isinstance(self._layout, BlockLayout):
             out = attention(q, k, v, sequence.layout, **options)
         else:
-            own = q[:, :, :n_tokens]
-            with torch.no_grad():
-                layout = self._layout(own, k)
-            if not isinstance(layout, BlockLayout):
-                raise ValueError(f"layout must be a function that returns a BlockLayout, got {type(layout).__name__}")
-            out = attention(own, k, v, layout, **options)
-            if n_text:
-                out = torch.cat([out, attention(q[:, :, n_tokens:], k, v, **options)], dim=2)
+            out = self._attend_chosen(q, k, v, n_tokens, options)
         return out if sequence.places is None else _reordered(out, sequence.places)
+
+    @tracing.untraced
+    def _attend_chosen(self, q: Tensor, k: Tensor, v: Tensor, n_tokens: int | None, options: dict[str, Any]) -> Tensor:
+        """Attention with a layout that is chosen from q and k; text comes after n_tokens tokens."""
+        assert callable(self._layout)
+        own = q[:, :, :n_tokens]
+        with torch.no_grad():
+            layout = self._layout(own, k)
+        if not isinstance(layout, BlockLayout):
+            raise ValueError(f"layout must be a function that returns a BlockLayout, got {type(layout).__name__}")
+        out = attention(own, k, v, layout, **options)
+        if q.shape[2] > own.shape[2]:
+            out = torch.cat([out, attention(q[:, :, n_tokens:], k, v, **options)], dim=2)
+        return out
 
 
 def _reordered(tensor: Tensor, tokens: Tensor) -> Tensor:

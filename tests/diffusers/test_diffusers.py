@@ -501,3 +501,13 @@ def test_an_order_is_copied() -> None:
     expected = output("Wan", model)
     order.copy_(torch.arange(72))
     assert torch.equal(output("Wan", model), expected)
+
+
+@pytest.mark.parametrize("choice", [top_blocks(0.5, block_size=16), top_p(0.5, block_size=16)])
+def test_blocks_with_a_choice_compile_with_a_graph_break(choice: Any) -> None:
+    model = model_of("Wan")
+    use(model, choice, order=order_of(VIDEO))
+    expected = output("Wan", model)
+    torch.compiler.reset()
+    model.compile_repeated_blocks(backend="aot_eager")
+    torch.testing.assert_close(output("Wan", model), expected, rtol=1e-4, atol=1e-5)
