@@ -161,19 +161,17 @@ SPILLS_BESIDE_PRODUCTS = {
     "gathered fine_forward_kernel": {6: 20, 7: 20, 8: 22, 9: 6},
 }
 # the same for calls with score mods, at (kernel, head_dim): bytes, and instructions in loops with products. Where
-# slopes and a softcap are combined, more is spilled than with either; 1856 with Triton 3.9, which has not run on a GPU
+# slopes and a softcap are combined, more is spilled than with either
 SPILLS_OF_SCORE_MODS = {
     ("hopper_backward_kernel", 64): (716, 113),
-    ("hopper_backward_kernel", 128): (1856, 363),
-    ("hopper_forward_kernel", 64): (8, 1),
-    ("hopper_forward_kernel", 128): (308, 67),
-    ("fine_dkdv_kernel", 64): (444, 98),
-    ("fine_dkdv_kernel", 128): (204, 25),
-    ("gathered fine_dkdv_kernel", 64): (288, 45),
-    ("gathered fine_dkdv_kernel", 128): (368, 38),
-    ("gathered fine_forward_kernel", 64): (24, 3),
-    ("gathered fine_forward_kernel", 128): (100, 12),
-    ("gathered fine_dq_kernel", 128): (40, 1),
+    ("hopper_backward_kernel", 128): (2764, 582),
+    ("hopper_forward_kernel", 128): (236, 47),
+    ("fine_dkdv_kernel", 64): (1316, 290),
+    ("fine_dkdv_kernel", 128): (644, 101),
+    ("fine_dq_kernel", 128): (96, 13),
+    ("gathered fine_dkdv_kernel", 64): (644, 127),
+    ("gathered fine_dkdv_kernel", 128): (368, 47),
+    ("gathered fine_forward_kernel", 128): (80, 10),
 }
 # bytes that the kernel of dk and dv spills for grouped heads at head_dim 128 on sm90: the maximum of Triton 3.6 and 3.7
 GROUPED_SPILLS = 32
@@ -408,7 +406,7 @@ GOOD = {
     [
         ({"spills": 4}, "spills"),
         ({"spills": 561, "kernel": "hopper_backward_kernel"}, "spills"),
-        ({"spills": 1857, "kernel": "hopper_backward_kernel", "call": {**CALL, "scores": "softcap"}}, "spills"),
+        ({"spills": 2765, "kernel": "hopper_backward_kernel", "call": {**CALL, "scores": "softcap"}}, "spills"),
         ({"spills_beside_products": 21, "kernel": "hopper_backward_kernel"}, "loops with matrix products"),
         (
             {"spills_beside_products": 75, "kernel": "hopper_backward_kernel", "triton": "3.9.0"},
