@@ -250,7 +250,7 @@ BACKWARD_FAULTS = {
     ),
     "K and V never released": Change(
         BACKWARD,
-        """            n_done += steps.n_steps * HEADS
+        """            n_done += steps.n_steps
         consumer_release(pipelines.kv, kv_stage)
 """,
         """            n_done += steps.n_steps
