@@ -23,6 +23,9 @@ it (backward_postprocess.py).
 Long tile columns are split (schedule.py): each program computes an equal share of the steps of every query head and
 writes float32 dK and dV to a workspace, which another launch sums in order (triton/combine_splits.py).
 
+In causal calls with grouped heads and no layout, a work tile is a tile column for one query head, which adds its dK and
+dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
+
 For deterministic calls and for few tiles per row (separate_dq.py) this kernel leaves dQ out, and the Triton kernel
 computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: the Triton backward runs.
 """
@@ -661,11 +664,9 @@ def backward(
     options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
     by_cols, empty, n_sms = tile_lists(plan, 3), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
-    split = split_of(plan, 3, q_shape, k_shape, causal, n_sms)
-    is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
-    if by_head:
-        split = WHOLE
+    split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
+    is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
     slopes = None if scores is None else scores.alibi_slopes
     mods = mod_specs_of(scores)
     ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options, mods, by_head=by_head)
@@ -690,9 +691,9 @@ def backward(
         dk_sum_ptr=sums_dk,
         dv_sum_ptr=sums_dv,
     )
-    for sums in (sums_dk, sums_dv):
-        if sums is not None:
-            sums.zero_()
+    if sums_dk is not None and sums_dv is not None:
+        sums_dk.zero_()
+        sums_dv.zero_()
     sum_by_tma = dq_sum if ready.adds_by_tma else None
     ready.cols(q, k, v, dout, lse_line, delta_line, sum_by_tma, dk, dv, pointers)
     if ready.sum_splits is not None:
