@@ -33,6 +33,7 @@ from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from tests import test_zoo as zoo
 from tests.support import cases
 from tests.support.closeness import assert_as_accurate
+from tests.support.no_waiting import no_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -218,11 +219,8 @@ def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGrap
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -231,7 +229,6 @@ def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGrap
 
 # leaves are created on another stream than the capture; nothing accumulates into them
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @on_every_backend
 def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
     length = 1000
@@ -258,7 +255,6 @@ def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("axes", [(1, 1), (2, 4)], ids=["shared", "per head"])
 @pytest.mark.parametrize("mode", ["dense", "layout"])
 def test_a_cuda_graph_replays_a_pair_bias_and_its_gradient(mode: str, axes: tuple[int, int]) -> None:
@@ -299,7 +295,6 @@ def test_a_pair_bias_with_offsets_past_2_to_the_31_equals_that_of_one_head() -> 
         assert torch.equal(whole[:, -1:], one)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("case", ["dense", "layout", "lengths", "dropout"])
 @on_every_backend
 def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
@@ -319,11 +314,8 @@ def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:
         torch.autograd.grad(out, (q, k, v), dout)
 
     step()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (64, 64), (16, 128)])
@@ -366,7 +358,6 @@ def test_a_layout_is_moved_in_one_copy() -> None:
     assert torch.equal(kept.cpu(), wanted[6]) and len(junk) == 64
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_each_plan_is_moved_in_one_copy_without_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial and full blocks (the GPU lists full ones itself); pinned memory is not reused before its copy has run."""
     monkeypatch.setattr(device_builder, "WORTH_SENDING", 1)
@@ -382,13 +373,10 @@ def test_each_plan_is_moved_in_one_copy_without_synchronization(monkeypatch: pyt
     plans([copy.deepcopy(layout) for layout in layouts])
     busy = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         for _ in range(4):
             busy = busy @ busy
         found = plans(layouts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for layout, plan in zip(layouts, found, strict=True):
         expected = list(copy.deepcopy(layout).plan("cpu"))
         # bitmask ids may differ
@@ -397,7 +385,6 @@ def test_each_plan_is_moved_in_one_copy_without_synchronization(monkeypatch: pyt
         assert [len(ids) for ids in (plan[2], plan[5])] == [len(ids) for ids in (expected[2], expected[5])]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by PyTorch operations, and without synchronization."""
 
@@ -417,15 +404,11 @@ def test_a_selection_is_made_by_kernels_on_the_gpu(monkeypatch: pytest.MonkeyPat
 
     for causal in (False, True):
         both(causal)
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_waiting():
             both(causal)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("mean_length", [60, 1000])
 def test_a_cuda_graph_captures_packed_documents_and_their_attention(mean_length: int) -> None:
     """A CUDA graph of layout, plan, forward and backward follows new boundaries, without synchronization."""
@@ -458,7 +441,6 @@ def test_a_cuda_graph_captures_packed_documents_and_their_attention(mean_length:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_cuda_graph_captures_a_selection_and_its_attention() -> None:
     """A CUDA graph of selection, plan, forward and backward follows new scores, without synchronization."""
     length, block_size, k = 1100, 64, 4
@@ -650,7 +632,6 @@ def test_decoding_is_bitwise_reproducible(head_dim: int, dtype: torch.dtype) -> 
         assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("case", ["sparse", "dense"])
 def test_a_cuda_graph_replays_decoding(case: str) -> None:
     """The graph reads kv_lengths at every replay, as a cache with spare room needs; the call does not synchronize."""
@@ -686,7 +667,6 @@ def test_gradients_of_a_single_query_are_accurate() -> None:
         assert_as_accurate(actual, plain, truth, name=name)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("heads_of_a_group", [1, 4, 16])
 def test_a_cuda_graph_captures_selections_by_token(heads_of_a_group: int) -> None:
@@ -754,7 +734,6 @@ def test_pages_with_offsets_past_2_to_the_31_are_accurate() -> None:
     assert_heads_are_accurate(out, lse, q, k, v, None, [(0, 0), (0, 31)])
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("select", ["all", "means", "bounds"])
 def test_a_cuda_graph_captures_decoding_from_pages(select: str, page: int) -> None:
