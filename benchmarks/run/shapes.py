@@ -1,8 +1,8 @@
 """Speed in the shapes and with the options of models: `python -m benchmarks.run.shapes` on a CUDA GPU.
 
 Grouped-query attention, sliding windows, packed documents, head dimensions of 64 to 256, and options, at the sizes at
-which models are trained. Calls are those that a user writes: backend "auto", the layouts of
-`masks`. Peers: FlashAttention-4 where it is installed, FlexAttention, and for dense and causal calls without options
+which models are trained. Calls are those that a user writes: backend "auto", the layouts of `masks`. Peers:
+FlashAttention-4 where it is installed, FlexAttention, and for dense and causal calls without options
 scaled_dot_product_attention with its kernels cuDNN and FlashAttention-2. Outputs and gradients are compared with
 float32 on sampled rows before timing; the peers of a case take turns within one process.
 
@@ -110,9 +110,10 @@ CASES = tuple(_cases())
 
 
 class Peer(NamedTuple):
-    """One implementation. prepare: makes the masks of a case on a device and returns the call, or says why it cannot.
+    """One implementation.
 
-    The call takes q, k, v (batch, heads, length, head_dim), and the values of the option, if it has any.
+    prepare  makes the masks of a case on a device and returns the call, or says why it cannot; its last argument is
+             values_of the case. The call takes q, k, v (batch, heads, length, head_dim)
     """
 
     provider: str

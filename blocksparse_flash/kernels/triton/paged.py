@@ -162,7 +162,7 @@ def paged_kernel(
     BLOCK_KV: tl.constexpr = C.BLOCK_KV
     PRECISION: tl.constexpr = C.PRECISION
     SELECTS: tl.constexpr = numbers_ptr is not None
-    # neighbors share keys, or read other heads of the same keys
+    # consecutive programs share keys, or read other heads of the same keys
     i_block = tl.program_id(0) % n_blocks
     n_packs = n_heads // PACKED
     i_head = tl.program_id(0) // n_blocks % n_packs * PACKED
@@ -245,7 +245,7 @@ def paged_kernel(
         b_v = load_keys(v_ptr, strides.v, b_id, i_head // C.GROUP, o_in_page, m_kv, PAGE >= BLOCK_KV, C.V_DIM, DIM_V)
         b_out, b_lost = add_product(b_p.to(b_v.dtype), b_v, b_out, b_lost, PRECISION)
 
-    # heads of a program are neighbors, hence its rows too
+    # heads of a program are adjacent, hence its rows too
     row = (i_slot.to(tl.int64) * n_heads + i_head) * q_len
     store_rows(
         out_ptr, lse_ptr, row, i_block * BLOCK_Q, PACKED * q_len, b_out, b_max, b_sum, IS_SPLIT, C.V_DIM, BLOCK_Q, DIM_V
