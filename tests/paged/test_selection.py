@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -186,7 +187,10 @@ def test_wrong_summaries_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_no_score_outranks_pages_that_are_always_selected(value: float) -> None:
-    scores = torch.tensor([[[value, 1.0, 2.0, 3.0]]])
-    assert select_pages(scores, torch.tensor([64]), k=1, page_size=16).tolist() == [[[3]]]
-    expected = [[3, 2]] if value != value else [[3, 0]]
-    assert select_pages(scores, torch.tensor([64]), k=2, page_size=16).tolist() == [expected]
+    scores = torch.full((1, 1, 16), value)
+    scores[..., 4] = 1.0
+    scores[..., 15] = -3.0
+    assert select_pages(scores, torch.tensor([256]), k=1, page_size=16).tolist() == [[[15]]]
+    _, second = select_pages(scores, torch.tensor([256]), k=2, page_size=16)[0, 0].tolist()
+    # NaN counts as the smallest score
+    assert (second == 4) == math.isnan(value)
