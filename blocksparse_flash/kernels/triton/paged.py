@@ -35,7 +35,7 @@ from ..arguments import (
 from ..inputs import Pages
 from . import split_kv
 from .score_mods import capped_scores
-from .split_kv import combine_row, softmax_step, store_rows, with_sink
+from .split_kv import combine_row, load_packed_queries, softmax_step, store_rows, with_sink
 from .tile import add_product, head_base, product, split_range, with_sign
 
 # entries per program of look_up_kernel
@@ -187,14 +187,7 @@ def paged_kernel(
     first, end = split_range(first, end, i_split, num_splits)
     ahead = limit - q_len
 
-    # rows are queries of the packed heads, head after head; padding rows are computed and not stored
-    o_row = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    o_q = o_row % q_len
-    o_dim = tl.arange(0, DIM)
-    p_q = head_base(q_ptr, strides.q, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * strides.q[2]
-    m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < C.HEAD_DIM)[None, :]
-    # [BLOCK_Q, DIM]
-    b_q = tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
+    o_row, o_q, b_q = load_packed_queries(q_ptr, strides.q, i_batch, i_head, i_block, q_len, PACKED, C)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     # finite, since -inf - (-inf) = nan, and below every score

@@ -117,6 +117,24 @@ def with_sink(b_max, b_sum, sinks_ptr, o_head):
 
 
 @triton.jit
+def load_packed_queries(
+    q_ptr, stride_q, i_batch, i_head, i_block, q_len, PACKED: tl.constexpr, C: tl.constexpr
+):
+    """(o_row, o_q, b_q): rows of a block are queries of PACKED heads from i_head on, head after head.
+
+    o_row  [BLOCK_Q], rows; those from PACKED * q_len on are padding, computed and not stored
+    o_q    [BLOCK_Q], their queries
+    b_q    [BLOCK_Q, DIM]
+    """
+    o_row = i_block * C.BLOCK_Q + tl.arange(0, C.BLOCK_Q)
+    o_q = o_row % q_len
+    o_dim = tl.arange(0, C.DIM)
+    p_q = head_base(q_ptr, stride_q, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * stride_q[2]
+    m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < C.HEAD_DIM)[None, :]
+    return o_row, o_q, tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
+
+
+@triton.jit
 def softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost):
     """Online softmax: the weights of scores * factor in base 2, and maximum, sum, output and lost bits after them."""
     b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
@@ -172,7 +190,7 @@ def split_kv_kernel(
         cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
     )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
-    # blocks of one split are neighbors, so that they share keys in L2
+    # consecutive programs are blocks of one split, so that they share keys in L2
     i_block = tl.program_id(0) % n_blocks
     i_split = tl.program_id(0) // n_blocks % n_splits
     batch_head = tl.program_id(0) // n_blocks // n_splits * PACKED
@@ -183,14 +201,7 @@ def split_kv_kernel(
         # lengths on the GPU are not validated on the host, so values out of range are clamped here
         limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
 
-    # a row is a query of one of the heads; padding rows are computed and not stored
-    o_row = i_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    o_q = o_row % q_len
-    o_dim = tl.arange(0, DIM)
-    p_q = head_base(q_ptr, strides.q, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * strides.q[2]
-    m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < C.HEAD_DIM)[None, :]
-    # [BLOCK_Q, DIM]
-    b_q = tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
+    o_row, o_q, b_q = load_packed_queries(q_ptr, strides.q, i_batch, i_head, i_block, q_len, PACKED, C)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     b_lost = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
     # finite, since -inf - (-inf) = nan, and below every score
