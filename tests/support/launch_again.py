@@ -223,9 +223,12 @@ def main() -> None:
         assert columns.workspaces[2] is not None and not columns.adds_by_tma
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
         dq_sums = [torch.empty(shape) for _ in calls]
+        absent = dict.fromkeys(("kv_lengths_ptr", "splits_ptr", "slopes_ptr", "dk_sum_ptr", "dv_sum_ptr"))
+        pointers = [
+            Pointers(*tile_lists, tile_counter_ptr=tile_counter, dq_sum_ptr=dq_sum, **absent) for dq_sum in dq_sums
+        ]
         arguments = [
-            (*call, call[0], *lse_delta, None, *call[1:], Pointers(*tile_lists, None, tile_counter, None, None, dq_sum))
-            for call, dq_sum in zip(calls, dq_sums, strict=True)
+            (*call, call[0], *lse_delta, None, *call[1:], each) for call, each in zip(calls, pointers, strict=True)
         ]
         check(recorder, columns.cols, arguments[0], arguments)
         recorder.calls.clear()
@@ -264,7 +267,7 @@ def main() -> None:
         for n in (9, 1, 16, 33)
     ]
     check(recorder, plan_builder.plan_launches.__wrapped__(grid, torch.device("cpu")).lists, arguments[0], arguments)
-    print(f"Triton {triton.__version__}: every launch is handed on alike")
+    print(f"Triton {triton.__version__}: every launch passes equal arguments")
 
 
 if __name__ == "__main__":
