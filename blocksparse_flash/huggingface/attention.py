@@ -103,7 +103,7 @@ def attention_function(
     dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
     s_aux, softcap, and position_bias in `unread`: sinks, softcap and pair_bias of `attention`; with dropout, refused
-                where the mask has a selection
+                where the mask has a selection; a bias in the mask is added to position_bias
     returns     (out, None), out of shape (batch, q_len, heads, v_head_dim); attention weights are never stored
     raises      ValueError for another argument in `unread` that would change the result
     """
@@ -117,6 +117,8 @@ def attention_function(
         mask = mask_of_layer(module, query.shape[2], key.shape[2], False, query.device)._replace(kind="other")
     if mask is None:
         mask = mask_of_layer(module, query.shape[2], key.shape[2], is_causal, query.device)
+    if isinstance(mask, Mask) and mask.bias is not None:
+        bias = mask.bias if bias is None else bias + mask.bias
     if isinstance(mask, Mask) and mask.of_layers is not None:
         mask = mask.of_layers[index_of(module)]
     _check(mask, query.shape[2], key.shape[2], is_causal, sliding_window)

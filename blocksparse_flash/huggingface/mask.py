@@ -26,6 +26,7 @@ class _Fields(NamedTuple):
     of_layers: tuple[Any, ...] | None = None
     selection: Any = None
     kv_len: int | None = None
+    bias: Tensor | None = None
 
 
 class Mask(_Fields):
@@ -43,9 +44,12 @@ class Mask(_Fields):
     of_layers   the Mask of each layer, if their layouts differ; None means that all layers share this one
     selection   the Selection with which queries choose among the blocks of these keys; None means that they do not
     kv_len      the first keys, to which the other fields apply; the rest is unused room of a static cache. None: all
+    bias        (batch or 1, heads or 1, q_len, kv_len) that the model added to the mask, as BEiT does: attention adds
+                it to the scores. None: nothing
 
-    A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`. A model that computes
-    with it gets an error that names the layer, from tensor attributes, torch functions and operators alike.
+    A model that receives the mask from another accepts it as a dense mask, by `ndim` and `shape`, and may add a bias to
+    it. A model that computes with it otherwise gets an error that names the layer, from tensor attributes, torch
+    functions and operators alike.
     """
 
     __slots__ = ()
@@ -67,8 +71,17 @@ class Mask(_Fields):
         """The mask itself: `generate` makes the masks of static caches contiguous."""
         return self
 
+    def __add__(self, bias: Any) -> Any:
+        if not isinstance(bias, Tensor) or bias.ndim != 4 or not bias.is_floating_point():
+            raise TypeError(_computed_with("+"))
+        return self._replace(bias=bias if self.bias is None else self.bias + bias)
+
+    __radd__ = __add__
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.add and len(args) == 2 and isinstance(args[1], Mask) and not kwargs:
+            return args[1] + args[0]
         raise TypeError(_computed_with(f"torch's {getattr(function, '__name__', function)}"))
 
     def __getattr__(self, name: str) -> Any:
@@ -94,8 +107,8 @@ def _refuses(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "and": "&", "or": "|", "xor": "^",
-    "radd": "+", "rsub": "-", "rmul": "*", "rtruediv": "/", "rand": "&", "ror": "|", "rxor": "^",
+    "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "and": "&", "or": "|", "xor": "^",
+    "rsub": "-", "rmul": "*", "rtruediv": "/", "rand": "&", "ror": "|", "rxor": "^",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "invert": "~", "getitem": "[...]",
 }  # fmt: skip
 for _name, _sign in _OPERATORS.items():

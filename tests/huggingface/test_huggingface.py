@@ -204,10 +204,10 @@ MPT = "MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 1,
 @pytest.mark.parametrize(
     ("family", "where"),
     [
-        (BLOOM, r"BloomAttention of BloomForCausalLM .*\(\+\)"),
+        (BLOOM, r"BloomAttention of BloomForCausalLM .*\(torch's softmax\)"),
         (MPT, r"MptModel of MptForCausalLM .*\(\.to\)"),
-        (("MegatronBertModel", SIZES), r"MegatronBertSelfAttention of MegatronBertModel .*\(\+\)"),
-        (("MPNetModel", SIZES), r"MPNet\w+ of MPNetModel "),
+        (("MegatronBertModel", SIZES), r"MegatronBertSelfAttention of MegatronBertModel .*\(torch's softmax\)"),
+        (("MPNetModel", SIZES), r"MPNetSelfAttention of MPNetModel .*\(torch's softmax\)"),
     ],
     ids=["Bloom", "Mpt", "MegatronBert", "MPNet"],
 )
@@ -282,6 +282,35 @@ def test_numbers_that_models_add_to_scores_are_added(family: tuple[str, dict[str
     theirs = logits_and_gradients(model(family, "eager"), **inputs)
     assert any("bias" in name and "relative" in name for name in theirs)
     assert_equal(logits_and_gradients(model(family, "blocksparse"), **inputs), theirs, "eager")
+
+
+def test_a_bias_that_a_model_adds_to_its_mask_is_added_to_the_scores_of_a_layout() -> None:
+    """BEiT has one for all layers, and one more for each. 17 tokens: the class token, and 4 x 4 patches."""
+    sizes = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "image_size": 8,
+        "patch_size": 2, "use_relative_position_bias": True, "use_shared_relative_position_bias": True,
+        "drop_path_rate": 0.0, **UNDROPPED,
+    }  # fmt: skip
+    family, layout = ("BeitModel", sizes), layout_of(attends, 17)
+    pictures = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    mask = spelled_out(attends, torch.ones(1, 17, dtype=torch.bool), causal=False)
+    theirs = model(family, "sdpa")(pictures, attention_mask=added(mask)).last_hidden_state
+    ours = model(family, "blocksparse", layout)(pictures).last_hidden_state
+    # interpolated biases are float32
+    torch.testing.assert_close(ours.float(), theirs.float())
+
+
+def test_a_bias_that_a_model_adds_to_masks_that_differ_by_layer_is_added_in_each() -> None:
+    generator, module = torch.Generator().manual_seed(5), torch.nn.Module()
+    q, bias = (torch.randn(1, 2, 4, width, generator=generator, dtype=torch.float64) for width in (8, 4))
+    dense = huggingface.Mask(None, False, "bidirectional")
+    for layer, causal in enumerate((False, True)):
+        module.layer_idx = layer
+        mask = dense._replace(of_layers=(dense, huggingface.Mask(None, True, "causal")))
+        ours, _ = huggingface.attention_function(module, q, q, q, bias / 2 + mask + bias / 2)
+        attends_to = torch.ones(4, 4, dtype=torch.bool).tril(0 if causal else 4)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, bias.masked_fill(~attends_to, -torch.inf))
+        torch.testing.assert_close(ours.transpose(1, 2), theirs)
 
 
 def test_t5_generates_what_it_generates_with_its_own_attention() -> None:
@@ -435,7 +464,9 @@ def test_masks_are_no_tensors() -> None:
     """Every computation with a Mask raises; passing it on does not."""
     mask, scores = huggingface.Mask(None, True, "causal", shape=(2, 1, 4, 4)), torch.zeros(4, 4)
     wrong: list[Callable[[], Any]] = [
-        lambda: scores + mask, lambda: mask + scores, lambda: 1.0 - mask, lambda: mask * -1e9, lambda: ~mask,
+        lambda: scores + mask, lambda: mask + scores, lambda: mask + 1.0, lambda: scores.long()[None, None] + mask,
+        lambda: scores[None, None].add(mask, alpha=2), lambda: scores[None, None].add_(mask),
+        lambda: 1.0 - mask, lambda: mask * -1e9, lambda: ~mask,
         lambda: mask == 0,
         lambda: scores == mask, lambda: mask != 0, lambda: mask < 0, lambda: mask[:, None], lambda: mask[0],
         lambda: scores.masked_fill(mask, 0.0), lambda: torch.where(mask, scores, scores), lambda: scores.add_(mask),
