@@ -19,7 +19,8 @@ from ..packed import layout_on_host, packed_layout
 from ..plan.packed_builder import Documents
 from .config_layouts import Layout, index_of, layouts_of
 from .mask import Mask
-from .names import CONFIG_KEY, owner_of
+from .model_hooks import packed_documents
+from .names import CONFIG_KEY, owner_of, running_layer
 from .selection import Selection
 
 MaskFunction = Callable[..., Tensor]
@@ -64,6 +65,21 @@ def _packed(function: MaskFunction, document: Tensor) -> MaskFunction:
     return known.packed_sequence_compatibility_function(
         function, torch.arange(q_len, device="cpu").expand(batch, -1), document
     )
+
+
+def _counts_within_documents(mask_function: Any) -> bool:
+    """Whether transformers made a mask function for packed documents, so that positions begin anew in each."""
+    from transformers import masking_utils
+
+    if isinstance(mask_function, tuple):
+        return any(map(_counts_within_documents, mask_function))
+    # transformers 5.10 to 5.16 have no such functions: chunks would count the tokens of all documents
+    remap: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    if not isinstance(mask_function, FunctionType) or remap is None:
+        return False
+    if mask_function.__code__ is remap(None, None).__code__:
+        return True
+    return any(_counts_within_documents(cell.cell_contents) for cell in mask_function.__closure__ or ())
 
 
 def _meaning(
@@ -317,22 +333,36 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
     "If you use none of these, pass attention_mask=torch.ones_like(input_ids)"
 )
 def _on_the_host(
-    request: _Request, is_token: Tensor | None, mask_function: MaskFunction, local_size: int | None, takes_pairs: bool
+    request: _Request,
+    is_token: Tensor | None,
+    mask_function: MaskFunction,
+    local_size: int | None,
+    takes_pairs: bool,
+    packed: Tensor | None,
 ) -> Mask:
-    if request.kind == "other":
+    kind, window, documents = request.kind, request.window, None
+    if kind == "other":
         kind, window, documents = _meaning(mask_function, local_size, request.batch, request.crop.q_len)
         if request.position is not None and kind != "causal":
             position = int(request.position)
             request = request._replace(crop=request.crop._replace(q_start=position), position=None)
-        known = request._replace(kind=kind, window=window)
-        # documents of a function of one's own may return; those of transformers never do
-        if documents is not None and is_token is None and request.is_square and not bool((documents.diff() < 0).any()):
-            return _by_documents(known, documents)
-        if documents is None:
-            request = known
-            mask = _by_rule(request, is_token)
-            if mask is not None:
-                return mask
+    known = request._replace(kind=kind, window=window)
+    if packed is not None and documents is None:
+        if kind == "other" and not _counts_within_documents(mask_function):
+            raise ValueError(
+                f"position_ids restart, as those of packed sequences, but the mask of {running_layer()} is for one "
+                "sequence: pass use_cache=False, with transformers 5.23 or later; if the sequences are not packed, "
+                "pass attention_mask=torch.ones_like(input_ids)"
+            )
+        documents = packed if kind == "causal" else None
+    # documents of a function of one's own may return; those of transformers never do
+    if documents is not None and is_token is None and request.is_square and not bool((documents.diff() < 0).any()):
+        return _by_documents(known, documents)
+    if documents is None and request.kind == "other":
+        request = known
+        mask = _by_rule(request, is_token)
+        if mask is not None:
+            return mask
     return _by_pairs(request, is_token, _of_many(mask_function) if takes_pairs else mask_function)
 
 
@@ -405,6 +435,7 @@ def attention_mask(
         missing = max(0, request.kv_stop - is_token.shape[1])
         is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : request.kv_stop]
         is_token = _without_full(is_token)
+    packed = packed_documents(batch_size, q_length) if is_token is None and request.is_square else None
     listed = layouts if isinstance(layouts, tuple) else (layouts,)
     keys = [number_of(layout) if isinstance(layout, BlockLayout) else layout for layout in listed]
     # layers with one layout share its mask
@@ -413,9 +444,9 @@ def attention_mask(
         if key not in made:
             selection = layout if isinstance(layout, Selection) else None
             one = request._replace(layout=None if isinstance(layout, Selection) else layout)
-            mask = _by_rule(one, is_token)
+            mask = _by_rule(one, is_token) if packed is None or kind == "bidirectional" else None
             if mask is None:
-                mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap)
+                mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap, packed)
             made[key] = mask._replace(owner=owner_of(config), shape=shape, selection=selection)
     first = made[keys[0]]
     return first._replace(of_layers=tuple(made[key] for key in keys)) if isinstance(layouts, tuple) else first

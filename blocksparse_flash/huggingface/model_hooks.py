@@ -1,4 +1,4 @@
-"""Forward hooks that report a layout which no attention of the model reads."""
+"""Forward hooks: they report a layout that no attention of the model reads, and recognize packed sequences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .config_layouts import layouts_of
 from .names import ATTENTION_NAME, CONFIG_KEY, HINT, owner_of
@@ -19,14 +20,21 @@ _CHECKED = "_blocksparse_flash_checked"
 
 
 class _Forward(NamedTuple):
-    """A running forward of a model whose config holds a layout; `read` names the configs that attention has read."""
+    """A running forward of a model.
+
+    read          names of the configs that attention has read
+    position_ids  those given to the forward
+    documents     int64 (batch or 1, q_len): document of each token if the sequences are packed, otherwise None
+    """
 
     model: torch.nn.Module
     read: set[str | None]
+    position_ids: Any
+    documents: Tensor | None
 
 
 class _Running(threading.local):
-    """The running forwards of this thread, outermost first."""
+    """The running forwards of this thread with our attention, outermost first."""
 
     def __init__(self) -> None:
         self.forwards: list[_Forward] = []
@@ -51,6 +59,32 @@ def record_attention(owner: str | None) -> None:
     if not torch.compiler.is_compiling():
         for forward in _running.forwards:
             forward.read.add(owner)
+
+
+def _documents(given: dict[str, Any]) -> Tensor | None:
+    """The documents of a forward, from its arguments; waits for the device of position_ids.
+
+    transformers itself recognizes them only without a cache, and only in models that pass position_ids to its masks.
+    """
+    place = given.get("position_ids")
+    # with three dimensions they are positions in images
+    if not isinstance(place, Tensor) or place.ndim != 2 or place.shape[1] == 1:
+        return None
+    if given.get("attention_mask") is not None:
+        return None
+    if _running.forwards and _running.forwards[-1].position_ids is place:
+        return _running.forwards[-1].documents
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    return find_packed_sequence_indices(place)
+
+
+def packed_documents(batch: int, q_len: int) -> Tensor | None:
+    """int64 (batch, q_len): document of each token of the running forward; None if its sequences are not packed."""
+    if torch.compiler.is_compiling() or not _running.forwards:
+        return None
+    found = _running.forwards[-1].documents
+    return None if found is None or found.shape[1] != q_len else found.expand(batch, -1)
 
 
 def _ignored(model: torch.nn.Module, read: set[str | None]) -> ValueError:
@@ -106,22 +140,23 @@ def _check_parts(model: torch.nn.Module) -> None:
             )
 
 
-def _before(model: torch.nn.Module, _: Any) -> None:
-    """Forward pre-hook."""
+def _before(model: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
+    """Forward pre-hook; `given` are the keyword arguments."""
     config: Any = model.config
     if not torch.compiler.is_compiling():
         _check_parts(model)
-    if getattr(config, CONFIG_KEY, None) is None:
-        return
+    has_layout = getattr(config, CONFIG_KEY, None) is not None
     implementation = config._attn_implementation
     if implementation != ATTENTION_NAME:
-        if getattr(model, _CHECKED, None) != implementation:
+        if has_layout and getattr(model, _CHECKED, None) != implementation:
             _warn(model)
         return
-    _last.attended = False
+    if has_layout:
+        _last.attended = False
     if not torch.compiler.is_compiling():
         _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
-        _running.forwards.append(_Forward(model, set()))
+        forward = _Forward(model, set(), given.get("position_ids"), _documents(given))
+        _running.forwards.append(forward)
 
 
 def _after(model: torch.nn.Module, _: Any, output: Any) -> None:
@@ -174,7 +209,7 @@ def _watch(kind: Any, module: Any, _: str, child: Any) -> None:
             _refuse_tables(model)
             if isinstance(getattr(model.config, CONFIG_KEY, None), list | tuple | dict):
                 layouts_of(model.config)
-            model.register_forward_pre_hook(_before)
+            model.register_forward_pre_hook(_before, with_kwargs=True)
             model.register_forward_hook(_after, always_call=True)
 
 
