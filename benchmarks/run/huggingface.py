@@ -4,13 +4,19 @@ A step is forward, loss, backward and AdamW, in bfloat16 autocast, of GPT-2 smal
 longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager"; first with the model's own attention
 (causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before
 timing; cases that do not fit into memory are reported.
+
+`--models llama` trains a model shaped like Llama on packed documents of unequal length, which restart position_ids: 8
+layers of width 2048, 16 heads on 4 of 128, weights in bfloat16. Baselines are transformers' "sdpa", which gets a mask
+of every pair, "flex_attention" and, where flash-attn is installed, "flash_attention_2", and PyTorch's FlashAttention-2,
+`varlen_attn`; the last two also get where each document begins. All train one model, in turns, after a comparison of
+their losses and gradients.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +29,24 @@ from blocksparse_flash.huggingface import ATTENTION_NAME, CONFIG_KEY, register
 
 from . import measure
 from .correctness import relative_error
+from .peers import is_installed
 
 LAYOUT = "butterfly | local(window=256)"
-PROVIDERS = {ATTENTION_NAME: "blocksparse_flash", "sdpa": "transformers sdpa", "eager": "transformers eager"}
+# the name under which transformers finds PyTorch's own FlashAttention-2 for packed documents
+VARLEN = "torch_varlen"
+PROVIDERS = {
+    "sdpa": "transformers sdpa",
+    ATTENTION_NAME: "blocksparse_flash",
+    "eager": "transformers eager",
+    "flex_attention": "transformers flex_attention",
+    "flash_attention_2": "transformers flash_attention_2",
+    VARLEN: "torch varlen_attn",
+}
+PACKED_PROVIDERS = ("sdpa", ATTENTION_NAME, "flex_attention", "flash_attention_2", VARLEN)
+# of loss, gradients and hidden states, relative to the largest value
+TOLERANCE = 0.05
+# weights of the packed model whose gradients are compared
+COMPARED = ("embed_tokens", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj")
 KEYS = [
     "bench", "provider", "model", "pattern", "density", "n", "batch", "dtype", "direction", "ms", "ms_p20", "ms_p80",
     "tokens_per_s", "peak_bytes", "setup_ms", "device", "torch", "transformers", "commit",
@@ -44,6 +65,7 @@ class Case(NamedTuple):
     batch: int
 
 
+PACKED = Case("llama", 16384, 1)
 CASES = [Case("gpt2", 4096, 4), Case("gpt2", 16384, 1), Case("bert-large", 512, 32), Case("bert-large", 4096, 4)]
 
 
@@ -89,10 +111,16 @@ def mask_of(case: Case, how: str, pattern: str | None, device: torch.device) -> 
 def train(model: Any, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
     """One step."""
     optimizer.zero_grad()
-    with torch.autocast(inputs["input_ids"].device.type, dtype=torch.bfloat16):
-        loss = model(**inputs, labels=inputs["input_ids"]).loss
-    loss.backward()
+    backpropagate(model, inputs)
     optimizer.step()
+
+
+def backpropagate(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """The loss. Labels are the tokens unless the inputs have others."""
+    with torch.autocast(inputs["input_ids"].device.type, dtype=torch.bfloat16):
+        loss = model(**{"labels": inputs["input_ids"], **inputs}).loss
+    loss.backward()
+    return loss.detach()
 
 
 def measured(
@@ -106,13 +134,23 @@ def measured(
         hidden = model.base_model(**inputs).last_hidden_state.float().cpu()
     if expected is not None:
         error = relative_error(hidden, expected).item()
-        if not error < 0.05:
+        if not error < TOLERANCE:
             print(f"{PROVIDERS[how]:18} {case} {pattern}: WRONG, relative error {error:.3g}; not timed", flush=True)
             return hidden, None
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
     step = functools.partial(train, model, optimizer, inputs)
     setup_ms = measure.timed(step, device, 1)["ms"]
     return hidden, {**measure.timed(step, device, n_steps), "setup_ms": setup_ms}
+
+
+def line_of(how: str, case: Case, pattern: str, density: float, figures: dict[str, Any], device: torch.device) -> Any:
+    """The result line of a provider, from its `figures`."""
+    return {
+        "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": pattern,
+        "density": density, "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **figures,
+        "tokens_per_s": 1000 * case.batch * case.n / figures["ms"], "device": measure.device_name(device),
+        "torch": torch.__version__, "transformers": transformers.__version__, "commit": measure.commit(),
+    }  # fmt: skip
 
 
 def run(
@@ -124,26 +162,119 @@ def run(
     expected: Tensor | None = None
     for how in ("sdpa", ATTENTION_NAME, "eager"):
         try:
-            hidden, line = measured(case, how, pattern, expected, device, n_steps, sizes)
+            hidden, figures = measured(case, how, pattern, expected, device, n_steps, sizes)
         except torch.OutOfMemoryError:
             print(f"{PROVIDERS[how]:18} {case} {name}: out of memory", flush=True)
             continue
         finally:
             measure.release()
         expected = hidden if expected is None else expected
-        if line is None:
+        if figures is not None:
+            yield line_of(how, case, name, density, figures, device)
+
+
+def varlen(
+    _layer: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: PyTorch's FlashAttention-2, causal within each document."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    bounds = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    out: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    return out[None], None
+
+
+def llama_of(case: Case, sizes: Sizes, device: torch.device) -> Any:
+    """A model for the packed tokens of the case; `sizes` replaces some."""
+    settings = {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "max_position_embeddings": case.n, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    made: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, **(sizes or {})}))
+    # rotary positions would turn queries and keys into float32, and values not, which FlexAttention refuses
+    return made.to(device, torch.bfloat16).train()
+
+
+def packed_inputs(case: Case, n_documents: int, vocab_size: int) -> dict[str, Any]:
+    """Documents of unequal length, as transformers packs them, with where each begins."""
+    generator = torch.Generator().manual_seed(1)
+    cuts = torch.randperm(case.n - 1, generator=generator)[: n_documents - 1].sort().values + 1
+    tokens = torch.randint(vocab_size, (case.n,), generator=generator)
+    collator: Any = transformers.DataCollatorWithFlattening
+    documents = [{"input_ids": document.tolist()} for document in torch.tensor_split(tokens, cuts)]
+    return dict(collator(return_flash_attn_kwargs=True)(documents, return_tensors="pt"))
+
+
+def run_packed(
+    case: Case,
+    n_documents: int,
+    device: torch.device,
+    *,
+    n_steps: int = 10,
+    sizes: Sizes = None,
+    providers: Sequence[str] = PACKED_PROVIDERS,
+) -> Iterator[dict[str, Any]]:
+    """A result line for each provider that trains on packed documents; the first is the reference of the others."""
+    transformers.AttentionInterface.register(VARLEN, varlen)
+    model = llama_of(case, sizes, device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+    given = packed_inputs(case, n_documents, model.config.vocab_size)
+    density = masks.documents(given["cu_seq_lens_q"], causal=True).density
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    without_bounds = {name: given[name] for name in ("input_ids", "position_ids", "labels")}
+    inputs = {how: given if how in ("flash_attention_2", VARLEN) else without_bounds for how in providers}
+    expected: list[Tensor] = []
+    figures: dict[str, list[dict[str, Any]]] = {}
+    setup: dict[str, float] = {}
+
+    def compare(how: str) -> None:
+        model.set_attn_implementation(how)
+        model.zero_grad()
+        losses: list[Tensor] = []
+        setup[how] = measure.timed(lambda: losses.append(backpropagate(model, inputs[how])), device, 1)["ms"]
+        found = [losses[0], *(model.get_parameter(f"model.{name}.weight").grad for name in COMPARED)]
+        if not expected:
+            expected.extend(found)
+        errors = [relative_error(*pair).item() for pair in zip(found, expected, strict=True)]
+        if all(error < TOLERANCE for error in errors):
+            figures[how] = []
+            return
+        said = ", ".join(f"{error:.3g}" for error in errors)
+        print(f"{PROVIDERS[how]}: WRONG, relative errors of loss and gradients {said}; not timed", flush=True)
+
+    for how in providers:
+        if how == "flash_attention_2" and not is_installed("flash_attn"):
+            print(f"{PROVIDERS[how]}: flash-attn is not installed; not timed", flush=True)
             continue
-        yield {
-            "bench": "huggingface", "provider": PROVIDERS[how], "model": case.model, "pattern": name,
-            "density": density, "n": case.n, "batch": case.batch, "dtype": "bf16", "direction": "step", **line,
-            "tokens_per_s": 1000 * case.batch * case.n / line["ms"], "device": measure.device_name(device),
-            "torch": torch.__version__, "transformers": transformers.__version__, "commit": measure.commit(),
-        }  # fmt: skip
+        measure.guarded(PROVIDERS[how], how == ATTENTION_NAME, functools.partial(compare, how))
+    hows = [*figures]
+    # the first round warms up
+    for n_round in range(n_steps + 1):
+        for how in hows[n_round % len(hows) :] + hows[: n_round % len(hows)]:
+            model.set_attn_implementation(how)
+            figures[how].append(measure.timed(functools.partial(train, model, optimizer, inputs[how]), device, 1))
+    for how in hows:
+        times = measure.percentiles([each["ms"] for each in figures[how][1:]])
+        said = {**times, "peak_bytes": figures[how][-1]["peak_bytes"], "setup_ms": setup[how]}
+        yield line_of(how, case, f"packed, {n_documents} documents", density, said, device)
 
 
 def main() -> None:
     parser = measure.parser(__doc__, "huggingface.jsonl")
-    parser.add_argument("--models", nargs="+", default=["gpt2", "bert-large"], help="of gpt2, bert-large")
+    parser.add_argument(
+        "--models", nargs="+", choices=["gpt2", "bert-large", "llama"], default=["gpt2", "bert-large", "llama"]
+    )
     parser.add_argument("--pattern", default=LAYOUT, help="specification of the layout, as masks.build reads it")
     parser.add_argument("--steps", type=int, default=10, help="timed")
     arguments = parser.parse_args()
@@ -154,6 +285,10 @@ def main() -> None:
     for case, pattern in itertools.product(cases, (None, arguments.pattern)):
         lines = run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps)
         measure.appended(arguments.out, lines, KEYS)
+    for n_documents in (8, 64) if PACKED.model in arguments.models else ():
+        lines = run_packed(PACKED, n_documents, torch.device("cuda", 0), n_steps=arguments.steps)
+        measure.appended(arguments.out, lines, KEYS)
+        measure.release()
 
 
 if __name__ == "__main__":

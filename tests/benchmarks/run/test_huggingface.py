@@ -14,7 +14,7 @@ import transformers
 
 from benchmarks.run import huggingface as benchmark
 from benchmarks.run import measure
-from blocksparse_flash.huggingface import register
+from blocksparse_flash.huggingface import Mask, mask_builder, register
 
 CPU = torch.device("cpu")
 # what the vocabulary is named, and the width, differs between the two
@@ -54,6 +54,44 @@ def test_what_attends_otherwise_is_not_timed(
     lines = list(benchmark.run(case, "local(window=0)", CPU, n_steps=1, sizes=SMALL["gpt2"]))
     assert [line["provider"] for line in lines] == ["transformers sdpa", "transformers eager"]
     assert "blocksparse_flash  Case(model='gpt2', n=384, batch=2) local(window=0): WRONG" in capsys.readouterr().out
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+PACKED = benchmark.Case("llama", 300, 1)
+
+
+def test_packed_documents_are_trained_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PyTorch has FlashAttention-2 on GPUs only."""
+    register()
+    lines = benchmark.run_packed(
+        PACKED, 4, CPU, n_steps=2, sizes=LLAMA, providers=["sdpa", "blocksparse", benchmark.VARLEN, "flash_attention_2"]
+    )
+    found = measure.appended(tmp_path / "lines.jsonl", lines, benchmark.KEYS)
+    assert [line["provider"] for line in found] == ["transformers sdpa", "blocksparse_flash"]
+    assert all(line["tokens_per_s"] == pytest.approx(1000 * 300 / line["ms"]) for line in found)
+    assert {line["pattern"] for line in found} == {"packed, 4 documents"}
+    assert "torch varlen_attn: refused" in capsys.readouterr().out
+
+
+def test_documents_of_unequal_length_are_packed_with_their_boundaries() -> None:
+    given = benchmark.packed_inputs(PACKED, 4, 50)
+    lengths = given["cu_seq_lens_q"].diff()
+    assert len(set(lengths.tolist())) == 4 and lengths.sum() == 300 and given["max_length_q"] == lengths.max()
+    place = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    assert torch.equal(given["position_ids"][0], place)
+
+
+def test_packed_documents_that_attend_to_each_other_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register()
+    monkeypatch.setattr(mask_builder, "_by_documents", lambda request, documents: Mask(None, True, "causal"))
+    lines = list(benchmark.run_packed(PACKED, 4, CPU, n_steps=1, sizes=LLAMA, providers=["sdpa", "blocksparse"]))
+    assert [line["provider"] for line in lines] == ["transformers sdpa"]
+    assert "blocksparse_flash: WRONG, relative errors of loss and gradients" in capsys.readouterr().out
 
 
 def test_published_sizes_are_those_published() -> None:
