@@ -2,10 +2,14 @@
 
 generate   makes the sets of a task by its rules, with many workers; resumes after an interruption
 floors     accuracy of a task's shortcut on its generated test set
-recipe     trains a configuration of ours and the stages it begins with (path256, pathx), then tests it; resumes
+recipe     trains a configuration of ours and the stages it begins with (path256, pathx), for one or several seeds, then
+           tests it and writes a report; `recipe ablation` compares masks. Resumes; --minutes limits a call
 fit, validate, test   train and test a model: --config benchmarks/lra/configs/ours/pathx.yaml
 speed      times training steps of the tasks, and attention alone at 128 to 65,536 tokens, with several implementations
 report     tables and plots of the results of `test` and `speed`
+
+Exit status 75: a time limit (--minutes of fit and recipe) ended the training; its last step is saved, and the same
+command, for fit with --ckpt_path last, continues.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,24 +157,42 @@ def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
     return f"this configuration may take hours on a CPU; a short trial on a CPU: {options}"
 
 
+def order_seed(seed: bool | int) -> int:
+    """The seed of the order of samples: that of the weights."""
+    if isinstance(seed, bool):
+        raise ValueError(f"seed_everything must be a number, which the results name, got {seed}")
+    return seed
+
+
 def experiment(arguments: Sequence[str] | None) -> None:
     """Lightning's commands fit, validate and test. None reads the command line."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from .data import LraData
+    from .recipe import LATER
     from .scoring import TEST, append_test, check_is_whole
-    from .training import Experiment
+    from .training import Deadline, Experiment
 
-    checkpoints = functools.partial(_folder, name="checkpoints")
+    checkpoints, began = functools.partial(_folder, name="checkpoints"), time.monotonic()
 
     class Command(LightningCLI):
         def before_fit(self) -> None:
             hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
             if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
                 print(hint, flush=True)
+            minutes = self._get(self.config_init, "minutes")
+            self._deadline = None if minutes is None else Deadline(began + 60 * minutes)
+            if self._deadline is not None:
+                self.trainer.callbacks.insert(0, self._deadline)  # type: ignore[attr-defined]
+
+        def after_fit(self) -> None:
+            if self._deadline and self._deadline.has_passed and self.trainer.global_step < self.trainer.max_steps:
+                sys.exit(LATER)
 
         def before_validate(self) -> None:
+            if self._get(self.config_init, "minutes") is not None:
+                sys.exit(f"minutes limits `fit` only: {self.subcommand} cannot continue where it stopped")
             # Lightning would only warn, and go on with untrained weights
             found = [keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()]
             if self._get(self.config_init, "ckpt_path") == "last" and not any(found):
@@ -192,7 +215,9 @@ def experiment(arguments: Sequence[str] | None) -> None:
             return [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            parser.add_argument("--minutes", type=float | None, help="stop after this time with exit status 75")
             parser.link_arguments("data.task", "model.task")
+            parser.link_arguments("seed_everything", "data.order_seed", compute_fn=order_seed)
             parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
             # a fixed place, so that `--ckpt_path last` finds the checkpoint of an interrupted run
             parser.link_arguments("trainer.default_root_dir", "checkpoint.dirpath", compute_fn=checkpoints)
@@ -208,6 +233,8 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
     # Lightning recommends loader processes that are not needed, and uses names that PyTorch and jsonargparse deprecate
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # tests use the averaged weights, which are the checkpoint's state_dict
+    warnings.filterwarnings("ignore", ".*WeightAveraging callback, but loading a checkpoint outside the 'fit' stage.*")
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(lightning|jsonargparse)\b")

@@ -73,12 +73,15 @@ class FreshRows:
     """An endless stream of samples, drawn on demand.
 
     stages  (samples, source): each source gives that many samples, in order; the last stage never ends
+    stream  another number gives other samples
     """
 
-    def __init__(self, stages: Sequence[tuple[int, Source]]) -> None:
+    def __init__(self, stages: Sequence[tuple[int, Source]], *, stream: int = 0) -> None:
         if not stages:
             raise ValueError("stages must be one or more, got none")
         self.sources = [source for _, source in stages]
+        # no run takes so many samples
+        self.first_number = stream * 2**40
         # first place of each next stage
         self.ends = np.cumsum([samples for samples, _ in stages])[:-1]
 
@@ -90,7 +93,7 @@ class FreshRows:
         batches = []
         for stage in np.unique(stages):
             members = places[stages == stage]
-            batches.append(from_records(self.sources[stage].draw("fresh", members), members))
+            batches.append(from_records(self.sources[stage].draw("fresh", self.first_number + members), members))
         return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
@@ -189,14 +192,18 @@ class Steps:
             if samples % size:
                 raise ValueError(f"samples of a stage must be a multiple of its batch_size {size}, got {samples}")
 
-    def _fresh(self, step: int) -> range:
-        """Places of a step of an endless stream."""
-        begin = 0
+    def samples(self, step: int) -> int:
+        """Samples of all processes before a step."""
+        before = 0
         for samples, size in self.stages:
             if step < samples // size:
-                return range(begin + step * size, begin + (step + 1) * size)
-            begin, step = begin + samples, step - samples // size
-        return range(begin + step * self.batch_size, begin + (step + 1) * self.batch_size)
+                return before + step * size
+            before, step = before + samples, step - samples // size
+        return before + step * self.batch_size
+
+    def _fresh(self, step: int) -> range:
+        """Places of a step of an endless stream."""
+        return range(self.samples(step), self.samples(step + 1))
 
     def _epoch(self, epoch: int) -> list[list[int]]:
         """Places of all steps of an epoch."""

@@ -96,7 +96,9 @@ class LraData(lightning.LightningDataModule):
     root        folder of the released files or of the generated sets
     batch_size  samples of a step, of all GPUs together
     sizes       samples of the splits; None is those of Long Range Arena, or of the files
-    seed        of the order of the samples, and of the generators
+    seed        of the generators
+    test_seed   of the generator of the test set; None is `seed`. Another number gives a test set that is new
+    order_seed  of the order of stored training samples; a fresh stream has other samples. Lightning's seed_everything
     workers     processes that draw or read samples; None is one per core but one
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
     """
@@ -110,6 +112,8 @@ class LraData(lightning.LightningDataModule):
         batch_size: int = 32,
         sizes: Sizes | None = None,
         seed: int = 0,
+        test_seed: int | None = None,
+        order_seed: int = 0,
         rules: Rules | None = None,
         workers: int | None = None,
         n_together: int = 1,
@@ -119,6 +123,9 @@ class LraData(lightning.LightningDataModule):
         if batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
         self.batch_size = batch_size
+        self.test_seed, self.order_seed = seed if test_seed is None else test_seed, order_seed
+        if source == "official" and self.test_seed != seed:
+            raise ValueError(f"test_seed is of a generator, but released test sets are read, got test_seed={test_seed}")
         self.sizes = self.task.sizes if sizes is None else sizes
         self.rules = Rules() if rules is None else rules
         if self.rules.stages and source != "fresh":
@@ -137,11 +144,13 @@ class LraData(lightning.LightningDataModule):
             "stand-in": stand_ins.WARNING,
         }[self.source]
 
+    def _generator(self, split: str) -> sources.Source:
+        return generator_of(self.task, self.rules, seed=self.test_seed if split == "test" else self.seed)
+
     def stored(self, split: str) -> sets.StoredSet:
         """A generated split, made now if it is missing."""
-        source = generator_of(self.task, self.rules, seed=self.seed)
         count = getattr(self.sizes, split)
-        return sets.make(source, split, count, root=self.root, workers=max(1, self.workers))
+        return sets.make(self._generator(split), split, count, root=self.root, workers=max(1, self.workers))
 
     def _splits_kept(self) -> tuple[str, ...]:
         if self.source == "generated":
@@ -167,12 +176,13 @@ class LraData(lightning.LightningDataModule):
                 self.rows[split] = ExampleRows(examples, self.task.length)
         for split in self._splits_kept():
             self.rows[split] = RecordRows(self.stored(split))
-        last = generator_of(self.task, self.rules, seed=self.seed) if self._splits_kept() else None
-        if isinstance(last, sources.PathfinderSource) and self.sizes.pairs:
-            self.rows["pairs"] = PairRows(last, self.sizes.pairs)
-        if self.source == "fresh" and last is not None:
+        tested = self._generator("test") if self._splits_kept() else None
+        if isinstance(tested, sources.PathfinderSource) and self.sizes.pairs:
+            self.rows["pairs"] = PairRows(tested, self.sizes.pairs)
+        if self.source == "fresh":
+            last = self._generator("train")
             stages = [(each.samples, stage_source(last, each, self.task.length)) for each in self.rules.stages]
-            self.rows["train"] = FreshRows([*stages, (0, last)])
+            self.rows["train"] = FreshRows([*stages, (0, last)], stream=self.order_seed)
 
     def _place(self) -> dict[str, int]:
         """Index and number of processes."""
@@ -192,16 +202,24 @@ class LraData(lightning.LightningDataModule):
         sized = stages[: own[-1] + 1] if own else []
         return [(each.samples, self.batch_size if each.batch_size is None else each.batch_size) for each in sized]
 
+    def _steps(self, first_step: int) -> batches.Steps:
+        """The samples of every batch. first_step: in steps of the trainer, which may accumulate batches."""
+        accumulated = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        n = None if self.source == "fresh" else len(self.rows["train"])
+        return batches.Steps(
+            n=n, batch_size=self.batch_size, seed=self.order_seed, first_step=first_step * accumulated,
+            stages=self._sizes_of_stages(), **self._place(),
+        )  # fmt: skip
+
+    def samples(self, steps: int) -> int:
+        """Training samples in the first steps, repeated ones counted each time."""
+        at = self._steps(steps)
+        return at.samples(at.first_step)
+
     def train_dataloader(self) -> Iterable[Batch]:
-        rows = self.rows["train"]
-        done = 0 if self.trainer is None else self.trainer.global_step * self.trainer.accumulate_grad_batches
-        n = None if self.source == "fresh" else len(rows)
-        stages = self._sizes_of_stages()
-        steps = batches.Steps(
-            n=n, batch_size=self.batch_size, seed=self.seed, first_step=done, stages=stages, **self._place()
-        )
+        steps = self._steps(0 if self.trainer is None else self.trainer.global_step)
         return batches.TrainingLoader(
-            rows=rows, steps=steps, cut=self.cut, workers=self.workers, n_together=self.n_together
+            rows=self.rows["train"], steps=steps, cut=self.cut, workers=self.workers, n_together=self.n_together
         )
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:

@@ -22,7 +22,8 @@ from .tasks import Task
 class Architecture:
     """The settings of a pre-norm Transformer encoder and its head.
 
-    mask        a specification for masks.build such as "butterfly | global_tokens(tokens=128)"; None is dense
+    mask        a specification for masks.build such as "butterfly | global_tokens(tokens=128)", or a list of one for
+                each head; None is dense
     block_size  tokens per side of the mask's blocks
     hidden_dim  features of the dense layers
     head_dim    None is embed_dim // num_heads
@@ -42,7 +43,7 @@ class Architecture:
     n_layers: int = 6
     hidden_dim: int = 512
     head_dim: int | None = None
-    mask: str | None = None
+    mask: str | list[str] | None = None
     block_size: int = 128
     positions: Literal["rope", "learned", "none"] = "rope"
     rope_base: float = 100.0
@@ -56,15 +57,30 @@ class Architecture:
     first_tokens: Literal["independent", "smooth"] = "independent"
 
 
-_layout = functools.cache(masks.build)
+@functools.cache
+def _layout(specifications: tuple[str, ...], length: int, *, block_size: int) -> BlockLayout:
+    heads = [masks.build(each, length, block_size=block_size) for each in specifications]
+    return heads[0] if len(heads) == 1 else BlockLayout.stack_heads(heads)
 
 
 def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | Callable[[int], BlockLayout] | None:
     """The mask's layout for `length` tokens; for None a function from a length to its layout."""
     if architecture.mask is None:
         return None
-    of_length = functools.partial(_layout, architecture.mask, block_size=architecture.block_size)
+    of_heads = (architecture.mask,) if isinstance(architecture.mask, str) else tuple(architecture.mask)
+    if len(of_heads) not in (1, architecture.num_heads):
+        raise ValueError(f"mask must be one, or one for each of {architecture.num_heads} heads, got {len(of_heads)}")
+    of_length = functools.partial(_layout, of_heads, block_size=architecture.block_size)
     return of_length if length is None else of_length(length)
+
+
+def keys_per_query(architecture: Architecture, length: int) -> float:
+    """Keys in the stored blocks of a query, the mean over queries and heads."""
+    layout = layout_of(architecture, length)
+    if layout is None:
+        return length
+    assert isinstance(layout, BlockLayout)
+    return layout.density * -(-length // architecture.block_size) * architecture.block_size
 
 
 def _smooth(n_tokens: int, width: int) -> Tensor:

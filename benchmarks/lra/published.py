@@ -1,4 +1,4 @@
-"""Figures of the FlashAttention paper, from published.yaml, which says where they stand."""
+"""Figures of the FlashAttention paper and the best published accuracies, from published.yaml, which names sources."""
 
 from __future__ import annotations
 
@@ -21,3 +21,5 @@ SPEEDUP: dict[str, float] = _PAPER["speedup"]
 STEPS: dict[str, tuple[int, int, int]] = {task: tuple(sizes) for task, sizes in _PAPER["steps"].items()}
 # model -> task -> per cent
 ACCURACY: dict[str, dict[str, float]] = _PAPER["accuracy"]
+# model -> {"paper": reference, "accuracy": as above}
+BEST: dict[str, dict[str, Any]] = _PAPER["best"]

@@ -1,36 +1,58 @@
-"""Trains a configuration together with the stages whose weights it begins with, and resumes where it stopped."""
+"""Trains configurations together with the stages whose weights they begin with, and resumes where it stopped."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import yaml
 
 from ..run import measure
+from . import reporting
 from .scoring import TEST
 
-CONFIGS = Path(__file__).with_name("configs") / "ours"
+CONFIGS = Path(__file__).with_name("configs")
+# other folders of CONFIGS, whose configurations are trained together with these of ours
+GROUPS = {"ablation": ("pathx",)}
+RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
+# exit status after a time limit: run the same command again (EX_TEMPFAIL of sysexits.h)
+LATER = 75
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A configuration, the folder of its run, its last step, and the checkpoint it begins with, if any."""
+    """A configuration, the folder of its run, its last step, and the checkpoint it begins with, if any.
+
+    test_seed  of the test set that the configuration names
+    seed       of the training
+    """
 
     config: Path
     root: Path
     steps: int
     start: Path | None
+    test_seed: int
+    seed: int = 0
 
     @classmethod
     def read(cls, config: Path) -> Stage:
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-        trainer, start = settings["trainer"], settings["model"].get("start")
-        root = Path(trainer["default_root_dir"])
-        return cls(config, root, trainer["max_steps"], None if start is None else Path(start))
+        trainer, data, start = settings["trainer"], settings["data"], settings["model"].get("start")
+        start = None if start is None else Path(start)
+        root, test_seed = Path(trainer["default_root_dir"]), data.get("test_seed", data.get("seed", 0))
+        return cls(config, root, trainer["max_steps"], start, test_seed)
+
+    def seeded(self, seed: int) -> Stage:
+        """The same stage with another seed, in a folder of its own."""
+        if seed == 0:
+            return self
+        start = None if self.start is None else self.start.parents[1] / f"seed-{seed}" / "checkpoints" / "last.ckpt"
+        return replace(self, root=self.root / f"seed-{seed}", start=start, seed=seed)
 
     @property
     def checkpoint(self) -> Path:
@@ -42,51 +64,79 @@ class Stage:
             return 0
         return int(torch.load(self.checkpoint, map_location="cpu", weights_only=True)["global_step"])
 
-    def is_tested(self) -> bool:
-        """Whether test.jsonl has a line of the last step."""
-        path = self.root / TEST
-        return path.exists() and any(line["steps"] == self.steps for line in measure.read(path))
+    def is_tested(self, test_seed: int) -> bool:
+        """Whether test.jsonl has a line of the last step on this test set."""
+        path, tested = self.root / TEST, (self.steps, test_seed)
+        return path.exists() and any((line["steps"], line["test_seed"]) == tested for line in measure.read(path))
 
     def command(self, name: str, *arguments: str) -> None:
         """Run a command of `python -m benchmarks.lra` in its own process; exits with its exit code if it fails."""
         command = [sys.executable, "-m", "benchmarks.lra", name, "--config", str(self.config), *arguments]
+        if self.seed:
+            command += ["--seed_everything", str(self.seed), "--trainer.default_root_dir", str(self.root)]
+            command += [] if self.start is None else ["--model.start", str(self.start)]
         code = subprocess.run(command, check=False).returncode
         if code:
-            print(f"{self.config.stem}: {name} failed; run the same command again to continue", file=sys.stderr)
+            problem = "reached the time limit and saved its last step" if code == LATER else f"{name} failed"
+            print(f"{self.config.stem}: {problem}; run the same command again to continue", file=sys.stderr)
             sys.exit(code)
 
 
-def stages(name: str) -> list[Stage]:
-    """The stages of configs/ours/NAME.yaml, first to last: each begins with the weights of the one before.
+def stages(name: str, seed: int = 0) -> list[Stage]:
+    """The stages of a configuration, first to last: each begins with the weights of the one before.
 
+    name    a configuration of configs/ours, or GROUP/NAME
     raises  ValueError for a name without a configuration, or a start that no configuration trains
     """
-    known = {path.stem: Stage.read(path) for path in sorted(CONFIGS.glob("*.yaml"))}
+    known = {path.stem: Stage.read(path) for path in _members("ours")}
+    known |= {f"{group}/{path.stem}": Stage.read(path) for group in GROUPS for path in _members(group)}
     if name not in known:
-        raise ValueError(f"name must be one of {', '.join(known)}, got {name!r}")
+        raise ValueError(f"name must be one of {', '.join([*known, *GROUPS])}, got {name!r}")
     of_checkpoint = {stage.checkpoint: stage for stage in known.values()}
     found = [known[name]]
     while (start := found[0].start) is not None:
         if start not in of_checkpoint:
             raise ValueError(f"{found[0].config} starts from {start}, which no configuration of {CONFIGS} trains")
         found.insert(0, of_checkpoint[start])
-    return found
+    return [stage.seeded(seed) for stage in found]
 
 
-def run(name: str) -> None:
-    """Train a configuration of configs/ours and the stages it begins with, then test it. Run it again to resume.
+def _members(group: str) -> list[Path]:
+    return sorted((CONFIGS / group).glob("*.yaml"))
 
-    Args:
-        name: pathx, path256, or any other configuration of configs/ours
-    """
-    chain = stages(name)
-    for number, stage in enumerate(chain, 1):
-        steps = stage.trained_steps()
-        print(f"stage {number} of {len(chain)}, {stage.config.stem}: {steps:,} of {stage.steps:,} steps", flush=True)
+
+def _train(chain: Sequence[Stage], end: float | None) -> None:
+    """Trains the stages from the last one that has a checkpoint: those before it are no longer needed."""
+    trained = [stage.trained_steps() for stage in chain]
+    first = max((place for place, steps in enumerate(trained) if steps), default=0)
+    for number, (stage, steps) in enumerate(zip(chain[first:], trained[first:], strict=True), first + 1):
+        of_seed = f" (seed {stage.seed})" if stage.seed else ""
+        where = f"stage {number} of {len(chain)}, {stage.config.stem}{of_seed}"
+        print(f"{where}: {steps:,} of {stage.steps:,} steps", flush=True)
         if steps < stage.steps:
-            stage.command("fit", *(["--ckpt_path", "last"] if steps else []))
+            limit = [] if end is None else ["--minutes", f"{max(0.0, end - time.monotonic()) / 60:.3f}"]
+            stage.command("fit", *(["--ckpt_path", "last"] if steps else []), *limit)
             if stage.trained_steps() < stage.steps:
                 sys.exit(f"{stage.config.stem} stopped before its last step; run the same command again to continue")
-    if not chain[-1].is_tested():
-        chain[-1].command("test", "--ckpt_path", "last")
-    print(f"{name} is trained and tested: {chain[-1].root / TEST}")
+
+
+def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None, minutes: float | None = None) -> None:
+    """Train configurations and the stages they begin with, test them, and write a report. Run it again to resume.
+
+    Args:
+        name: pathx, path256, any other configuration of configs/ours, or ablation: configs/ablation and pathx
+        seeds: trained one after the other, all stages of each; runs of seeds other than 0 are in folders seed-N
+        test_seed: of the generated test set; default that of the configuration. A new number gives a new set
+        minutes: training stops by itself after this time with exit status 75, to be continued by the same command
+    """
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]
+    for seed in seeds:
+        for each in names:
+            chain = stages(each, seed)
+            _train(chain, end)
+            option = [] if test_seed is None else ["--data.test_seed", str(test_seed)]
+            if not chain[-1].is_tested(chain[-1].test_seed if test_seed is None else test_seed):
+                chain[-1].command("test", "--ckpt_path", "last", *option)
+            print(f"{each} is trained and tested: {chain[-1].root / TEST}")
+    reporting.report(runs=RUNS, speed=None, out=REPORT)

@@ -20,11 +20,26 @@ from .scoring import TEST
 from .tables import Line
 from .tasks import LRA
 
+CONFIGS = [
+    path for group in ("ours", "ablation") for path in sorted((Path(__file__).parent / "configs" / group).iterdir())
+]
+
 
 def tests_of(runs: Path) -> list[Line]:
-    """The last test of every run under a folder, with the run's name, sorted by name."""
-    paths = sorted(runs.rglob(TEST))
-    return [{**measure.read(path)[-1], "run": path.parent.relative_to(runs).as_posix()} for path in paths]
+    """The last test of every run under a folder on each test set, with the run's name, sorted by name."""
+    found = []
+    for path in sorted(runs.rglob(TEST)):
+        last = {(line["n"], line["test_seed"]): line for line in measure.read(path)}
+        found += [{**line, "run": path.parent.relative_to(runs).as_posix()} for line in last.values()]
+    return found
+
+
+def untested(tests: Sequence[Line]) -> list[str]:
+    """Our configurations without a test, other than stages before others."""
+    settings = {f"{path.parent.name}/{path.stem}": yaml.safe_load(path.read_text()) for path in CONFIGS}
+    starts = {Path(each["model"].get("start", "")).parent.parent for each in settings.values()}
+    ends = [name for name, each in settings.items() if Path(each["trainer"]["default_root_dir"]) not in starts]
+    return [name for name in ends if name not in {line["run"] for line in tests}]
 
 
 class Curve(NamedTuple):
@@ -79,16 +94,22 @@ def learning_curves(curves: Sequence[Curve], tests: Sequence[Line]) -> Figure:
 
 
 def accuracies(tests: Sequence[Line]) -> Figure:
-    """Accuracy, floor and balanced accuracy of each test."""
+    """Accuracy, accuracies of the shortcuts, and balanced accuracy of each test."""
+    labels = {"floor": "floor", "one_deep": "one operator deep", "accuracy": "accuracy", "balanced": "balanced"}
     figure = Figure(figsize=(8, 1 + 0.5 * len(tests)), layout="constrained")
     axes = figure.add_subplot()
     for place, line in enumerate(tests):
-        bars = {"floor": "#b9c9cf", "accuracy": "#1f6f8b", "balanced": "#c1121f"}
-        for offset, (key, color) in enumerate(bars.items()):
+        bars = {"floor": "#b9c9cf", "one_deep": "#6b705c", "accuracy": "#1f6f8b", "balanced": "#c1121f"}
+        known = [key for key in bars if line[key] is not None]
+        for offset, key in enumerate(known):
             error = line["standard_error"] if key == "accuracy" else None
-            label = key if place == 0 else None
-            axes.barh(place + 0.25 * (offset - 1), line[key], 0.22, xerr=error, color=color, label=label)
-    names = [f"{line['run']}: {line['task']}{'' if line['is_lra'] else ', NOT Long Range Arena'}" for line in tests]
+            height = 0.8 / len(known)
+            center = place + height * (offset - (len(known) - 1) / 2)
+            axes.barh(center, line[key], 0.9 * height, xerr=error, color=bars[key], label=labels.pop(key, None))
+    names = [
+        f"{line['run']}: {line['task']}, {line['n']:,} samples{'' if line['is_lra'] else ', NOT Long Range Arena'}"
+        for line in tests
+    ]
     axes.set_yticks(range(len(tests)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
@@ -130,18 +151,18 @@ def lengths(lines: pd.DataFrame) -> Figure:
 def report(
     *,
     runs: Path = Path("out/lra/runs"),
-    speed: Path = Path("benchmarks/results/lra_speed.jsonl"),
+    speed: Path | None = Path("benchmarks/results/lra_speed.jsonl"),
     out: Path = Path("benchmarks/lra/report"),
 ) -> None:
     """Tables and plots of accuracies, learning curves, times and memory.
 
     Args:
         runs: folder with a folder for each run
-        speed: lines of `speed`
+        speed: lines of `speed`; None leaves them out
         out: folder of report.md and its pictures
     """
     tests, curves = tests_of(runs), curves_of(runs)
-    lines = measure.read(speed) if speed.exists() else []
+    lines = measure.read(speed) if speed is not None and speed.exists() else []
     if not (tests or curves or lines):
         raise ValueError(f"nothing to report: no {TEST} and no metrics.csv under {runs}, and no {speed}")
     figures: dict[str, Any] = {}
@@ -165,13 +186,15 @@ def report(
     sections = [
         "# Long Range Arena: results",
         (
-            "Written by `python -m benchmarks.lra report`. The floor is the accuracy of the task's shortcut on the "
-            'same samples; "above the floor" means by more than two standard errors. "Balanced" is the accuracy with '
-            'the samples weighted so that the shortcut is only as good as chance. "Pairs" is the accuracy on pairs of '
-            'Pathfinder images that differ only in their markers. The batch of "steps x batch" is that of the last '
-            "stage."
+            "Written by `python -m benchmarks.lra report`. The floor is the accuracy of the task's shortcuts on the "
+            'same samples; "points above" is the distance to the better one, **no** if it is below two standard '
+            'errors. "Balanced" is the accuracy with the samples weighted so that the first shortcut is only as good '
+            'as chance. "Pairs" is the accuracy on pairs of Pathfinder images that differ only in their markers. The '
+            'batch of "steps x batch" is that of the last stage. "Device hours" is the time of the training, times '
+            'the number of GPUs. "Best published" are results on the released files, in percent. Keys are those of '
+            "the stored blocks."
         ),
-        *tables.accuracy_sections(tests),
+        *tables.accuracy_sections(tests, untested(tests)),
         *tables.speed_sections(lines),
         *(f"![{text}]({path.name})" for text, path in zip(alt_texts, written, strict=True)),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from .tasks import LRA
 
 # file in the folder of a run
 TEST = "test.jsonl"
-# keys of `test`. is_lra: comparable with published numbers, see belongs. steps: training steps of the weights
+# keys of `test`. is_lra: comparable with published numbers, see belongs. keys: per query, see keys_per_query.
+# start: beginning of the SHA-256 of the checkpoint with the initial weights. steps, samples, device_hours: of the
+# training, its validations and compilation included; ..._before: of the stages before it
 TEST_KEYS = [
-    *("bench", "task", "is_lra", "source", "data", "mask", "n_layers", "embed_dim", "weights", "steps", "batch_size"),
-    *("n", "accuracy", "standard_error", "floor", "floor_name", "balanced", "chance", "pair_accuracy"),
-    *("device", "torch", "commit"),
+    *("bench", "task", "is_lra", "source", "data", "mask", "keys", "n_layers", "embed_dim", "weights", "recipe"),
+    *("seed", "start", "steps", "batch_size", "samples", "device_hours", "samples_before", "device_hours_before"),
+    *("n", "test_seed", "accuracy", "standard_error", "floor", "floor_name", "one_deep", "balanced", "chance"),
+    *("one_deep_balanced", "pair_accuracy", "device", "torch", "commit"),
 ]
 # training samples of the marker reader; images that are searched for markers at once
 MOST_READ, AT_ONCE = 60_000, 500
@@ -36,6 +39,7 @@ class Result:
     n         samples
     data      their origin
     pair_accuracy  on counterfactual pairs, or None
+    one_deep, one_deep_balanced  accuracies of a reader of ListOps that looks one operator deep, or None
     """
 
     task: str
@@ -47,6 +51,8 @@ class Result:
     n: int
     data: str
     pair_accuracy: float | None = None
+    one_deep: float | None = None
+    one_deep_balanced: float | None = None
 
     @property
     def standard_error(self) -> float:
@@ -54,9 +60,12 @@ class Result:
 
     def __str__(self) -> str:
         pairs = "" if self.pair_accuracy is None else f", pairs {self.pair_accuracy:.1%}"
+        deeper = "" if self.one_deep is None else f", one operator deep {self.one_deep:.1%}"
+        if self.one_deep_balanced is not None:
+            deeper += f" (balanced {self.one_deep_balanced:.1%})"
         return (
             f"{self.task}: accuracy {self.accuracy:.1%} (+- {self.standard_error:.1%}), "
-            f"floor {self.floor:.1%} ({self.floor_name}), "
+            f"floor {self.floor:.1%} ({self.floor_name}){deeper}, "
             f"balanced accuracy {self.balanced:.1%} (chance {self.chance:.0%}){pairs}; {self.n} samples, {self.data}"
         )
 
@@ -126,6 +135,15 @@ def _shortcut(data: LraData, labels: np.ndarray) -> tuple[str, float, np.ndarray
     return name, float(((probabilities > 0.5) == labels).mean()), floors.marker_weights(probabilities, labels)
 
 
+def _deep_reader(data: LraData, labels: np.ndarray, weights: np.ndarray, *, depth: int = 1) -> tuple[float, float]:
+    """Accuracy and balanced accuracy of a reader of ListOps that looks `depth` operators deep."""
+    rows = data.rows["test"]
+    batch = rows.take(np.arange(len(labels)))
+    documents = zip(batch.tokens[:, 0].tolist(), batch.lengths[:, 0].tolist(), strict=True)
+    guesses = np.array([listops.evaluate(tokens[:length], depth=depth) for tokens, length in documents])
+    return float((guesses == labels).mean()), float(np.average(guesses == labels, weights=weights))
+
+
 def score(data: LraData, guesses: np.ndarray) -> Result:
     """The result of a test. guesses (n,): a label for each sample of the test set, in order."""
     labels = _labels(data, "test")
@@ -133,7 +151,11 @@ def score(data: LraData, guesses: np.ndarray) -> Result:
     name, floor, weights = _shortcut(data, labels)
     balanced, chance = float(np.average(is_right, weights=weights)), 1 / data.task.n_classes
     accuracy, n = float(is_right.mean()), len(labels)
-    return Result(data.task.name, accuracy, floor, name, balanced, chance, n, data.description)
+    result = Result(data.task.name, accuracy, floor, name, balanced, chance, n, data.description)
+    if not data.task.name.startswith("listops"):
+        return result
+    one_deep, one_deep_balanced = _deep_reader(data, labels, weights)
+    return replace(result, one_deep=one_deep, one_deep_balanced=one_deep_balanced)
 
 
 def shortcuts(data: LraData) -> list[str]:
@@ -142,12 +164,10 @@ def shortcuts(data: LraData) -> list[str]:
     labels = _labels(data, "test")
     if data.task.name.startswith("path"):
         data.rows["train"] = RecordRows(data.stored("train"))
-    name, floor, _ = _shortcut(data, labels)
+    name, floor, weights = _shortcut(data, labels)
     lines = [f"{name} {floor:.1%}"]
     if data.task.name.startswith("listops"):
-        records = data.stored("test")[:]
-        samples = [listops.Sample(row["tokens"][: row["length"]].tobytes(), int(row["label"])) for row in records]
-        lines += [
-            f"{depth} operator(s) deep {listops.oracle_accuracy(samples, depth=depth):.1%}" for depth in (1, 2, 3)
-        ]
+        for depth in (1, 2, 3):
+            accuracy, balanced = _deep_reader(data, labels, weights, depth=depth)
+            lines.append(f"{depth} operator(s) deep {accuracy:.1%} (balanced {balanced:.1%})")
     return [f"{data.task.name}: {line} of {len(labels)} test samples, {data.description}" for line in lines]

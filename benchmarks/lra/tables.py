@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,13 +13,16 @@ import pandas as pd
 from ..report.markdown import table
 from . import sources
 from .peers import MATERIALIZED, OURS, WITH_DROPOUT
-from .published import ACCURACY, BATCH, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
+from .published import ACCURACY, BATCH, BEST, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
 Line = dict[str, Any]
 TASKS = tuple(STEPS)
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 # of training steps, as in STEPS; of attention alone
 SIZE, ALONE = ["batch", "documents", "n"], ["device", "batch", "heads", "head_dim"]
+PAPER = "Dao et al., NeurIPS 2022, arXiv:2205.14135"
+# share by which the keys of compared masks may differ
+KEYS_DIFFER = 0.01
 # explanations of the tables
 STEP_SIZES = (
     "After the name of a task: samples x documents per sample x tokens per document. "
@@ -147,35 +151,109 @@ def speed_sections(lines: Iterable[Line]) -> list[str]:
     return sections
 
 
+def _best(task: str) -> str:
+    """The best published accuracies of a task."""
+    found = [(known["accuracy"][task], name) for name, known in BEST.items() if task in known["accuracy"]]
+    return "; ".join(f"{name} {accuracy}" for accuracy, name in sorted(found, reverse=True))
+
+
+def _with_before(line: Line, key: str, form: str) -> str:
+    """A number of the training and, if there were stages before it, the sum."""
+    before = line[f"{key}_before"]
+    return form.format(line[key]) + (f" (with earlier stages {form.format(line[key] + before)})" if before else "")
+
+
+def mask_name(line: Line) -> str:
+    return "; ".join([line["mask"]] if isinstance(line["mask"], str) else line["mask"] or ["dense"])
+
+
 def _accuracy_row(line: Line) -> list[str]:
-    is_above = line["accuracy"] - line["floor"] > 2 * line["standard_error"]
-    pairs = line["pair_accuracy"]
+    shortcut, one_deep, pairs = line["floor"], line["one_deep"], line["pair_accuracy"]
+    floor, chance = f"{shortcut:.1%}, {_renamed(line['floor_name'])}", f"{line['chance']:.0%}"
+    if one_deep is not None:
+        shortcut = max(shortcut, one_deep)
+        floor += f"; {one_deep:.1%}, one operator deep"
+        chance += f"; one operator deep {line['one_deep_balanced']:.1%}"
+    above = line["accuracy"] - shortcut
     return [
-        line["task"], line["run"], line["mask"] or "dense", f"{line['steps']:,} x {line['batch_size']}",
-        f"{line['accuracy']:.1%} ± {line['standard_error']:.1%}",
-        f"{line['floor']:.1%}, {_renamed(line['floor_name'])}",
-        "yes" if is_above else "**no**", f"{line['balanced']:.1%} ({line['chance']:.0%})",
-        "" if pairs is None else f"{pairs:.1%}", f"{line['n']:,}", _renamed(line["data"]),
+        line["task"], line["run"], str(line["seed"]), mask_name(line), f"{line['keys']:,.0f}",
+        f"{line['steps']:,} x {line['batch_size']}", _with_before(line, "samples", "{:,}"),
+        _with_before(line, "device_hours", "{:.2f}"), f"{line['accuracy']:.1%} ± {line['standard_error']:.1%}", floor,
+        f"{100 * above:.1f}" if above > 2 * line["standard_error"] else "**no**",
+        f"{line['balanced']:.1%} ({chance})", "" if pairs is None else f"{pairs:.1%}", _best(line["task"]),
+        f"{line['n']:,}, seed {line['test_seed']}", _renamed(line["data"]),
     ]  # fmt: skip
 
 
-def accuracy_sections(lines: Iterable[Line]) -> list[str]:
-    """Separate tables for released files, generated data, and tests that are not Long Range Arena's."""
+def seeds_table(lines: Sequence[Line]) -> str:
+    """Mean and sample standard deviation of runs that differ only in their seed; "" if there are none."""
+    rows = []
+    for (run, n, test_seed), group in itertools.groupby(sorted(lines, key=_without_seed), key=_without_seed):
+        found = [*{line["run"]: line["accuracy"] for line in group}.values()]
+        if len(found) > 1:
+            spread = f"{statistics.mean(found):.1%} ± {statistics.stdev(found):.1%}"
+            rows.append([run, f"{n:,}, seed {test_seed}", str(len(found)), spread])
+    header = ["run", "test samples", "seeds", "accuracy, mean ± standard deviation over seeds"]
+    return table(header, rows) if rows else ""
+
+
+def _without_seed(line: Line) -> tuple[str, int, int]:
+    return re.sub(r"/seed-\d+$", "", line["run"]), line["n"], line["test_seed"]
+
+
+def ablation_section(lines: Sequence[Line]) -> list[str]:
+    """Masks compared at equal keys: runs of `recipe ablation`; [] without them.
+
+    A run that began with another checkpoint, or has more than a hundredth more or fewer keys, is not compared.
+    """
+    of_group = [line for line in lines if "ablation/" in line["run"]]
+    if not of_group:
+        return []
+    start, keys = of_group[0]["start"], of_group[0]["keys"]
+    same = [line for line in lines if line["start"] == start and line["task"] == of_group[0]["task"]]
+    odd = [line for line in of_group if line not in same or abs(line["keys"] / keys - 1) > KEYS_DIFFER]
+    compared = [line for line in same if abs(line["keys"] / keys - 1) <= KEYS_DIFFER]
+    rows = [
+        [line["run"], mask_name(line), f"{line['keys']:,.0f}", f"{line['accuracy']:.1%} ± {line['standard_error']:.1%}",
+         f"{line['floor']:.1%}", f"{line['balanced']:.1%}", f"{line['steps']:,}", f"{line['samples']:,}"]
+        for line in sorted(compared, key=lambda line: -line["accuracy"])
+    ]  # fmt: skip
+    header = ["run", "mask", "keys per query", "accuracy", "floor", "balanced", "steps", "samples"]
+    left_out = ", ".join(f"{line['run']} ({line['keys']:,.0f} keys, checkpoint {line['start']})" for line in odd)
+    return [
+        f"## Masks at equal keys, all from the checkpoint {start}",
+        table(header, rows),
+        *([f"Not compared, since keys or checkpoint differ: {left_out}."] if odd else []),
+    ]
+
+
+def accuracy_sections(lines: Sequence[Line], not_run: Sequence[str] = ()) -> list[str]:
+    """Separate tables for released files, generated data, and tests that are not Long Range Arena's.
+
+    not_run  configurations without a result
+    """
     titles = {
         (True, True): "Accuracy on the released files of Long Range Arena",
         (True, False): "Accuracy on data made by the rules of Long Range Arena",
         (False, False): "NOT Long Range Arena: stand-ins, parts, short or easy versions",
     }
     header = [
-        *("task", "run", "mask", "steps x batch", "accuracy", "floor", "above the floor", "balanced (chance)"),
-        *("pairs", "samples", "data"),
+        *("task", "run", "seed", "mask", "keys per query", "steps x batch", "training samples", "device hours"),
+        *("accuracy", "floor", "points above", "balanced (chance)", "pairs", "best published", "test samples", "data"),
     ]
     rows: dict[tuple[bool, bool], list[list[str]]] = {kind: [] for kind in titles}
     for line in lines:
         rows[line["is_lra"], line["is_lra"] and line["source"] == "official"].append(_accuracy_row(line))
     sections = [text for kind in titles if rows[kind] for text in (f"## {titles[kind]}", table(header, rows[kind]))]
+    seeds = seeds_table(lines)
+    sections += ["## Several seeds", seeds] if seeds else []
+    sections += ablation_section(lines)
+    if not_run:
+        sections += ["## Not run", table(["configuration", "accuracy"], [[name, "not run"] for name in not_run])]
     if rows[True, True] or rows[True, False]:
         tasks = [*TASKS, "pathx", "path256"]
-        published = [[name, *(str(known.get(task, "-")) for task in tasks)] for name, known in ACCURACY.items()]
-        sections += ["## Accuracies reported in the FlashAttention paper, in percent", table(["", *tasks], published)]
+        papers = [(name, known, PAPER) for name, known in ACCURACY.items()]
+        papers += [(name, known["accuracy"], known["paper"]) for name, known in BEST.items()]
+        published = [[name, *(str(known.get(task, "-")) for task in tasks), paper] for name, known, paper in papers]
+        sections += ["## Published accuracies, in percent", table(["", *tasks, "paper"], published)]
     return sections

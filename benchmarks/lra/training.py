@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +12,7 @@ from typing import Any, Literal
 import lightning
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
@@ -22,7 +24,7 @@ from blocksparse_flash.nn import EncoderBlock, RotaryTable
 from ..run import measure
 from .batches import Batch
 from .floors import pair_accuracy
-from .model import Architecture, Classifier, load_fitting
+from .model import Architecture, Classifier, keys_per_query, load_fitting
 from .scoring import Result, belongs, score
 from .tasks import find
 
@@ -34,6 +36,7 @@ class Recipe:
     schedule      after a linear warm-up of `warmup` steps: "cosine" or "linear" to 0 at the last step, "rsqrt"
                   (learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid": constant, then
                   linear to 0 over the last `cooldown` steps
+    last_step     of the schedule; None is trainer.max_steps. Runs that a time limit stopped ended before it
     hidden_share  share of tokens hidden in self-pretraining, objective="guess"
     """
 
@@ -41,6 +44,7 @@ class Recipe:
     schedule: Literal["cosine", "linear", "rsqrt", "constant", "trapezoid"] = "cosine"
     warmup: int = 500
     cooldown: int = 0
+    last_step: int | None = None
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
@@ -85,6 +89,23 @@ def compile_around_attention(block: EncoderBlock) -> None:
     block.forward = forward  # type: ignore[method-assign]
 
 
+class Deadline(Callback):
+    """Ends the training after the first step past a time of time.monotonic(); the last step is saved."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    @property
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        is_whole_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        # all processes stop at the same step
+        if is_whole_step and trainer.strategy.reduce_boolean_decision(self.has_passed, all=False):
+            trainer.should_stop = True
+
+
 class Experiment(lightning.LightningModule):
     """A model of a task, and how it is trained.
 
@@ -114,8 +135,11 @@ class Experiment(lightning.LightningModule):
         self.validation_loss = MeanMetric()
         self.answers, self.pair_answers = CatMetric("disable"), CatMetric("disable")
         self.result: Result | None = None
-        # from the loaded checkpoint
+        # from the loaded checkpoint. record: keys of a test's line, of the training
         self.trained_steps, self._goes_on = 0, False
+        self.record: dict[str, Any] = {"start": None, "samples": 0, "device_hours": 0.0}
+        self.record |= {"samples_before": 0, "device_hours_before": 0.0}
+        self._begin = 0.0
         self._streams: list[dict[str, Any]] | None = None
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -166,20 +190,24 @@ class Experiment(lightning.LightningModule):
             print(result)
 
     def test_facts(self) -> dict[str, Any]:
-        """The keys of a test's line that Result lacks: data, model, steps and device."""
+        """The keys of a test's line that Result lacks: data, model, training and device."""
         data, architecture = self.trainer.datamodule, self.model.architecture  # type: ignore[attr-defined]
         samples = data.batch_size * self.trainer.accumulate_grad_batches
         # not self.device: after a test the weights are back on the CPU
         device = self.trainer.strategy.root_device
         return {
-            "is_lra": belongs(data), "source": data.source, "mask": architecture.mask,
+            **self.record, "is_lra": belongs(data), "source": data.source, "test_seed": data.test_seed,
+            "mask": architecture.mask, "keys": keys_per_query(architecture, self.task.length),
             "n_layers": architecture.n_layers, "embed_dim": architecture.embed_dim,
             "weights": sum(weight.numel() for weight in self.model.parameters()),
             "steps": self.trained_steps, "batch_size": samples, "device": measure.device_name(device),
         }  # fmt: skip
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        recipe, last_step = self.recipe, self.trainer.max_steps
+        recipe, steps = self.recipe, self.trainer.max_steps
+        last_step = steps if recipe.last_step is None else recipe.last_step
+        if last_step < steps:
+            raise ValueError(f"last_step must be at least trainer.max_steps, {steps}, got {last_step}")
         if recipe.schedule in ("cosine", "linear", "trapezoid") and last_step < 1:
             raise ValueError(f"schedule={recipe.schedule!r} ends at the last step: set trainer.max_steps")
         optimizer = torch.optim.AdamW(
@@ -190,12 +218,16 @@ class Experiment(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
+        self._begin = time.monotonic()
         if self.is_compiled:
             self._compile()
         # a resumed checkpoint has its own weights; global_step is not restored yet
         if self.start is None or self._goes_on:
             return
         found = torch.load(self.start, map_location="cpu", weights_only=True)
+        self.record["start"] = hashlib.sha256(self.start.read_bytes()).hexdigest()[:12]
+        for name in ("samples", "device_hours"):
+            self.record[f"{name}_before"] = found["record"][name] + found["record"][f"{name}_before"]
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
         fresh = load_fitting(self.model, weights)
         print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
@@ -212,6 +244,12 @@ class Experiment(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.task.name
         checkpoint["architecture"] = asdict(self.model.architecture)
+        data, hours = self.trainer.datamodule, (time.monotonic() - self._begin) / 3600  # type: ignore[attr-defined]
+        checkpoint["record"] = {
+            **self.record, "seed": data.order_seed, "recipe": asdict(self.recipe),
+            "samples": data.samples(self.global_step),
+            "device_hours": self.record["device_hours"] + hours * self.trainer.world_size,
+        }  # fmt: skip
         # called on every process; one of them writes
         streams = [{"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}]
         if self.trainer.world_size > 1:
@@ -221,7 +259,7 @@ class Experiment(lightning.LightningModule):
         checkpoint["streams"] = streams
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._streams = checkpoint["streams"]
+        self._streams, self.record = checkpoint["streams"], checkpoint["record"]
         self.trained_steps, self._goes_on = checkpoint["global_step"], True
 
     def on_train_start(self) -> None:

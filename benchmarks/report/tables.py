@@ -24,9 +24,6 @@ MASK_COLUMNS = {
     "dense": "dense boolean mask, then blocks",
 }
 
-# end of the names of runs that tested a model again
-MORE_SAMPLES = "-22000"
-
 
 def decoding(lines: pd.DataFrame) -> str:
     """Decoding: rows by length, batch and number of queries, a column for each provider and mask; "" without lines.
@@ -163,11 +160,12 @@ def mask_building(lines: pd.DataFrame) -> str:
 
 
 def read_long_range(folder: Path) -> pd.DataFrame:
-    """The latest test of each configuration, with its name as `configuration`; none without the folder."""
+    """The latest test of each run on each test set, with its name as `configuration`; none without the folder."""
     found = []
-    for path in sorted(folder.glob("*/*/test.jsonl")):
-        latest = path.read_text(encoding="utf-8").splitlines()[-1]
-        found.append({**json.loads(latest), "configuration": "/".join(path.parts[-3:-1])})
+    for path in sorted(folder.rglob("test.jsonl")):
+        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        latest = {(line["n"], line["test_seed"]): line for line in lines}.values()
+        found += [{**line, "configuration": path.parent.relative_to(folder).as_posix()} for line in latest]
     return frame(found)
 
 
@@ -176,17 +174,29 @@ def long_range(lines: pd.DataFrame) -> str:
     if lines.empty:
         return ""
     # without its arguments the mask fits into the page; the configuration has them
-    masks = lines["mask"].fillna("dense").str.replace(r"\([^|]*\)", "", regex=True)
+    masks = lines["mask"].map(lambda mask: "; ".join(mask) if isinstance(mask, list) else mask)
+    masks = masks.fillna("dense").str.replace(r"\([^|;]*\)", "", regex=True)
+    deep = [
+        "-" if pd.isna(line.one_deep) else f"{line.one_deep:.1%} ({line.one_deep_balanced:.1%})"
+        for line in lines.itertuples()
+    ]
     columns = {
-        "run": "`{configuration}`", "task": "{task}", "mask": "{mask}", "test samples": "{n:,}",
+        "run": "`{configuration}`", "task": "{task}", "mask": "{mask}", "keys per query": "{keys:,.0f}",
+        "training samples": "{all_samples:,}", "GPU hours": "{all_hours:.2f}", "test samples": "{n:,}",
         "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "floor": "{floor:.1%}",
-        "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}",
+        "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}", "one operator deep (balanced)": "{deep}",
     }  # fmt: skip
-    has_more = lines["configuration"].str.endswith(MORE_SAMPLES).any()
     return joined(
-        f"Trained and tested on one {' and '.join(sorted(lines['device'].unique()))}, one seed, on data made by the "
-        "published rules:",
-        listing(lines.assign(mask=masks), columns),
-        (f"`{MORE_SAMPLES}` is the same model, tested on 22,000 samples. " if has_more else "")
-        + "Some runs differ from their configurations; see [the guide](benchmarks/lra/README.md).",
-    )
+        f"Trained and tested on one {' and '.join(sorted(lines['device'].unique()))}, on data made by the published "
+        "rules:",
+        listing(
+            lines.assign(
+                mask=masks, deep=deep, all_samples=lines["samples"] + lines["samples_before"],
+                all_hours=lines["device_hours"] + lines["device_hours_before"],
+            ),
+            columns,
+        ),
+        "Training samples and GPU hours include the stages from which a run started. `One operator deep` is the "
+        "accuracy of a reader of ListOps that evaluates the root operator and guesses the value of each operator "
+        "below it.",
+    )  # fmt: skip

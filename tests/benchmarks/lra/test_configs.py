@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,15 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
 import benchmarks.lra
 from benchmarks.lra import __main__ as command
-from benchmarks.lra.data import Rules, Stage, generator_of, stage_source
-from benchmarks.lra.model import Architecture, Classifier
+from benchmarks.lra import recipe, scoring, tables
+from benchmarks.lra.data import LraData, Rules, Stage, generator_of, stage_source
+from benchmarks.lra.model import Architecture, Classifier, keys_per_query
 from benchmarks.lra.tasks import find
 from benchmarks.lra.training import Recipe
+from benchmarks.run import measure
 
 FOLDER = Path(benchmarks.lra.__file__).parent / "configs"
+RESULTS = FOLDER.parents[1] / "results" / "lra"
 FILES = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
 
 
@@ -66,6 +72,53 @@ def test_the_command_reads_a_configuration(
     assert done.value.code in (0, None)
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["batch_size"] == read(name)["data"]["batch_size"]
+
+
+def samples_of(name: str) -> int:
+    """Samples of a whole training."""
+    data, trainer = read(name)["data"], read(name)["trainer"]
+    steps = trainer["max_steps"] * trainer.get("accumulate_grad_batches", 1)
+    if data["source"] != "fresh":
+        return steps * data["batch_size"]
+    rules = Rules(stages=[Stage(**each) for each in data.get("rules", {}).get("stages", [])])
+    return LraData(data["task"], "fresh", batch_size=data["batch_size"], rules=rules).samples(steps)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob(scoring.TEST)), ids=lambda path: path.parent.name)
+def test_a_configuration_reproduces_its_result(path: Path) -> None:
+    """Settings, steps and samples of a result are those of its configuration, and of the stages before it."""
+    name = re.sub(r"/seed-\d+$", "", path.parent.relative_to(RESULTS).as_posix())
+    settings = read(name)
+    data, architecture = settings["data"], settings["model"]["architecture"]
+    before = [stage.config for stage in recipe.stages(name.removeprefix("ours/"))[:-1]]
+    said = {
+        "task": data["task"], "source": data["source"], "mask": architecture.get("mask"),
+        "n_layers": architecture["n_layers"], "embed_dim": architecture["embed_dim"],
+        "recipe": json.loads(json.dumps(asdict(Recipe(**settings["model"]["recipe"])))),
+        "steps": settings["trainer"]["max_steps"],
+        "batch_size": data["batch_size"] * settings["trainer"].get("accumulate_grad_batches", 1),
+        "samples": samples_of(name), "samples_before": sum(samples_of(f"ours/{config.stem}") for config in before),
+    }  # fmt: skip
+    for line in measure.read(path):
+        assert [*line] == scoring.TEST_KEYS
+        assert {key: line[key] for key in said} == said
+        assert line["is_lra"] and line["n"] >= find(data["task"]).sizes.test
+        # how the first results began was not recorded
+        assert (line["start"] is None) == (not before)
+
+
+def test_compared_masks_have_as_many_keys_and_the_same_training() -> None:
+    names = ["ours/pathx", *(name for name in FILES if name.startswith("ablation/"))]
+    assert len(names) == 4
+    found, others = [], []
+    for name in names:
+        settings = read(name)
+        architecture = Architecture(**settings["model"]["architecture"])
+        found.append(keys_per_query(architecture, 128 * 128))
+        del settings["model"]["architecture"]["mask"], settings["trainer"]["default_root_dir"]
+        others.append(settings)
+    assert max(found) / min(found) - 1 < tables.KEYS_DIFFER
+    assert all(settings == others[0] for settings in others)
 
 
 def test_published_sizes() -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
+pytest.importorskip("lightning", reason="needs the extra [lra]")
 
+from benchmarks.lra import __main__ as command
 from benchmarks.lra import recipe
+from benchmarks.run import measure
 
 CHAIN = ["pathfinder32", "pathx-64", "pathx", "path256-128", "path256"]
 
@@ -35,6 +42,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(recipe.subprocess, "run", run)
+    monkeypatch.setattr(recipe.reporting, "report", lambda **_: None)
     return made
 
 
@@ -59,10 +67,107 @@ def test_trained_stages_are_skipped_and_the_next_one_resumes(commands: list[list
         ["fit", "pathx"],
         ["test", "pathx", "--ckpt_path", "last"],
     ]
-    third.root.joinpath("test.jsonl").write_text(json.dumps({"steps": third.steps}) + "\n")
+    third.root.joinpath("test.jsonl").write_text(json.dumps({"steps": third.steps, "test_seed": 0}) + "\n")
     commands.clear()
     recipe.run("pathx")
     assert commands == []
+    recipe.run("pathx", test_seed=1)
+    assert commands == [["test", "pathx", "--ckpt_path", "last", "--data.test_seed", "1"]]
+
+
+def test_the_last_checkpoint_is_enough_to_continue(commands: list[list[str]]) -> None:
+    """Machines that are lent for minutes keep nothing: only this file has to be carried."""
+    _, _, third, fourth, _ = recipe.stages("path256")
+    save(str(third.config), third.steps)
+    recipe.run("path256")
+    assert commands[0] == ["fit", fourth.config.stem]
+
+
+def test_masks_are_compared_after_the_same_stages(commands: list[list[str]]) -> None:
+    recipe.run("ablation")
+    fitted = [name for verb, name, *_ in commands if verb == "fit"]
+    assert fitted == [*CHAIN[:3], "pathx-butterfly", "pathx-local", "pathx-random"]
+    assert len({str(recipe.stages(name)[-1].start) for name in ("pathx", "ablation/pathx-local")}) == 1
+
+
+TINY = """
+data: {task: listops-small, source: fresh, batch_size: 4, workers: 0, sizes: {train: 1, validation: 8, test: 40}}
+model:
+  START
+  architecture: {embed_dim: 16, num_heads: 1, n_layers: 1, hidden_dim: 16, mask: butterfly, block_size: 16,
+    dropout_p: 0.1}
+  recipe: {warmup: 1}
+trainer:
+  max_steps: 2
+  val_check_interval: 2
+  log_every_n_steps: 1
+  accelerator: cpu
+  enable_progress_bar: false
+  enable_model_summary: false
+  callbacks:
+  - {class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.5}}
+  default_root_dir: out/lra/runs/ours/NAME
+"""
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Two stages, trained in this process; the commands that were run."""
+    before, made = signal.getsignal(signal.SIGINT), []
+    (tmp_path / "configs" / "ours").mkdir(parents=True)
+    for name, start in (("first", ""), ("second", "start: out/lra/runs/ours/first/checkpoints/last.ckpt")):
+        text = TINY.replace("NAME", name).replace("START", start)
+        (tmp_path / "configs" / "ours" / f"{name}.yaml").write_text(text)
+
+    of_git = subprocess.run
+
+    def run(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if arguments[0] == "git":
+            return of_git(arguments, **options)
+        made.append(arguments[3])
+        try:
+            command.main(arguments[3:])
+        except SystemExit as stop:
+            return subprocess.CompletedProcess(arguments, int(stop.code or 0))
+        return subprocess.CompletedProcess(arguments, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
+    monkeypatch.setattr(recipe, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(recipe.subprocess, "run", run)
+    with torch.random.fork_rng():
+        yield made
+    signal.signal(signal.SIGINT, before)
+
+
+def ends() -> list[dict[str, torch.Tensor]]:
+    return [torch.load(stage.checkpoint)["state_dict"] for seed in (0, 1) for stage in recipe.stages("second", seed)]
+
+
+def test_a_recipe_that_is_cut_at_every_step_ends_as_one_that_is_not(trained: list[str], tmp_path: Path) -> None:
+    """Two stages of two steps for each of two seeds; each call ends after the first step of a stage, if it can."""
+    recipe.run("second", seeds=(0, 1))
+    whole = ends()
+    assert trained == ["fit", "fit", "test"] * 2
+    (tmp_path / "out").rename(tmp_path / "whole")
+    codes = []
+    while not codes or codes[-1]:
+        try:
+            recipe.run("second", seeds=(0, 1), minutes=0)
+            codes.append(0)
+        except SystemExit as stop:
+            codes.append(int(stop.code or 0))
+    # the second step of a stage is its last: the call goes on with the next stage
+    assert codes == [75] * 4 + [0]
+    for one, other in zip(whole, ends(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(whole[1]["model.head.0.weight"], whole[3]["model.head.0.weight"])
+    for seed, folder in ((0, "second"), (1, "second/seed-1")):
+        (line,) = measure.read(tmp_path / "out/lra/runs/ours" / folder / "test.jsonl")
+        assert (line["seed"], line["steps"], line["samples"], line["samples_before"]) == (seed, 2, 8, 8)
+        assert line["device_hours"] > 0 and line["device_hours_before"] > 0 and len(line["start"]) == 12
+    written = {path.name for path in (tmp_path / "out/lra/report").iterdir()}
+    assert written == {"report.md", "accuracy.png", "learning-curves.png"}
 
 
 def test_a_failed_stage_stops_the_recipe(

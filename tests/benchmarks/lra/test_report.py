@@ -23,7 +23,9 @@ from benchmarks.lra.tasks import Sizes
 RESULT = Result("pathx", 0.70, 0.54, "positions of the markers", 0.66, 0.5, 20_000, "generated", 0.6)
 FACTS = {
     "is_lra": True, "source": "generated", "mask": "butterfly | local(window=128)", "n_layers": 6, "embed_dim": 128,
-    "weights": 10, "steps": 6000, "batch_size": 64, "device": "cpu",
+    "weights": 10, "steps": 6000, "batch_size": 64, "device": "cpu", "keys": 1979.0, "recipe": {}, "seed": 0,
+    "start": None, "samples": 384_000, "samples_before": 16_000, "device_hours": 0.5, "device_hours_before": 0.25,
+    "test_seed": 0,
 }  # fmt: skip
 
 
@@ -75,7 +77,11 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
     assert all(path.stat().st_size for path in written)
     text = (tmp_path / "out" / "report.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| pathx"))
-    assert "| 70.0% ± 0.3% | 54.0%, positions of the markers | yes | 66.0% (50%) | 60.0% | 20,000 |" in row
+    assert "| 384,000 (with earlier stages 400,000) | 0.50 (with earlier stages 0.75) |" in row
+    best = "S5 98.6; Mega 98.0; Transformer, self-pretrained 93.0"
+    shown = f"| 70.0% ± 0.3% | 54.0%, positions of the markers | 16.0 | 66.0% (50%) | 60.0% | {best} | 20,000, seed 0 |"
+    assert shown in row
+    assert "| ours/path256 | not run |" in text and "| ours/pathx | not run |" not in text
     assert "butterfly \\| local" in row and "12.3%" not in text
     # once for times, once for memory, and not beside another batch
     assert text.count("| PyTorch, A100 (paper) | 3.67 |") == text.count("| PyTorch, A100 (paper) | 1,184 |") == 1
@@ -112,8 +118,41 @@ def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
     assert titles == [
         "## Accuracy on the released files of Long Range Arena",
         "## Accuracy on data made by the rules of Long Range Arena",
-        "## Accuracies reported in the FlashAttention paper, in percent",
+        "## Published accuracies, in percent",
     ]
+
+
+def line_of(run: str = "ours/pathx", **changes: Any) -> dict[str, Any]:
+    return {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": run, **changes}
+
+
+def test_the_better_shortcut_counts() -> None:
+    """2,000 samples of ListOps: the distance to the root operator would be 26 points."""
+    deep = {"one_deep": 0.6, "one_deep_balanced": 0.494, "floor": 0.373, "accuracy": 0.634, "task": "listops"}
+    (_, text, *_) = tables.accuracy_sections([line_of(**deep)])
+    assert "| 37.3%, positions of the markers; 60.0%, one operator deep | 3.4 |" in text
+    assert "| 66.0% (50%; one operator deep 49.4%) |" in text
+    assert "**no**" in tables.accuracy_sections([line_of(**deep, standard_error=0.02)])[1]
+
+
+def test_runs_that_differ_in_their_seed_have_a_mean() -> None:
+    found = [line_of(accuracy=0.7), line_of("ours/pathx/seed-1", accuracy=0.8), line_of("ours/path256")]
+    row = "| ours/pathx | 20,000, seed 0 | 2 | 75.0% ± 7.1% |"
+    assert tables.seeds_table(found).splitlines()[2:] == [row]
+    assert tables.seeds_table([found[0], {**found[1], "test_seed": 1}]) == ""
+
+
+def test_masks_are_compared_at_equal_keys_from_one_checkpoint() -> None:
+    found = [line_of("ours/pathx", start="abc"), line_of("ablation/pathx-local", start="abc", keys=1984.0)]
+    title, table, *more = tables.ablation_section(found)
+    assert title == "## Masks at equal keys, all from the checkpoint abc" and more == []
+    assert table.count("\n") == 3
+    for odd in ({"keys": 1900.0}, {"start": "other"}):
+        other = line_of("ablation/pathx-random", **{"start": "abc", **odd})
+        _, table, said = tables.ablation_section([*found, other])
+        assert "pathx-random" not in table
+        assert said.startswith("Not compared, since keys or checkpoint differ: ablation/pathx-random (")
+    assert tables.ablation_section(found[:1]) == []
 
 
 @pytest.mark.parametrize(

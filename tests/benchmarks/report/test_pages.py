@@ -145,17 +145,22 @@ def test_the_readme_has_a_chart_and_four_statements() -> None:
 
 def test_long_range_has_a_row_for_each_configuration(tmp_path: Path) -> None:
     said = {"task": "pathx", "mask": "butterfly | local(window=5)", "n": 2000, "accuracy": 0.5, "standard_error": 0.011,
-            "floor": 0.25, "balanced": 0.375, "chance": 0.1, "device": "GPU"}  # fmt: skip
-    for name, tests in (("pathx", [{**said, "accuracy": 0.1}, said]), ("dense", [{**said, "mask": None}])):
+            "floor": 0.25, "balanced": 0.375, "chance": 0.1, "device": "GPU", "test_seed": 0, "keys": 17.0,
+            "samples": 2000, "samples_before": 0, "device_hours": 0.25, "device_hours_before": 0.0,
+            "one_deep": None, "one_deep_balanced": None}  # fmt: skip
+    dense = {**said, "mask": None, "samples_before": 500, "device_hours_before": 1.0}
+    again = {**said, "test_seed": 1, "one_deep": 0.6, "one_deep_balanced": 0.4, "mask": ["a(b=5)", "c"]}
+    for name, tests in (("pathx", [{**said, "accuracy": 0.1}, said, again]), ("dense", [dense])):
         (tmp_path / "ours" / name).mkdir(parents=True)
         (tmp_path / "ours" / name / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tests))
     assert rows_of(tables.long_range(tables.read_long_range(tmp_path))) == [
-        "| `ours/dense` | pathx | dense | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
-        "| `ours/pathx` | pathx | butterfly \\| local | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% |",
+        f"| `ours/{run} | 2,000 | 50.0% ± 1.1% | 25.0% | 37.5% | 10.0% | {deep} |"
+        for run, deep in (
+            ("dense` | pathx | dense | 17 | 2,500 | 1.25", "-"),
+            ("pathx` | pathx | butterfly \\| local | 17 | 2,000 | 0.25", "-"),
+            ("pathx` | pathx | a; c | 17 | 2,000 | 0.25", "60.0% (40.0%)"),
+        )
     ]
-    assert tables.MORE_SAMPLES not in tables.long_range(tables.read_long_range(tmp_path))
-    (tmp_path / "ours" / "dense").rename(tmp_path / "ours" / f"dense{tables.MORE_SAMPLES}")
-    assert f"`{tables.MORE_SAMPLES}` is the same model" in tables.long_range(tables.read_long_range(tmp_path))
     assert tables.long_range(tables.read_long_range(tmp_path / "missing")) == ""
 
 
