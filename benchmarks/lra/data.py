@@ -39,7 +39,7 @@ class Stage:
 class Rules:
     """Rules of the generators.
 
-    contour_length  Pathfinder: 14 (hard), 9, 6
+    contour_length  Pathfinder, generated or released: 14 (hard), 9 (intermediate), 6 (easy)
     changes         other fields of the generator's preset, for all splits: then the task is not Long Range Arena's
     stages          stages of a fresh stream before the task itself
     """
@@ -100,6 +100,7 @@ class LraData(lightning.LightningDataModule):
     test_seed   of the generator of the test set; None is `seed`. Another number gives a test set that is new
     order_seed  of the order of stored training samples; a fresh stream has other samples. Lightning's seed_everything
     workers     processes that draw or read samples; None is one per core but one
+    reading     how the released files are read
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
     """
 
@@ -115,6 +116,7 @@ class LraData(lightning.LightningDataModule):
         test_seed: int | None = None,
         order_seed: int = 0,
         rules: Rules | None = None,
+        reading: released.Reading | None = None,
         workers: int | None = None,
         n_together: int = 1,
     ) -> None:
@@ -130,6 +132,14 @@ class LraData(lightning.LightningDataModule):
         self.rules = Rules() if rules is None else rules
         if self.rules.stages and source != "fresh":
             raise ValueError(f'stages are of a fresh stream, got source={source!r}: source="fresh" uses them')
+        has_generator, is_path = source in ("generated", "fresh"), self.task.name.startswith("path")
+        if self.rules.changes and not has_generator:
+            raise ValueError(f"rules.changes are of a generator, got source={source!r}")
+        if self.rules.contour_length != Rules.contour_length and not is_path:
+            raise ValueError(f"rules.contour_length is of Pathfinder, got task={task!r}")
+        if reading is not None and source != "official":
+            raise ValueError(f'reading is of released files, got source={source!r}: source="official" reads them')
+        self.reading = released.Reading() if reading is None else reading
         self.workers = max(0, (os.cpu_count() or 1) - 1) if workers is None else workers
         self.n_together = n_together
         self.rows: dict[str, Rows] = {}
@@ -140,7 +150,7 @@ class LraData(lightning.LightningDataModule):
         return {
             "generated": sources.ORIGIN,
             "fresh": f"trained on samples drawn during training; all data {sources.ORIGIN}",
-            "official": "official release",
+            "official": ", ".join(["official release", *(f"{key}={to}" for key, to in self.reading.changes.items())]),
             "stand-in": stand_ins.WARNING,
         }[self.source]
 
@@ -151,6 +161,9 @@ class LraData(lightning.LightningDataModule):
         """A generated split, made now if it is missing."""
         count = getattr(self.sizes, split)
         return sets.make(self._generator(split), split, count, root=self.root, workers=max(1, self.workers))
+
+    def _released(self) -> released.Splits:
+        return released.load(self.task, self.root, self.reading, contour_length=self.rules.contour_length)
 
     def _splits_kept(self) -> tuple[str, ...]:
         if self.source == "generated":
@@ -165,7 +178,7 @@ class LraData(lightning.LightningDataModule):
         if self.rows:
             return
         if self.source == "official":
-            for split, examples in zip(SPLITS, released.load(self.task, self.root), strict=True):
+            for split, examples in zip(SPLITS, self._released(), strict=True):
                 self.rows[split] = ExampleRows(examples, self.task.length)
         elif self.source == "stand-in":
             if self._place()["rank"] == 0:

@@ -5,23 +5,32 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 
 from .listops import parse
-from .tasks import Task
+from .tasks import Task, find
 
 # the archive unpacks into a folder of its own name that holds another one
 NESTS = ("", "lra_release", "lra_release/lra_release")
 CIFAR_FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-py", "cifar")
 CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 CIFAR_PIXELS = 32 * 32
-# ten-thousandths of red, green and blue in a gray, as in TensorFlow; whole numbers make rounding down exact
-GRAY = np.array([2989, 5870, 1140])
+# red, green and blue in a gray: of TensorFlow, and of Pillow in 65,536ths, which torchvision uses
+GRAY = np.array([0.2989, 0.587, 0.114], dtype=np.float32)
+GRAY_PILLOW = np.array([19595, 38470, 7471])
+# Pathfinder's folders by the dashes of a snake
+FOLDERS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_baseline"}
+# of random splits, and of the vocabulary of characters, in the PyTorch versions of the benchmark
+SPLIT_SEED, LEAST_COUNT = 42, 15
+PADDING, UNKNOWN, END = range(3)
 # globals needed to unpickle an array, in Python 2, NumPy 1 and NumPy 2
 HARMLESS = {
     *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
@@ -30,6 +39,26 @@ HARMLESS = {
 }
 # Long Range Arena cuts the texts of Retrieval before encoding them
 LONGEST_TEXT = 10_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How released files are read: the defaults as in Long Range Arena, the alternatives as in PyTorch versions of it.
+
+    split     Image and Pathfinder: "official" cuts the files in their order, "random" draws the validation set of Image
+              and all splits of Pathfinder with seed 42
+    encoding  Text: "bytes", or "characters" with at least 15 occurrences in the training set, and an end token
+    gray      Image: rounding and weights of "tensorflow" or "torchvision"
+    """
+
+    split: Literal["official", "random"] = "official"
+    encoding: Literal["bytes", "characters"] = "bytes"
+    gray: Literal["tensorflow", "torchvision"] = "tensorflow"
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The options that are not the defaults."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(Reading, name)}
 
 
 class Example(NamedTuple):
@@ -45,13 +74,21 @@ class Splits(NamedTuple):
     test: Sequence[Example]
 
 
-def load(task: Task, root: Path) -> Splits:
-    """The released files of a task, in the splits of Long Range Arena.
+def load(task: Task, root: Path, reading: Reading | None = None, *, contour_length: int = 14) -> Splits:
+    """The released files of a task.
 
-    raises  FileNotFoundError that says what was looked for, and how to run without the files
+    contour_length  Pathfinder: 14 (hard), 9 (intermediate), 6 (easy)
+    raises  FileNotFoundError that says what was looked for, and how to run without the files; ValueError for an option
+            that the task does not have
     """
+    reading = Reading() if reading is None else reading
+    is_path = task.name.startswith("path")
+    options = {"split": is_path or task.name == "image", "encoding": task.name.startswith("text")}
+    options["gray"] = task.name == "image"
+    if unused := [name for name in reading.changes if not options[name]]:
+        raise ValueError(f"{task.name} has no option {unused[0]}, got {unused[0]}={reading.changes[unused[0]]!r}")
     try:
-        return _load(task, root)
+        return _load(task, root, reading, contour_length)
     except FileNotFoundError as error:
         is_generated = task.name.startswith(("listops", "path"))
         other = "generated makes data by the published rules" if is_generated else "stand-in runs without them"
@@ -59,17 +96,17 @@ def load(task: Task, root: Path) -> Splits:
         raise FileNotFoundError(f"{error}\n{hint}") from None
 
 
-def _load(task: Task, root: Path) -> Splits:
+def _load(task: Task, root: Path, reading: Reading, contour_length: int) -> Splits:
     if task.name == "listops":
         return listops(root)
     if task.name.startswith("text"):
-        return text(root, length=task.length)
+        return text(root, length=task.length, encoding=reading.encoding)
     if task.name == "retrieval":
         return retrieval(root, length=task.length)
     if task.name == "image":
-        return image(root)
+        return image(root, split=reading.split, gray=reading.gray)
     if task.name.startswith("path") and task.grid is not None:
-        return pathfinder(root, task.grid[0])
+        return pathfinder(root, task.grid[0], contour_length=contour_length, split=reading.split)
     raise ValueError(f"task {task.name!r} has no released files")
 
 
@@ -84,6 +121,11 @@ def _find(root: Path, folders: Sequence[str], *names: str) -> Path:
             return path
     looked = "\n".join(f"    {path}" for path in tried)
     raise FileNotFoundError(f"{names[0]} was not found under {root}. Looked for\n{looked}")
+
+
+def _shuffled(count: int) -> list[int]:
+    """The order that torch.utils.data.random_split cuts."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
 
 
 def _as_tokens(text: bytes) -> np.ndarray:
@@ -120,23 +162,42 @@ def read_listops(path: Path) -> list[Example]:
 # ---- Text ----
 
 
-def text(root: Path, *, length: int = 1000) -> Splits:
-    """IMDB reviews as bytes, aclImdb/{train,test}/{pos,neg}/*.txt; label 1 for a good one.
+def text(root: Path, *, length: int = 1000, encoding: str = "bytes") -> Splits:
+    """IMDB reviews, aclImdb/{train,test}/{pos,neg}/*.txt; label 1 for a good one.
 
     The validation set is the test set, as in Long Range Arena.
 
-    length  reviews are cut to this length
+    length    reviews are cut to this length
+    encoding  see Reading
     """
     folder = _find(root, ("aclImdb", "imdb/aclImdb", "imdb", "text/aclImdb"), "train/pos").parents[1]
-    train, test = (
+    reviews = [
         [
-            Example((_as_tokens(review[:length]),), label)
+            (review, label)
             for label, verdict in enumerate(("neg", "pos"))
             for review in _reviews(folder / split / verdict)
         ]
         for split in ("train", "test")
-    )
+    ]
+    encode: Callable[[bytes], np.ndarray] = lambda review: _as_tokens(review[:length])  # noqa: E731
+    if encoding == "characters":
+        encode = _by_character([review for review, _ in reviews[0]], length)
+    train, test = ([Example((encode(review),), label) for review, label in split] for split in reviews)
     return Splits(train, test, test)
+
+
+def _by_character(reviews: Sequence[bytes], length: int) -> Callable[[bytes], np.ndarray]:
+    """Characters to int16 tokens (at most `length`,), with an end token; the most frequent ones have the lowest."""
+    counts = Counter(itertools.chain.from_iterable(review.decode()[: length - 1] for review in reviews))
+    known = sorted((each for each in counts if counts[each] >= LEAST_COUNT), key=lambda each: (-counts[each], each))
+    if END + len(known) >= find("text").n_tokens:
+        raise ValueError(
+            f"characters must be at most {find('text').n_tokens - END - 1}, got {len(known)} in the reviews"
+        )
+    tokens = {each: token for token, each in enumerate(known, start=END + 1)}
+    return lambda review: np.array(
+        [*(tokens.get(each, UNKNOWN) for each in review.decode()[: length - 1]), END], dtype=np.int16
+    )
 
 
 def _reviews(folder: Path) -> list[bytes]:
@@ -191,16 +252,21 @@ class _ArraysOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def image(root: Path) -> Splits:
-    """CIFAR-10 in gray, uint8 (1024,): 45,000, 5,000 and 10,000 images; the last training images are for validation."""
+def image(root: Path, *, split: str = "official", gray: str = "tensorflow") -> Splits:
+    """CIFAR-10 in gray, uint8 (1024,): 45,000, 5,000 and 10,000 images; the last training images are for validation.
+
+    split, gray  see Reading
+    """
     first = _find(root, CIFAR_FOLDERS, CIFAR_BATCHES[0], f"{CIFAR_BATCHES[0]}.bin")
-    *batches, test = (read_cifar(first.with_name(name + first.suffix)) for name in CIFAR_BATCHES)
+    *batches, test = (read_cifar(first.with_name(name + first.suffix), gray=gray) for name in CIFAR_BATCHES)
     train = [example for batch in batches for example in batch]
     n_train = len(train) * 9 // 10
+    if split == "random":
+        train = [train[place] for place in _shuffled(len(train))]
     return Splits(train[:n_train], train[n_train:], test)
 
 
-def read_cifar(path: Path) -> list[Example]:
+def read_cifar(path: Path, *, gray: str = "tensorflow") -> list[Example]:
     """The images of one batch, a pickle or plain bytes (.bin), in its order."""
     content = path.read_bytes()
     if path.suffix == ".bin":
@@ -211,7 +277,12 @@ def read_cifar(path: Path) -> list[Example]:
     else:
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
         labels, colors = batch[b"labels"], batch[b"data"]
-    pixels = np.einsum("c,ncp->np", GRAY, colors.reshape(-1, 3, CIFAR_PIXELS).astype(np.int64)) // 10_000
+    by_color = colors.reshape(-1, 3, CIFAR_PIXELS)
+    if gray == "torchvision":
+        pixels = (np.einsum("c,ncp->np", GRAY_PILLOW, by_color.astype(np.int64)) + 2**15) >> 16
+    else:
+        # scaled to 0 .. 1 and back by 255.5 before rounding down
+        pixels = np.einsum("c,ncp->np", GRAY, by_color * np.float32(1 / 255)) * np.float32(255.5)
     return [Example((row,), int(label)) for row, label in zip(pixels.astype(np.uint8), labels, strict=True)]
 
 
@@ -236,15 +307,21 @@ class Images(Sequence[Example]):
         return Example((pixels.reshape(-1),), label)
 
 
-def pathfinder(root: Path, resolution: int) -> Splits:
-    """The hard images, pathfinder<R>/curv_contour_length_14: 160,000, 20,000 and 20,000 in the release.
+def pathfinder(root: Path, resolution: int, *, contour_length: int = 14, split: str = "official") -> Splits:
+    """The images pathfinder<R>/curv_*: 160,000, 20,000 and 20,000 in the release.
 
     Of the two copies of pathfinder128 the top one is preferred, since the nested one was reported broken.
+
+    contour_length, split  see load and Reading
     """
-    folders = [f"{prefix}pathfinder{resolution}/curv_contour_length_14" for prefix in ("", "pathfinder/")]
+    if contour_length not in FOLDERS:
+        raise ValueError(f"contour_length must be one of {[*FOLDERS]} in released files, got {contour_length}")
+    folders = [f"{prefix}pathfinder{resolution}/{FOLDERS[contour_length]}" for prefix in ("", "pathfinder/")]
     folder = _find(root, folders, "metadata").parent
     print(f"pathfinder{resolution}: using {folder}")
     entries = read_pathfinder(folder)
+    if split == "random":
+        entries = [entries[place] for place in _shuffled(len(entries))]
     n_train, n_validation = len(entries) * 8 // 10, len(entries) // 10
     ends = (0, n_train, n_train + n_validation, len(entries))
     return Splits(*(Images(entries[begin:end], resolution) for begin, end in itertools.pairwise(ends)))

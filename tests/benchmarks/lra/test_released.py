@@ -5,12 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.utils.data import random_split
 
-from benchmarks.lra import listops, released, tasks
+pytest.importorskip("numba", reason="needs the extra [lra]")
+pytest.importorskip("lightning", reason="needs the extra [lra]")
+
+from benchmarks.lra import listops, released, scoring, tasks
+from benchmarks.lra.data import LraData, Rules
 
 NESTS = ["", "lra_release", "lra_release/lra_release"]
 
@@ -138,13 +145,26 @@ def test_images_are_found_in_every_layout_and_made_gray(tmp_path: Path, folder: 
     assert example.label == labels[1]
     assert example.documents[0].dtype == np.uint8
     # the second pixel of the second row
-    assert example.documents[0][33] == int(0.2989 * red + 0.587 * green + 0.114 * blue)
+    assert example.documents[0][33] == int((0.2989 * red + 0.587 * green + 0.114 * blue) / 255 * 255.5)
+
+
+def test_torchvision_has_the_grays_of_pillow(tmp_path: Path) -> None:
+    """TensorFlow's are at most one gray away, and differ in some pixels from weights that are only rounded down."""
+    colors, labels = pictures(3, 20)
+    path = put(tmp_path / "data_batch_1", pickle.dumps({b"data": colors, b"labels": labels}, protocol=2))
+    found = np.stack([example.documents[0] for example in released.read_cifar(path, gray="torchvision")])
+    shown = [Image.fromarray(row.reshape(3, 32, 32).transpose(1, 2, 0)).convert("L") for row in colors]
+    np.testing.assert_array_equal(found, np.stack([np.asarray(each).reshape(-1) for each in shown]))
+    tensorflow = np.stack([example.documents[0] for example in released.read_cifar(path)])
+    plain = np.einsum("c,ncp->np", [0.2989, 0.587, 0.114], colors.reshape(-1, 3, 1024)).astype(np.uint8)
+    assert {*np.unique(tensorflow - plain)} == {0, 1}
+    assert (tensorflow != plain).mean() == pytest.approx(0.25, abs=0.02)
 
 
 def test_white_stays_within_a_byte(tmp_path: Path) -> None:
     white = np.full((1, 3072), 255, dtype=np.uint8)
     path = put(tmp_path / "data_batch_1", pickle.dumps({b"data": white, b"labels": [3]}, protocol=2))
-    assert released.read_cifar(path)[0].documents[0].max() == 254
+    assert released.read_cifar(path)[0].documents[0].max() == 255
 
 
 class Harmful:
@@ -234,6 +254,75 @@ def test_damaged_pathfinder_files_are_refused(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(FileNotFoundError, match="metadata has no file"):
         released.pathfinder(tmp_path, 32)
+
+
+# ---- options ----
+
+
+def test_difficulties_have_folders_of_their_own(tmp_path: Path) -> None:
+    for brightness, folder in enumerate(("curv_contour_length_14", "curv_contour_length_9", "curv_baseline"), 1):
+        put_pathfinder(tmp_path / "pathfinder32" / folder, brightness=brightness)
+    for brightness, length in enumerate((14, 9, 6), 1):
+        rules = Rules(contour_length=length)
+        module = LraData("pathfinder32", "official", root=tmp_path, rules=rules)
+        module.setup("fit")
+        assert module.rows["test"].take(np.arange(1)).tokens[0, 0, 1] == brightness
+        assert scoring.belongs(module) == (length == 14)
+    with pytest.raises(ValueError, match=r"contour_length must be one of \[14, 9, 6\] in released files, got 7"):
+        released.pathfinder(tmp_path, 32, contour_length=7)
+
+
+def test_random_splits_are_those_of_pytorch(tmp_path: Path) -> None:
+    put_pathfinder(tmp_path / "pathfinder32" / "curv_contour_length_14")
+    put_batches(tmp_path / "cifar", is_binary=False)
+    generator = torch.Generator().manual_seed(42)
+    expected = random_split(range(20), [16, 2, 2], generator=generator)
+    splits = released.load(tasks.find("pathfinder32"), tmp_path, released.Reading(split="random"))
+    assert [firsts(split) for split in splits] == [list(part) for part in expected]
+    in_order, drawn = (released.image(tmp_path, split=split) for split in ("official", "random"))
+    train, validation = random_split(range(10), [9, 1], generator=torch.Generator().manual_seed(42))
+    files = [*in_order.train, *in_order.validation]
+    for part, split in ((train, drawn.train), (validation, drawn.validation)):
+        assert [firsts([files[place]]) for place in part] == [firsts([example]) for example in split]
+    assert firsts(drawn.test) == firsts(in_order.test)
+
+
+def test_frequent_characters_have_tokens(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        put(tmp_path / "aclImdb" / split / "pos" / "0_9.txt", "é" * 20 + "a" * 30 + "x" * 13)
+        put(tmp_path / "aclImdb" / split / "neg" / "0_1.txt", "aéx" + "b" * 100)
+    module = LraData("text", "official", root=tmp_path, reading=released.Reading(encoding="characters"))
+    module.setup("fit")
+    batch = module.rows["train"].take(np.arange(2))
+    # 0 pads; unknown, end, b, a, é: x is too rare
+    assert batch.tokens[0, 0, :6].tolist() == [4, 5, 1, 3, 3, 3]
+    assert batch.tokens[0, 0, 102:105].tolist() == [3, 2, 0]
+    assert batch.lengths[:, 0].tolist() == [104, 64]
+    assert module.description == "official release, encoding=characters"
+    cut = released.text(tmp_path, length=3, encoding="characters").train[0].documents[0]
+    assert len(cut) == 3 and cut[-1] == 2
+    many = "".join(chr(0x4E00 + number) for number in range(300)) * 15
+    put(tmp_path / "aclImdb" / "train" / "pos" / "0_9.txt", many)
+    with pytest.raises(ValueError, match="characters must be at most 254, got 30"):
+        released.text(tmp_path, length=10_000, encoding="characters")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "image", "source": "stand-in", "reading": released.Reading()}, "reading is of released files"),
+        ({"task": "image", "source": "stand-in", "rules": Rules(changes={"size": 1})}, "rules.changes are of a gener"),
+        ({"task": "listops", "rules": Rules(contour_length=6)}, "rules.contour_length is of Pathfinder, got task='li"),
+    ],
+)
+def test_options_of_other_data_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LraData(**changes)
+
+
+def test_options_of_other_tasks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="listops has no option split, got split='random'"):
+        released.load(tasks.find("listops"), tmp_path, released.Reading(split="random"))
 
 
 # ---- what is not there ----
