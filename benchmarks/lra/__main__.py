@@ -102,6 +102,7 @@ def floors(
 
 def speed(
     *,
+    tasks: Sequence[str] | None = None,
     lengths: Sequence[int] | None = None,
     providers: Sequence[str] | None = None,
     mask: str = "butterfly",
@@ -111,7 +112,8 @@ def speed(
     """Times training steps and attention alone, with several implementations and the FlashAttention paper's figures.
 
     Args:
-        lengths: tokens of attention alone, powers of two; default 128 to 65,536
+        tasks: whose training steps are timed, with and without attention dropout; default all
+        lengths: tokens of attention alone, powers of two; default 128 to 65,536. [] leaves it out, to time in parts
         providers: blocksparse_flash, materialized, sdpa, flex; default all
         mask: mask of the block-sparse training steps, a specification for masks.build
         quick: tiny sizes, to check that everything runs
@@ -130,11 +132,15 @@ def speed(
     sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
     tiny, repeats, warmup = ({"batch": 1, "heads": 2}, 1, 0) if quick else ({}, 20, 5)
     found = []
-    for task, each in itertools.product(published.STEPS, (None, mask)):
-        case = steps.case_of(task, mask=each, **sizes)
+    named = published.STEPS if tasks is None else tasks
+    if unknown := [task for task in named if task not in published.STEPS]:
+        raise ValueError(f"tasks must be of {', '.join(published.STEPS)}, got {unknown[0]!r}")
+    for task, each, has_dropout in itertools.product(named, (None, mask), (True, False)):
+        case = steps.case_of(task, mask=each, has_dropout=has_dropout, **sizes)
         lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
         found += measure.appended(path, lines, steps.KEYS)
-    for length in lengths or ((128, 256) if quick else published.LENGTHS):
+    default = (128, 256) if quick else published.LENGTHS
+    for length in default if lengths is None else lengths:
         shape = steps.Shape(length, **tiny)
         lines = steps.run_alone(shape, device, providers=shown, n_calls=repeats)
         found += measure.appended(path, lines, steps.KEYS)

@@ -18,9 +18,7 @@ from ..run.peers import compiled_flex
 # (q, k, v, dropout_p=0.0) -> out
 Attend = Callable[..., Tensor]
 
-OURS, MATERIALIZED, SDPA, FLEX = "blocksparse_flash", "materialized", "sdpa", "flex"
-WITH_DROPOUT = (OURS, MATERIALIZED, SDPA)
-PROVIDERS = (*WITH_DROPOUT, FLEX)
+OURS, MATERIALIZED, SDPA, FLEX = PROVIDERS = ("blocksparse_flash", "materialized", "sdpa", "flex")
 
 
 def materialized(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Tensor | None) -> Tensor:
@@ -31,9 +29,27 @@ def materialized(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mas
     return F.dropout(scores.softmax(dim=-1), dropout_p).to(v.dtype) @ v
 
 
+def dropped_scores(seed: Tensor, dropout_p: float) -> Callable[..., Tensor]:
+    """A score_mod that drops scores, by a hash of seed (int32, a scalar) and indices.
+
+    FlexAttention cannot change probabilities after the softmax, so this dropout comes before it: the remaining
+    probabilities have the sum 1.
+    """
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        word = seed ^ (q * 73856093) ^ (kv * 19349663) ^ ((batch * 31 + head) * 83492791)
+        for _ in range(2):
+            word = (word ^ ((word >> 16) & 0xFFFF)) * 0x45D9F3B
+        return torch.where(((word >> 8) & 0xFFFF) < int(dropout_p * 2**16), -torch.inf, score)
+
+    return score_mod
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mask: Any) -> Tensor:
-    assert not dropout_p, "FlexAttention has no dropout"
-    return compiled_flex()(q, k, v, block_mask=mask)
+    if not dropout_p:
+        return compiled_flex()(q, k, v, block_mask=mask)
+    seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=q.device)
+    return compiled_flex()(q, k, v, score_mod=dropped_scores(seed, dropout_p), block_mask=mask)
 
 
 def _block_mask(layout: BlockLayout) -> Any:

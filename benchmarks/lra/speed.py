@@ -3,6 +3,7 @@
 A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model that FlashAttention used:
 Nystromformer's configurations with documents of a power of two tokens, without padding. Outputs and gradients of each
 implementation are compared with a float32 model with a score matrix before timing. Samples are random tokens.
+Each is timed with attention dropout and without. FlexAttention has none; its scores are dropped before the softmax.
 
 Attention alone has the sizes of FlashAttention's runtime benchmark: batch 16, 8 heads, head_dim 64, 128 to 65,536
 tokens, dense, and block-sparse with min(length / 8, 256) keys per query, as for the sparse methods there. Blocks are
@@ -30,7 +31,7 @@ from blocksparse_flash import BlockLayout, explain
 from ..run import measure
 from ..run.correctness import mask_of, relative_error, worst_errors
 from .model import Architecture, Classifier, layout_of
-from .peers import MATERIALIZED, OURS, PROVIDERS, WITH_DROPOUT, Attend, attend_with, supported
+from .peers import MATERIALIZED, OURS, PROVIDERS, Attend, attend_with, supported
 from .published import BATCH, HEAD_DIM, HEADS
 from .tasks import Task, find
 
@@ -71,12 +72,15 @@ class Case(NamedTuple):
         return layout
 
 
-def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int = 0, batch: int = 0) -> Case:
+def case_of(
+    name: str, *, mask: str | None, block_size: int = 128, length: int = 0, batch: int = 0, has_dropout: bool = True
+) -> Case:
     """A task with Nystromformer's configuration.
 
     mask    as in Architecture
     length  tokens of a document; 0 is the power of two above the task's. Images are square
     batch   samples; 0 is the configuration's
+    has_dropout  of attention, with the configuration's probability; other layers keep theirs
     """
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     task = find(name)
@@ -86,6 +90,8 @@ def case_of(name: str, *, mask: str | None, block_size: int = 128, length: int =
         raise ValueError(f"length must be a square for {name!r}, which is an image, got {length}")
     task = dataclasses.replace(task, length=length, grid=None if task.grid is None else (side, side))
     architecture = Architecture(**settings["model"]["architecture"], mask=mask, block_size=block_size)
+    if not has_dropout:
+        architecture = dataclasses.replace(architecture, attention_dropout_p=0.0)
     recipe = settings["model"]["recipe"]
     optimizer = {"lr": recipe["learning_rate"], **{name: recipe[name] for name in ("betas", "eps", "weight_decay")}}
     return Case(task, batch or settings["data"]["batch_size"], architecture, optimizer)
@@ -100,7 +106,7 @@ def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     model.guess.requires_grad_(False)
     if not is_ours:
         attend = attend_with(provider, case.layout, device)
-        dropout_p = architecture.attention_dropout_p if provider in WITH_DROPOUT else 0.0
+        dropout_p = architecture.attention_dropout_p
 
         # for inputs without padding
         def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -194,7 +200,7 @@ def run(
             "density": 1.0 if layout is None else layout.density, "n": case.task.length,
             "documents": case.task.n_documents, "batch": case.batch, "heads": architecture.num_heads,
             "head_dim": architecture.embed_dim // architecture.num_heads, "dtype": "bf16",
-            "dropout_p": architecture.attention_dropout_p if provider in WITH_DROPOUT else 0.0, "direction": "step",
+            "dropout_p": architecture.attention_dropout_p, "direction": "step",
             **found, "tflops": None, **where,
         }  # fmt: skip
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ..report.markdown import table
 from . import sources
-from .peers import MATERIALIZED, OURS, WITH_DROPOUT
+from .peers import FLEX, MATERIALIZED, OURS
 from .published import ACCURACY, BATCH, BEST, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
 Line = dict[str, Any]
@@ -50,7 +50,12 @@ def _renamed(text: str) -> str:
 
 def _name(line: Line) -> str:
     backend = f" ({line['backend']})" if isinstance(line["backend"], str) else ""
-    return f"{line['provider']}{backend}, {line['pattern']}"
+    dropout = ""
+    if line["bench"] == "lra_speed" and not line["dropout_p"]:
+        dropout = ", without attention dropout"
+    elif line["bench"] == "lra_speed" and line["provider"] == FLEX:
+        dropout = ", dropout before the softmax"
+    return f"{line['provider']}{backend}, {line['pattern']}{dropout}"
 
 
 def _number(number: float) -> str:
@@ -70,7 +75,7 @@ def are_published(steps: pd.DataFrame) -> bool:
 
 
 def speedups(steps: pd.DataFrame) -> pd.DataFrame:
-    """The last line of each name and task on one device; `gain` is over dense attention with a score matrix."""
+    """The last line of each name and task on one device; `gain` is over `materialized`, dense, with dropout."""
     latest = steps.astype({"ms": float}).drop_duplicates(["name", "task"], keep="last")
     base = latest[latest["name"] == f"{MATERIALIZED}, dense"]
     both = latest.merge(base[["task", "ms", *SIZE]], how="left", on=["task", *SIZE], suffixes=("", "_base"))
@@ -98,9 +103,9 @@ def steps_table(steps: pd.DataFrame) -> str:
         is_whole = len(gains) == len(TASKS)
         mean = f"**{statistics.geometric_mean(gains):.2f}x**" if is_whole else ""
         paper = SPEEDUP["dense" if found["pattern"].iloc[0] == "dense" else "block-sparse"]
-        published = f"{paper}x" if is_whole and has_paper and found["provider"].iloc[0] == OURS else ""
-        dropout = "" if found["provider"].iloc[0] in WITH_DROPOUT else ", without attention dropout"
-        rows.append([f"{name}{dropout}", *(cells.get(task, "") for task in tasks), mean, published])
+        is_ours = found["provider"].iloc[0] == OURS and found["dropout_p"].iloc[0] > 0
+        published = f"{paper}x" if is_whole and has_paper and is_ours else ""
+        rows.append([name, *(cells.get(task, "") for task in tasks), mean, published])
     header = [
         f"ms per step (speed-up over {MATERIALIZED}, dense)",
         *(f"{task}, {sizes[task]}" for task in tasks),

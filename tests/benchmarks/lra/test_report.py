@@ -32,6 +32,7 @@ FACTS = {
 def timing(**changes: Any) -> dict[str, Any]:
     line = {**dict.fromkeys(speed.KEYS), **speed.untimed("ok")}
     line |= {"bench": "lra_speed", "pattern": "dense", "provider": "materialized", "device": "a GPU", "documents": 1}
+    line["dropout_p"] = 0.1
     return {**line, "n": 1024, "batch": 32, "ms": 10.0, **changes}
 
 
@@ -230,6 +231,22 @@ def test_the_paper_stands_beside_its_own_sizes_only() -> None:
     assert "2.4x" in tables.steps_table(tables.frame(found)) and "2.4x" not in tables.steps_table(tables.frame(tiny))
     assert tables.speed_sections(found)[0] == "## Training steps on a GPU"
     assert tables.speed_sections(tiny)[0] == "## Training steps on a GPU, NOT the sizes of Long Range Arena"
+
+
+def test_steps_with_and_without_dropout_have_rows_of_their_own() -> None:
+    """All over the same step: dense, with a score matrix and dropout."""
+    found = [sized(task) for task in tables.TASKS]
+    for provider in ("blocksparse_flash", "flex"):
+        for ms, dropout_p in ((5.0, 0.1), (4.0, 0.0)):
+            found += [sized(task, provider=provider, ms=ms, dropout_p=dropout_p) for task in tables.TASKS]
+    rows = {row.split(" | ")[0][2:]: row for row in tables.steps_table(tables.frame(found)).splitlines()}
+    for name, end in (
+        ("blocksparse_flash, dense", "**2.00x** | 2.4x |"),
+        ("blocksparse_flash, dense, without attention dropout", "**2.50x** |  |"),
+        ("flex, dense, dropout before the softmax", "**2.00x** |  |"),
+        ("flex, dense, without attention dropout", "**2.50x** |  |"),
+    ):
+        assert rows[name].endswith(end)
 
 
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
@@ -18,6 +19,7 @@ from benchmarks.lra import __main__ as command
 from benchmarks.lra import peers, published, speed
 from benchmarks.run import measure
 from blocksparse_flash import BlockLayout
+from tests.support.closeness import assert_as_accurate
 
 CPU = torch.device("cpu")
 ON_CPU = [peers.OURS, peers.MATERIALIZED, peers.SDPA]
@@ -203,12 +205,48 @@ def test_the_command_prints_tables_and_leaves_lines(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["status"] for line in found} == {"ok"}
-    assert len(found) == 5 * 2 * 2 + 2 * 2 * 3
+    assert len(found) == 5 * 2 * 2 * 2 + 2 * 2 * 3
+    steps = [(line["task"], line["provider"], line["pattern"]) for line in found if line["bench"] == "lra_speed"]
+    assert all(steps.count(each) == 2 for each in steps)
+    assert {line["dropout_p"] for line in found if line["bench"] == "lra_speed"} == {0.0, 0.1}
     # nothing of the paper beside tiny sizes
     assert "## Training steps on cpu, NOT the sizes of Long Range Arena" in printed and "2.4x" not in printed
     assert (
         "## Attention alone on cpu, batch 1, 2 heads, head_dim 64: forward\n" in printed and "paper) |" not in printed
     )
+
+
+def test_steps_can_be_timed_in_parts(tmp_path: Path) -> None:
+    options = ["--quick", "true", "--providers", '["sdpa"]', "--out", str(tmp_path / "speed.jsonl")]
+    command.main(["speed", "--tasks", '["image"]', "--lengths", "[]", *options])
+    found = measure.read(tmp_path / "speed.jsonl")
+    assert [(line["task"], line["pattern"], line["dropout_p"]) for line in found] == [
+        ("image", pattern, dropout_p) for pattern in ("dense", "butterfly") for dropout_p in (0.1, 0.0)
+    ]
+    with pytest.raises(ValueError, match=r"tasks must be of listops, .*, got 'pathx'"):
+        command.speed(tasks=["pathx"])
+    assert 16_384 in published.LENGTHS
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_drops_scores_before_the_softmax() -> None:
+    """A tenth, another one for each seed, head and query, and the outputs of attention to the remaining keys."""
+    q, k, v = torch.randn(3, 2, 2, 64, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    index = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in (2, 2, 64, 64)), indexing="ij")
+    kept = [
+        peers.dropped_scores(torch.tensor(seed, dtype=torch.int32), 0.1)(torch.zeros(2, 2, 64, 64), *index) == 0
+        for seed in (1, 2)
+    ]
+    for each in kept:
+        assert each.float().mean().item() == pytest.approx(0.9, abs=0.01)
+        assert each.float().mean(dim=-1).std() == pytest.approx((0.09 / 64) ** 0.5, rel=0.2)
+    for one, other in ((kept[0], kept[1]), (kept[0][0], kept[0][1]), (kept[0][:, 0], kept[0][:, 1])):
+        assert (one & other).float().mean().item() == pytest.approx(0.81, abs=0.02)
+    score_mod = peers.dropped_scores(torch.tensor(1, dtype=torch.int32), 0.1)
+    out = flex_attention(q, k, v, score_mod=score_mod)
+    plain = peers.materialized(q, k, v, mask=kept[0])
+    truth = peers.materialized(q.double(), k.double(), v.double(), mask=kept[0])
+    assert_as_accurate(out, plain, truth, name="out")
 
 
 def test_an_unknown_provider_is_refused() -> None:
