@@ -62,7 +62,9 @@ def test_weights_come_from_a_configuration_with_the_same_encoder(name: str) -> N
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("name", ["official/listops", "nystromformer/retrieval", "fly/image", "ours/pathx"])
+@pytest.mark.parametrize(
+    "name", ["official/listops", "nystromformer/retrieval", "fly/image", "ours/pathx", "ablation/pathx-local"]
+)
 def test_the_command_reads_a_configuration(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +74,7 @@ def test_the_command_reads_a_configuration(
     assert done.value.code in (0, None)
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["batch_size"] == read(name)["data"]["batch_size"]
+    assert printed["model"]["architecture"]["mask"] == read(name)["model"]["architecture"].get("mask")
 
 
 def samples_of(name: str) -> int:

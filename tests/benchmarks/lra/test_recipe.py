@@ -200,3 +200,21 @@ def test_without_the_extra_the_command_names_it() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert said.returncode == 1
     assert said.stderr.strip() == "python -m benchmarks.lra needs jsonargparse: pip install '.[lra]'"
+
+
+def test_a_comparison_of_masks_ends_in_a_table(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = (tmp_path / "configs" / "ours" / "second.yaml").read_text()
+    (tmp_path / "configs" / "ablation").mkdir()
+    for name, mask in (("equal", "butterfly | local(window=0)"), ("more", "butterfly | local(window=16)")):
+        text = second.replace("mask: butterfly,", f"mask: {mask},").replace("ours/second", f"ablation/{name}")
+        (tmp_path / "configs" / "ablation" / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr(recipe, "GROUPS", {"ablation": ("second",)})
+    recipe.run("ablation")
+    # the first stage once, then three masks
+    assert trained == ["fit", *["fit", "test"] * 3]
+    text = (tmp_path / "out/lra/report/report.md").read_text()
+    section = text.partition("## Masks at equal keys")[2].partition("##")[0]
+    assert "| ours/second | butterfly |" in section and "| ablation/equal | butterfly \\| local(window=0) |" in section
+    assert "Not compared, since keys or checkpoint differ: ablation/more (" in section
