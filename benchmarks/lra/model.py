@@ -75,12 +75,13 @@ def layout_of(architecture: Architecture, length: int | None) -> BlockLayout | C
 
 
 def keys_per_query(architecture: Architecture, length: int) -> float:
-    """Keys in the stored blocks of a query, the mean over queries and heads."""
+    """Keys to which a query attends, the mean over queries and heads."""
     layout = layout_of(architecture, length)
     if layout is None:
         return length
     assert isinstance(layout, BlockLayout)
-    return layout.density * -(-length // architecture.block_size) * architecture.block_size
+    found = layout.describe()
+    return found.pairs / (found.heads * length)
 
 
 def _smooth(n_tokens: int, width: int) -> Tensor:

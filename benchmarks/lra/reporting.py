@@ -191,8 +191,7 @@ def report(
             'errors. "Balanced" is the accuracy with the samples weighted so that the first shortcut is only as good '
             'as chance. "Pairs" is the accuracy on pairs of Pathfinder images that differ only in their markers. The '
             'batch of "steps x batch" is that of the last stage. "Device hours" is the time of the training, times '
-            'the number of GPUs. "Best published" are results on the released files, in percent. Keys are those of '
-            "the stored blocks."
+            'the number of GPUs. "Best published" are results on the released files, in percent.'
         ),
         *tables.accuracy_sections(tests, untested(tests)),
         *tables.speed_sections(lines),

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 
 from ..report.markdown import table
-from . import sources
 from .peers import FLEX, MATERIALIZED, OURS
 from .published import ACCURACY, BATCH, BEST, DEVICE, HEAD_DIM, HEADS, LENGTHS, MEMORY_MB, RUNTIME_MS, SPEEDUP, STEPS
 
@@ -29,23 +28,6 @@ STEP_SIZES = (
     f"`{MATERIALIZED}` keeps the score matrix in memory."
 )
 EMPTY = "In this table and those below, an empty cell was not measured. `-`: out of memory or not supported."
-
-# words of recorded lines that are written otherwise now
-OLDER_WORDS = {
-    "materialised": MATERIALIZED,
-    "places of the markers, learnt from": "positions of the markers, learned from",
-    "fresh data, generated (by the published rules), not the official release": (
-        f"samples drawn during training; all data {sources.ORIGIN}"
-    ),
-}
-
-
-def _renamed(text: str) -> str:
-    """A name or description of a recorded line in the words of newer lines."""
-    for older, words in OLDER_WORDS.items():
-        text = text.replace(older, words)
-    # 20000 samples
-    return re.sub(r"\d{4,}", lambda found: f"{int(found[0]):,}", text)
 
 
 def _name(line: Line) -> str:
@@ -65,8 +47,7 @@ def _number(number: float) -> str:
 
 def frame(lines: Iterable[Line]) -> pd.DataFrame:
     """Lines of `speed` as rows, with the name of what was measured."""
-    renamed = ({**line, "provider": _renamed(line["provider"])} for line in lines)
-    return pd.DataFrame([{**line, "name": _name(line)} for line in renamed])
+    return pd.DataFrame([{**line, "name": _name(line)} for line in lines])
 
 
 def are_published(steps: pd.DataFrame) -> bool:
@@ -174,7 +155,7 @@ def mask_name(line: Line) -> str:
 
 def _accuracy_row(line: Line) -> list[str]:
     shortcut, one_deep, pairs = line["floor"], line["one_deep"], line["pair_accuracy"]
-    floor, chance = f"{shortcut:.1%}, {_renamed(line['floor_name'])}", f"{line['chance']:.0%}"
+    floor, chance = f"{shortcut:.1%}, {line['floor_name']}", f"{line['chance']:.0%}"
     if one_deep is not None:
         shortcut = max(shortcut, one_deep)
         floor += f"; {one_deep:.1%}, one operator deep"
@@ -186,7 +167,7 @@ def _accuracy_row(line: Line) -> list[str]:
         _with_before(line, "device_hours", "{:.2f}"), f"{line['accuracy']:.1%} ± {line['standard_error']:.1%}", floor,
         f"{100 * above:.1f}" if above > 2 * line["standard_error"] else "**no**",
         f"{line['balanced']:.1%} ({chance})", "" if pairs is None else f"{pairs:.1%}", _best(line["task"]),
-        f"{line['n']:,}, seed {line['test_seed']}", _renamed(line["data"]),
+        f"{line['n']:,}, seed {line['test_seed']}", line["data"],
     ]  # fmt: skip
 
 

@@ -96,6 +96,7 @@ def test_a_configuration_reproduces_its_result(path: Path) -> None:
     before = [stage.config for stage in recipe.stages(name.removeprefix("ours/"))[:-1]]
     said = {
         "task": data["task"], "source": data["source"], "mask": architecture.get("mask"),
+        "keys": pytest.approx(keys_per_query(Architecture(**architecture), find(data["task"]).length), abs=0.01),
         "n_layers": architecture["n_layers"], "embed_dim": architecture["embed_dim"],
         "recipe": json.loads(json.dumps(asdict(Recipe(**settings["model"]["recipe"])))),
         "steps": settings["trainer"]["max_steps"],

@@ -12,8 +12,9 @@ import masks
 
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
-from benchmarks.lra.model import Architecture, Classifier, load_fitting, lookup, pool
+from benchmarks.lra.model import Architecture, Classifier, keys_per_query, layout_of, load_fitting, lookup, pool
 from benchmarks.lra.tasks import TASKS, Sizes, Task
+from blocksparse_flash import BlockLayout
 
 TINY = Architecture(embed_dim=16, num_heads=2, n_layers=2, hidden_dim=16, mask="butterfly", block_size=16)
 WORDS = Task("words", 20, 3, 64, Sizes(1, 1, 1))
@@ -185,3 +186,17 @@ def test_gradients_of_tokens_are_those_of_a_lookup() -> None:
     assert weight.grad is not None
     assert not weight.grad[-1].any()
     assert weight.grad[int(x[0, 0, 0])].any()
+
+
+def test_heads_have_masks_of_their_own_and_keys_are_counted() -> None:
+    of_heads = ["butterfly", "local(window=8)"]
+    architecture = Architecture(embed_dim=16, num_heads=2, mask=of_heads, block_size=16)
+    layout = layout_of(architecture, 64)
+    assert isinstance(layout, BlockLayout)
+    # 3 of 4 blocks of 16 keys, and 9 to 17 of the keys of partial blocks
+    attends = layout.to_dense()[0].sum(dim=-1)
+    assert attends[:, 0].tolist() == [48, 9]
+    assert keys_per_query(architecture, 64) == attends.double().mean().item()
+    assert keys_per_query(dataclasses.replace(architecture, mask=None), 64) == 64
+    with pytest.raises(ValueError, match="mask must be one, or one for each of 2 heads, got 3"):
+        layout_of(dataclasses.replace(architecture, mask=[*of_heads, "butterfly"]), 64)

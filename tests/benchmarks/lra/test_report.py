@@ -89,16 +89,6 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
     assert text.count("| materialized, dense | 1,024 |") == 2
 
 
-def test_recorded_lines_are_shown_in_the_words_of_newer_ones() -> None:
-    older = {"floor_name": "places of the markers, learnt from 20000 samples"}
-    older["data"] = "trained on fresh data, generated (by the published rules), not the official release"
-    line = {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": "r", **older}
-    section = tables.accuracy_sections([line])[1]
-    assert "| 54.0%, positions of the markers, learned from 20,000 samples |" in section
-    assert f"| {LraData('pathx', 'fresh').description} |" in section
-    assert tables.frame([timing(provider="materialised")])["name"].tolist() == ["materialized, dense"]
-
-
 def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:
     reporting.report(runs=runs, speed=tmp_path / "none.jsonl", out=tmp_path / "out")
     before, after = (tmp_path / "out" / "report.md").read_text().split("## NOT Long Range Arena")
