@@ -1,7 +1,9 @@
 """A small language model on long text: `python -m benchmarks.lm COMMAND --help`
 
 corpus   makes the corpus from the Python sources of the installed packages, or from any folder of text
-train    trains an arm: dense, local, hybrid, nsa or moba; the same command resumes an interrupted run
+train    trains one arm; the same command resumes a run that was interrupted, or stopped by --minutes
+figure   trains all arms of a figure, skipping those that have finished, then writes its report
+steps    times training steps of arms and implementations of attention
 report   writes a table and a plot of the runs
 """
 
@@ -9,53 +11,114 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from . import corpus
-from .model import TINY, Settings
+from .model import ARMS, IMPLEMENTATIONS, SIZES, TINY, Settings
 
 OUT = Path("out/lm")
+# arms that answer the question of the page docs/does_it_help.md
+COMPARED = ("dense", "hybrid", "hybrid-local", "local", "dense-short")
+# name -> settings, arms, seeds; a run of the others takes minutes on a GPU
+FIGURES: dict[str, tuple[Settings, Sequence[str], Sequence[int]]] = {
+    "demo": (TINY, COMPARED, (0,)),
+    "small": (replace(Settings(), **SIZES["small"]), COMPARED, (0, 1, 2)),
+    "medium": (Settings(), COMPARED, (0, 1, 2)),
+    "selected": (replace(Settings(), length=8192, batch_size=8), ("dense", "local", "nsa", "moba"), (0,)),
+}
+# exit codes: after an interruption, and after --minutes
+INTERRUPTED, STOPPED = 130, 75
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lm", description=__doc__, formatter_class=style)
     commands = parser.add_subparsers(dest="command", required=True)
-    make, train, report = (commands.add_parser(name) for name in ("corpus", "train", "report"))
+    make, train, figure, steps, report = map(commands.add_parser, ("corpus", "train", "figure", "steps", "report"))
     site = Path(sysconfig.get_path("purelib"))
     make.add_argument("--folder", type=Path, default=site, help="each entry is a package; default: installed packages")
     make.add_argument("--suffix", default=".py", help="of the files; default .py")
-    make.add_argument("--max-bytes", type=int, default=20_000_000, help="of the corpus; default 20,000,000")
+    make.add_argument("--max-bytes", type=int, default=200_000_000, help="of the corpus; default 200,000,000")
     make.add_argument("--out", type=Path, default=OUT / "corpus.bin", help="written, with a manifest beside it")
+    for command in (train, figure):
+        command.add_argument("--corpus", type=Path, default=OUT / "corpus.bin", help="written by the command `corpus`")
+        what = f"stop after the last validation within so many minutes, with exit code {STOPPED}; default: no limit"
+        command.add_argument("--minutes", type=float, default=math.inf, help=what)
     train.add_argument("--tiny", action="store_true", help="other defaults: about a minute on a CPU")
-    train.add_argument("--corpus", type=Path, default=OUT / "corpus.bin", help="written by the command `corpus`")
     train.add_argument("--out", type=Path, help="folder of the run; default out/lm/runs/ARM")
     for name, default in asdict(TINY if "--tiny" in arguments else Settings()).items():
         option = f"--{name.replace('_', '-')}"
         train.add_argument(option, type=type(default), default=default, help=f"default {default}")
+    figure.add_argument("name", choices=FIGURES, help="demo: minutes on a CPU; the others need a GPU")
+    figure.add_argument("--out", type=Path, help="folder of runs and report; default out/lm/NAME")
+    figure.add_argument("--arms", nargs="+", choices=ARMS, help="default: those of the figure")
+    figure.add_argument("--seeds", nargs="+", type=int, help="default: those of the figure")
+    for name in ("steps", "validate_every"):
+        figure.add_argument(f"--{name.replace('_', '-')}", type=int, help="of each run; default: that of the figure")
+    steps.add_argument("--size", choices=SIZES, default="medium", help="of the model; default medium")
+    steps.add_argument("--arms", nargs="+", choices=ARMS, default=["dense", "hybrid", "local"])
+    steps.add_argument("--attention", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
+    steps.add_argument("--lengths", nargs="+", type=int, default=[65536, 131072], help="tokens; default 65536 131072")
+    steps.add_argument("--keys", type=int, default=Settings().keys, help=f"default {Settings().keys}")
+    steps.add_argument("--rounds", type=int, default=7, help="timed steps of each variant; default 7")
+    steps.add_argument("--out", type=Path, default=Path("benchmarks/results/lm_steps.jsonl"), help="appended to")
     report.add_argument("--runs", type=Path, default=OUT / "runs", help="folder with a folder for each run")
     report.add_argument("--out", type=Path, default=OUT / "report", help="folder of report.md and curves.png")
     return parser.parse_args(arguments)
 
 
+def _figure(options: argparse.Namespace, deadline: float) -> bool:
+    """Trains what is left of a figure and reports what there is. Returns whether all runs have finished."""
+    base, arms, seeds = FIGURES[options.name]
+    given: dict[str, Any] = {"steps": options.steps, "validate_every": options.validate_every}
+    base = replace(base, **{name: value for name, value in given.items() if value is not None})
+    runs = [replace(base, arm=arm, seed=seed) for seed in options.seeds or seeds for arm in options.arms or arms]
+    out = OUT / options.name if options.out is None else options.out
+    print(f"{options.name}: {len(runs)} runs of {base.steps} steps in {out}", flush=True)
+    data = corpus.Corpus(options.corpus, base.length)
+    finished = importlib.import_module("benchmarks.lm.training").train_all(runs, data, out, deadline)
+    if any(out.rglob("metrics.csv")):
+        path = importlib.import_module("benchmarks.lm.report").report(out, out)
+        print(f"{path.read_text(encoding='utf-8')}\n{path}")
+    return bool(finished)
+
+
+def _run(options: argparse.Namespace) -> bool:
+    """Whether the command has finished its work."""
+    if options.command == "corpus":
+        made = corpus.make(options.folder, options.out, suffix=options.suffix, max_bytes=options.max_bytes)
+        print(f"{options.out}: {made['train_bytes']:,} bytes to train, {made['validation_bytes']:,} to validate")
+    elif options.command == "report":
+        print(importlib.import_module("benchmarks.lm.report").report(options.runs, options.out))
+    elif options.command == "steps":
+        base = replace(Settings(), keys=options.keys, **SIZES[options.size])
+        sizes = {"arms": options.arms, "implementations": options.attention, "lengths": options.lengths}
+        measured = importlib.import_module("benchmarks.lm.steps").measured
+        print(measured(options.size, base, rounds=options.rounds, out=options.out, **sizes))
+    else:
+        deadline = time.monotonic() + 60 * options.minutes
+        if options.command == "figure":
+            return _figure(options, deadline)
+        settings = Settings(**{name: getattr(options, name) for name in asdict(TINY)})
+        folder = OUT / "runs" / settings.name if options.out is None else options.out
+        train = importlib.import_module("benchmarks.lm.training").train
+        return bool(train(settings, corpus.Corpus(options.corpus, settings.length), folder, deadline))
+    return True
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code: 130 after an interruption."""
+    """Exit code: see INTERRUPTED and STOPPED."""
     options = parsed(sys.argv[1:] if given is None else given)
     try:
-        if options.command == "corpus":
-            made = corpus.make(options.folder, options.out, suffix=options.suffix, max_bytes=options.max_bytes)
-            print(f"{options.out}: {made['train_bytes']:,} bytes to train, {made['validation_bytes']:,} to validate")
-        elif options.command == "report":
-            print(importlib.import_module("benchmarks.lm.report").report(options.runs, options.out))
-        else:
-            settings = Settings(**{name: getattr(options, name) for name in asdict(TINY)})
-            training = importlib.import_module("benchmarks.lm.training")
-            folder = OUT / "runs" / settings.arm if options.out is None else options.out
-            training.train(settings, corpus.Corpus(options.corpus, settings.length), folder)
+        if _run(options):
+            return 0
     except ModuleNotFoundError as error:
         sys.exit(f"python -m benchmarks.lm {options.command} needs {error.name}: pip install '.[lra]'")
     except (FileNotFoundError, ValueError) as error:
@@ -63,8 +126,9 @@ def main(given: Sequence[str] | None = None) -> int:
     # Lightning exits when it is interrupted
     except (KeyboardInterrupt, SystemExit):
         print("\ninterrupted; the same command goes on from the last validation", file=sys.stderr)
-        return 130
-    return 0
+        return INTERRUPTED
+    print("stopped by --minutes; the same command goes on", file=sys.stderr)
+    return STOPPED
 
 
 if __name__ == "__main__":

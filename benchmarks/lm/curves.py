@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +15,35 @@ from torch import Tensor, nn
 from ..run import measure
 from .model import Settings
 
-# parts of a window, as shares of its length
-PARTS = ((0, 1 / 8), (1 / 8, 1 / 4), (1 / 4, 1 / 2), (1 / 2, 1))
-
-Point = dict[str, float]
+Point = dict[str, Any]
 
 
-def point_of(settings: Settings, *, step: int, seconds: float, train_loss: float, losses: list[Tensor]) -> Point:
+def parts_of(length: int) -> list[tuple[int, int]]:
+    """Parts of a window: 0 to 1,024 (or to an eighth of a shorter window), from there to twice as far, and so on."""
+    ends = [min(1024, -(-length // 8))]
+    while 2 * ends[-1] < length:
+        ends.append(2 * ends[-1])
+    return list(pairwise([0, *ends, length]))
+
+
+def point_of(
+    settings: Settings, *, step: int, seconds: float, train_loss: float, losses: list[Tensor], peak_bytes: int = 0
+) -> Point:
     """A line of metrics.csv.
 
     seconds     of training, without validations
     train_loss  mean since the line before
-    losses      (batch, length) each: of the validation windows
+    losses      (batch, length) each: of the validation windows. loss_late is that of the tokens for which dense-short,
+                too, has half of its context, the same tokens in every arm
+    peak_bytes  of GPU memory in training and validation; 0 on a CPU
     """
     by_position = torch.cat(losses).double().mean(dim=0)
-    parts = [by_position[int(a * settings.length) : int(b * settings.length)].mean().item() for a, b in PARTS]
+    means = {f"loss_part_{i}": by_position[a:b].mean().item() for i, (a, b) in enumerate(parts_of(settings.length), 1)}
+    late = torch.arange(settings.length, device=by_position.device) % settings.short >= settings.short // 2
     return {
         "step": step, "tokens": step * settings.batch_size * settings.length, "seconds": round(seconds, 3),
-        "train_loss": train_loss, "validation_loss": by_position.mean().item(),
-        **{f"loss_part_{number}": loss for number, loss in enumerate(parts, 1)},
+        "train_loss": train_loss, "validation_loss": by_position.mean().item(), **means,
+        "loss_late": by_position[late].mean().item(), "peak_bytes": peak_bytes,
     }  # fmt: skip
 
 
@@ -47,3 +59,10 @@ def write_run(folder: Path, settings: Settings, model: nn.Module, corpus_sha256:
     facts = {**asdict(settings), "weights": weights, "corpus_sha256": corpus_sha256, **measure.environment(device)}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], list[Point]]:
+    """run.json, and the lines of metrics.csv as numbers."""
+    with (folder / "metrics.csv").open() as file:
+        points = [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
+    return json.loads((folder / "run.json").read_text(encoding="utf-8")), points

@@ -1,7 +1,8 @@
-"""A decoder of bytes whose attention is one of five arms, and its optimizer."""
+"""A decoder of bytes whose attention is one of seven arms, its attention by other libraries, and its optimizer."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,55 +11,158 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.checkpoint import checkpoint
 
 import masks
+from blocksparse_flash import BlockLayout
+from blocksparse_flash.interop import to_flex_attention
 from blocksparse_flash.nn import MixtureOfBlockAttention, NativeSparseAttention, SelfAttention
 
-ARMS = ("dense", "local", "hybrid", "nsa", "moba")
-N_SYMBOLS, ROPE = 256, 10_000.0
+from ..run.peers import compiled_flex, sdpa_call
+
+ARMS = ("dense", "hybrid", "hybrid-local", "local", "dense-short", "nsa", "moba")
+# arms without a sparse layer
+DENSE = ("dense", "dense-short")
+# cudnn: scaled_dot_product_attention with that backend alone; sdpa: with the one that PyTorch chooses
+IMPLEMENTATIONS = ("ours", "sdpa", "cudnn", "flex")
+# of the hybrid arms, one layer in so many is dense
+DENSE_EVERY = 4
+# the base is for contexts of 131,072 tokens
+N_SYMBOLS, ROPE = 256, 500_000.0
+# tokens whose logits are in memory at a time
+CHUNK = 1 << 14
 # of the gradients of all weights together
 MAX_NORM = 1.0
+
+
+def implementations_of(arm: str) -> tuple[str, ...]:
+    """Those of IMPLEMENTATIONS that have an arm; a mask of every pair for sdpa would have 17 GB at 131,072 tokens."""
+    return IMPLEMENTATIONS if arm in DENSE else ("ours",) if arm in ("nsa", "moba") else ("ours", "flex")
 
 
 @dataclass(frozen=True)
 class Settings:
     """All settings of a run. Runs that differ in `arm` alone see the same tokens in the same order.
 
-    arm             dense: every token before; local: the last `keys` tokens; hybrid: layers alternate local and dense;
-                    nsa: NativeSparseAttention, 8 blocks of keys / 16 tokens, a window of keys / 2, compressed keys;
-                    moba: MixtureOfBlockAttention, 8 blocks of keys / 8 tokens
-    keys            256, 512, or a multiple of 1,024 for nsa and moba
+    arm             see benchmarks/lm/README.md
+    attention       of the layers: ours, or the same attention by sdpa, cudnn or flex
+    short           dense-short has contexts of so many tokens, a divisor of length
+    keys            a multiple of 128; 256, 512, or a multiple of 1,024 for nsa and moba
     validate_every  steps between validations; a checkpoint follows each
     n_validation    windows of a validation
     """
 
     arm: str = "dense"
-    length: int = 8192
-    keys: int = 1024
+    attention: str = "ours"
+    length: int = 65536
+    short: int = 4096
+    keys: int = 2048
     embed_dim: int = 512
     num_heads: int = 8
     kv_heads: int = 2
     n_layers: int = 8
-    hidden_dim: int = 3072
-    batch_size: int = 8
-    steps: int = 260
-    validate_every: int = 20
-    n_validation: int = 64
+    hidden_dim: int = 1408
+    batch_size: int = 1
+    steps: int = 2400
+    validate_every: int = 60
+    n_validation: int = 16
     learning_rate: float = 1e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:
             raise ValueError(f"arm must be one of {', '.join(ARMS)}, got {self.arm!r}")
+        if self.attention not in IMPLEMENTATIONS:
+            raise ValueError(f"attention must be one of {', '.join(IMPLEMENTATIONS)}, got {self.attention!r}")
+        possible = implementations_of(self.arm)
+        if self.attention not in possible:
+            raise ValueError(f"attention of {self.arm} must be one of {', '.join(possible)}, got {self.attention!r}")
         if self.steps % self.validate_every:
             raise ValueError(f"steps must be a multiple of validate_every={self.validate_every}, got {self.steps}")
+        if self.length % self.short:
+            raise ValueError(f"short must divide length={self.length}, got {self.short}")
+        if self.keys < 128 or self.keys % 128:
+            raise ValueError(f"keys must be a positive multiple of 128, got {self.keys}")
+        if "hybrid" in self.arm and self.n_layers % DENSE_EVERY:
+            raise ValueError(f"n_layers of {self.arm} must be a multiple of {DENSE_EVERY}, got {self.n_layers}")
+
+    @property
+    def name(self) -> str:
+        """Of the variant of the model."""
+        return self.arm if self.attention == "ours" else f"{self.arm}-{self.attention}"
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"short": 128, "embed_dim": 64, "num_heads": 4, "kv_heads": 1, "n_layers": 4, "hidden_dim": 128},
+    # its checkpoints have 46 MB
+    "small": {"embed_dim": 256, "num_heads": 4, "kv_heads": 1, "hidden_dim": 704},
+    "medium": {},
+    "gpt2": {"embed_dim": 768, "num_heads": 12, "kv_heads": 12, "n_layers": 12, "hidden_dim": 2048},
+}
 # for a CPU: about a minute
 TINY = Settings(
-    length=512, keys=256, embed_dim=64, num_heads=4, kv_heads=1, n_layers=2, hidden_dim=128, batch_size=4, steps=120,
-    validate_every=30, n_validation=8, learning_rate=3e-3,
+    length=512, keys=256, batch_size=4, steps=120, validate_every=30, n_validation=8, learning_rate=3e-3,
+    **SIZES["tiny"],
 )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4)
+def sparse_layout(length: int, keys: int) -> BlockLayout:
+    """The last keys / 2 tokens, a butterfly of blocks of keys / 8 (256 at most), and the first keys / 4; causal."""
+    block = min(256, keys // 8)
+    found = masks.local(length, window=(keys // 2 - 1, 0), block_size=block)
+    found |= masks.butterfly(length, block_size=block)
+    found |= masks.global_tokens(length, tokens=min(keys // 4, length), block_size=block)
+    return found & masks.causal(length, block_size=block)
+
+
+@functools.lru_cache(maxsize=4)
+def equal_window(length: int, keys: int) -> int:
+    """Tokens of the window that gives a query as many keys as `sparse_layout`, on average."""
+    pairs = sparse_layout(length, keys).describe().pairs
+    # of w tokens: the first w - 1 queries have fewer
+    window = keys // 2
+    while window * length - window * (window - 1) // 2 < pairs:
+        window += 1
+    return window
+
+
+def layout_of(settings: Settings, layer: int) -> BlockLayout | None:
+    """The causal layout of a layer; None: every token before."""
+    if settings.arm in DENSE or ("hybrid" in settings.arm and layer % DENSE_EVERY == DENSE_EVERY - 1):
+        return None
+    if settings.arm == "hybrid":
+        return sparse_layout(settings.length, settings.keys)
+    return masks.local(settings.length, window=(equal_window(settings.length, settings.keys) - 1, 0))
+
+
+def flex_mask(layout: BlockLayout | None, length: int, window: int) -> Any:
+    """The layout as FlexAttention's BlockMask; None is causal.
+
+    window  of the layout. Its blocks that have only some pairs are those that the window or the diagonal cuts; for
+            these alone FlexAttention evaluates the function, which needs no table
+    """
+    mask = to_flex_attention(masks.causal(length) if layout is None else layout)
+    mask.mask_mod = lambda _b, _h, q, kv: (q >= kv) & (q - kv < window)
+    return mask
+
+
+class PeerAttention(SelfAttention):
+    """SelfAttention with the same weights, whose middle step is `call`: q, k, v and options to the heads."""
+
+    def __init__(self, *sizes: Any, call: Any, block_mask: Any = None, **options: Any) -> None:
+        super().__init__(*sizes, causal=True, **options)
+        self.call, self.block_mask = call, block_mask
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PeerAttention:
+        super()._apply(fn, recurse)
+        if self.block_mask is not None:
+            self.block_mask = self.block_mask.to(self.qkv.weight.device)
+        return self
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, kv_lengths: Any = None, *, cache: Any = None) -> Tensor:
+        assert kv_lengths is None and cache is None
+        return self.call(q, k, v) if self.block_mask is None else self.call(q, k, v, block_mask=self.block_mask)
 
 
 def attention_of(settings: Settings, layer: int) -> nn.Module:
@@ -70,9 +174,46 @@ def attention_of(settings: Settings, layer: int) -> nn.Module:
         return NativeSparseAttention(width, heads, **sizes)
     if settings.arm == "moba":
         return MixtureOfBlockAttention(width, heads, k_blocks=8, block_size=keys // 8, by_group=True, **sizes)
-    is_local = settings.arm == "local" or (settings.arm == "hybrid" and layer % 2 == 0)
-    layout = masks.local(settings.length, window=(keys - 1, 0)) if is_local else None
-    return SelfAttention(width, heads, layout, causal=True, **sizes)
+    layout = layout_of(settings, layer)
+    if settings.attention == "ours":
+        return SelfAttention(width, heads, layout, causal=True, **sizes)
+    options: dict[str, Any] = {"enable_gqa": settings.kv_heads != heads}
+    if settings.attention == "flex":
+        length = settings.short if settings.arm == "dense-short" else settings.length
+        window = keys // 2 if settings.arm == "hybrid" else equal_window(settings.length, keys)
+        mask = flex_mask(layout, length, length if layout is None else window)
+        call: Any = functools.partial(compiled_flex(), **options)
+        return PeerAttention(width, heads, call=call, block_mask=mask, **sizes)
+    options["is_causal"] = True
+    call = functools.partial(F.scaled_dot_product_attention, **options)
+    if settings.attention == "cudnn":
+        call = sdpa_call("CUDNN_ATTENTION", **options)
+    return PeerAttention(width, heads, call=call, **sizes)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + dense(norm(x)): RMSNorm and SwiGLU. As nn.DecoderBlock, for any attention."""
+
+    def __init__(self, attention: nn.Module, norms: tuple[nn.Module, nn.Module], gate_up: nn.Linear, down: nn.Linear):
+        super().__init__()
+        self.attention_norm, self.dense_norm = norms
+        self.attention, self.gate_up, self.down = attention, gate_up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        gate, up = self.gate_up(self.dense_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Head(nn.Module):
+    """Loss in nats of each token, (tokens, width) and int64 (tokens,) to float32 (tokens,)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.logits = nn.RMSNorm(width), nn.Linear(width, N_SYMBOLS, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(self.norm(x)).float(), targets, reduction="none")
 
 
 class LanguageModel(nn.Module):
@@ -81,28 +222,39 @@ class LanguageModel(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         width, hidden = settings.embed_dim, settings.hidden_dim
+        self.context = settings.short if settings.arm == "dense-short" else settings.length
+        self.has_graph_breaks = settings.arm in ("nsa", "moba")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            self.embedding = nn.Embedding(N_SYMBOLS, width)
-            self.dense = nn.ModuleList(
-                nn.Sequential(nn.RMSNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+            self.embedding, self.head = nn.Embedding(N_SYMBOLS, width), Head(width)
+            dense = [
+                (nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False))
                 for _ in range(settings.n_layers)
-            )
-            self.logits = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, N_SYMBOLS, bias=False))
+            ]
             # last: arms draw different numbers of weights
-            self.attention = nn.ModuleList(
-                nn.Sequential(nn.RMSNorm(width), attention_of(settings, layer)) for layer in range(settings.n_layers)
+            self.blocks = nn.ModuleList(
+                Block(attention_of(settings, layer), (nn.RMSNorm(width), nn.RMSNorm(width)), *pair)
+                for layer, pair in enumerate(dense)
             )
+
+    def compiled(self) -> LanguageModel:
+        """Itself; each block and the head are compiled when they are first called, and equal ones once."""
+        for block in self.blocks:
+            block.compile(fullgraph=not self.has_graph_breaks, dynamic=False)
+        self.head.compile(fullgraph=True, dynamic=False)
+        return self
 
     def forward(self, window: Tensor) -> Tensor:
         """Loss in nats of each byte but the first: uint8 (batch, length + 1) to float32 (batch, length)."""
         window = window.long()
-        x = self.embedding(window[:, :-1])
-        for attention, dense in zip(self.attention, self.dense, strict=True):
-            x = x + attention(x)
-            x = x + dense(x)
-        logits = self.logits(x).flatten(0, 1).float()
-        return F.cross_entropy(logits, window[:, 1:].flatten(), reduction="none").unflatten(0, (len(x), -1))
+        targets = window[:, 1:]
+        x = self.embedding(window[:, :-1].reshape(-1, self.context))
+        for block in self.blocks:
+            x = block(x)
+        chunks = zip(x.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
+        # the backward computes the logits of a chunk again
+        losses = [checkpoint(self.head, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat(losses).view_as(targets)
 
 
 def optimizer_of(model: nn.Module, settings: Settings) -> tuple[AdamW, OneCycleLR]:

@@ -1,47 +1,132 @@
-"""Writes the report: a table of runs, and validation loss against tokens, seconds and position."""
+"""Writes the report: a table of arms over their seeds, and validation loss against tokens, seconds and position."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..report.markdown import joined, listing
-from .curves import PARTS
+from ..report.markdown import joined, listing, table
+from .curves import parts_of, read_run
 
 # settings in which runs that are compared are equal
-SAME = ("length", "keys", "batch_size", "steps", "seed", "corpus_sha256", "device", "torch", "triton", "commit")
-LOSSES = [f"loss_part_{number}" for number in range(1, len(PARTS) + 1)]
+SAME = (
+    "length", "keys", "embed_dim", "num_heads", "n_layers", "hidden_dim", "batch_size", "steps", "corpus_sha256",
+    "device", "torch", "triton", "commit",
+)  # fmt: skip
 SETTING = (
     "{n_layers} layers of width {embed_dim}, {num_heads} query heads and {kv_heads} KV heads; {steps} steps of "
-    "{batch_size} windows of {length:,} bytes; a budget of {keys:,} keys per query (`--keys`) in every run but dense; "
-    "seed {seed}; corpus {corpus_sha256:.12}; {device}, torch {torch}, triton {triton}, commit {commit}."
+    "{batch_size} windows of {length:,} bytes; `--keys` {keys:,}; corpus {corpus_sha256:.12}; {device}, torch {torch}, "
+    "triton {triton}, commit {commit}."
 )
 
+# facts and points of each seed of an arm
+Runs = list[tuple[dict[str, Any], pd.DataFrame]]
 
-def _read(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    return json.loads((folder / "run.json").read_text(encoding="utf-8")), pd.read_csv(folder / "metrics.csv")
+
+def read(folder: Path) -> dict[str, Runs]:
+    """The runs under a folder by arm and implementation, in the order of seeds; FileNotFoundError if there are none."""
+    found: dict[str, Runs] = {}
+    for path in sorted(folder.rglob("metrics.csv")):
+        facts, points = read_run(path.parent)
+        implementation = facts.get("attention", "ours")
+        name = facts["arm"] if implementation == "ours" else f"{facts['arm']}, {implementation}"
+        found.setdefault(name, []).append((facts, pd.DataFrame(points)))
+    if not found:
+        raise FileNotFoundError(f"no metrics.csv under {folder}: `train` and `figure` write it")
+    return {name: sorted(runs, key=lambda run: run[0]["seed"]) for name, runs in found.items()}
 
 
-def curves(runs: dict[str, pd.DataFrame], parts: list[str]) -> Figure:
-    """Validation loss against tokens and seconds, and at the end by position."""
+def _mean(values: Any, form: str) -> str:
+    """Mean, and of several values the smallest and the largest."""
+    values = [*values]
+    several = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    return f"{np.mean(values):{form}}{several}"
+
+
+def _parts(runs: Runs) -> list[str]:
+    """Names of the columns of losses by position."""
+    return [name for name in runs[0][1] if name.startswith("loss_part_")]
+
+
+def _row(name: str, runs: Runs, dense: dict[int, float], seconds: float) -> dict[str, Any]:
+    """A row of the table. dense: final loss by seed; seconds: of the fastest arm."""
+    lasts = [points.iloc[-1] for _, points in runs]
+    losses = [last["validation_loss"] for last in lasts]
+    by_seed = {facts["seed"]: loss for (facts, _), loss in zip(runs, losses, strict=True)}
+    above = [loss - dense[seed] for seed, loss in by_seed.items() if seed in dense]
+    at_time = [np.interp(seconds, points["seconds"], points["validation_loss"]) for _, points in runs]
+    peak = max(last.get("peak_bytes", 0) for last in lasts)
+    return {
+        "arm": name, "seeds": len(runs), "weights": runs[0][0]["weights"], "tokens": lasts[0]["tokens"],
+        "seconds": np.mean([last["seconds"] for last in lasts]), "memory": f"{peak / 1e9:.1f}" if peak else "-",
+        "rate": np.mean([last["tokens"] / last["seconds"] for last in lasts]), "loss": _mean(losses, ".4f"),
+        "bits": np.mean(losses) / math.log(2), "above": _mean(above, "+.4f") if above else "-",
+        "at_time": _mean(at_time, ".4f"),
+    }  # fmt: skip
+
+
+def tables(found: dict[str, Runs]) -> str:
+    """What was run, a table of the arms, and one of their losses by position."""
+    everything = [facts for runs in found.values() for facts, _ in runs]
+    differing = [key for key in SAME if len({facts.get(key) for facts in everything}) > 1]
+    seeds = {name: [facts["seed"] for facts, _ in runs] for name, runs in found.items()}
+    differing += ["seeds"] if len({*map(tuple, seeds.values())}) > 1 else []
+    steps = {points["step"].iloc[-1] == facts["steps"] for runs in found.values() for facts, points in runs}
+    dense = {facts["seed"]: points["validation_loss"].iloc[-1] for facts, points in found.get("dense", [])}
+    seconds = min(np.mean([points["seconds"].iloc[-1] for _, points in runs]) for runs in found.values())
+    columns = {"arm": "{arm}", "seeds": "{seeds}", "weights": "{weights:,}", "tokens": "{tokens:,.0f}"}
+    columns |= {"seconds": "{seconds:.1f}", "tokens/s": "{rate:,.0f}", "peak GB": "{memory}", "loss": "{loss}"}
+    columns |= {"loss - dense": "{above}", "bits per byte": "{bits:.4f}", f"loss at {seconds:.1f} s": "{at_time}"}
+    first = next(iter(found.values()))
+    bounds = parts_of(first[0][0]["length"])
+    heads = ["arm", *(f"{begin:,} to {end:,}" for begin, end in bounds)]
+    late = "loss_late" in first[0][1]
+    rows = [
+        [name, *(_mean((points[part].iloc[-1] for _, points in runs), ".4f") for part in _parts(runs))]
+        + ([_mean((points["loss_late"].iloc[-1] for _, points in runs), ".4f")] if late else [])
+        for name, runs in found.items()
+    ]
+    return joined(
+        SETTING.format_map(everything[0]),
+        f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
+        "" if steps == {True} else "**Not all of these runs have finished.**",
+        "Losses of the last validation in nats per byte: mean, and smallest to largest of several seeds. The column "
+        f"`loss at {seconds:.1f} s`, where the fastest arm has finished, shows slower arms before their learning rate "
+        "has fallen.",
+        listing(pd.DataFrame([_row(name, runs, dense, seconds) for name, runs in found.items()]), columns),
+        "Losses by position in the window"
+        + (". `late`: the tokens of the second half of every context of dense-short, in all arms:" if late else ":"),
+        table([*heads, *(["late"] if late else [])], rows),
+    )
+
+
+def curves(found: dict[str, Runs]) -> Figure:
+    """Validation loss against tokens and seconds, and at the end by position: means, and the range of the seeds."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     by_tokens, by_seconds, by_position = figure.subplots(1, 3)
-    for name, points in runs.items():
-        by_tokens.plot(points["tokens"] / 1e6, points["validation_loss"], marker=".", label=name)
-        by_seconds.plot(points["seconds"], points["validation_loss"], marker=".")
-        by_position.plot(parts, points[LOSSES].iloc[-1], marker="o")
+    for name, runs in found.items():
+        # interrupted runs have fewer points
+        count = min(len(points) for _, points in runs)
+        losses = np.array([points["validation_loss"][:count] for _, points in runs])
+        seconds = np.mean([points["seconds"][:count] for _, points in runs], axis=0)
+        for axes, x in ((by_tokens, runs[0][1]["tokens"][:count] / 1e6), (by_seconds, seconds)):
+            (line,) = axes.plot(x, losses.mean(axis=0), marker=".", label=name)
+            axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), alpha=0.2, color=line.get_color())
+        parts = np.array([points[_parts(runs)].iloc[-1] for _, points in runs])
+        by_position.plot([end for _, end in parts_of(runs[0][0]["length"])], parts.mean(axis=0), marker="o")
     # the first steps would hide the differences
-    shown = pd.concat([points["validation_loss"][len(points) // 4 :] for points in runs.values()])
+    shown = [points["validation_loss"][len(points) // 4 :] for runs in found.values() for _, points in runs]
+    low, high = min(map(min, shown)), max(map(max, shown))
     for axes, label in ((by_tokens, "million tokens"), (by_seconds, "seconds of training")):
-        axes.set_ylim(shown.min() - 0.02, shown.max() + 0.05)
+        axes.set_ylim(low - 0.02, high + 0.05)
         axes.set_xlabel(label)
-    by_position.set_xlabel("position in the window")
-    by_position.tick_params(labelsize=7)
+    by_position.set_xscale("log", base=2)
+    by_position.set_xlabel("position in the window, up to")
     by_tokens.set_ylabel("validation loss, nats per byte")
     by_tokens.legend()
     return figure
@@ -49,29 +134,14 @@ def curves(runs: dict[str, pd.DataFrame], parts: list[str]) -> Figure:
 
 def report(runs_folder: Path, out: Path) -> Path:
     """Writes report.md and curves.png about every run under a folder; returns the path of the page."""
-    folders = sorted(path.parent for path in runs_folder.rglob("metrics.csv"))
-    if not folders:
-        raise FileNotFoundError(f"no metrics.csv under {runs_folder}: `train` writes it")
-    runs = {folder.relative_to(runs_folder).as_posix(): _read(folder) for folder in folders}
-    first = next(iter(runs.values()))[0]
-    differing = [key for key in SAME if len({facts[key] for facts, _ in runs.values()}) > 1]
-    lines = pd.DataFrame([{"run": name, **facts, **points.iloc[-1]} for name, (facts, points) in runs.items()])
-    lines["rate"], lines["bits"] = lines["tokens"] / lines["seconds"], lines["validation_loss"] / math.log(2)
-    parts = [f"{begin * first['length']:,.0f} to {end * first['length']:,.0f}" for begin, end in PARTS]
-    columns = {"run": "{run}", "weights": "{weights:,}", "tokens": "{tokens:,.0f}", "seconds": "{seconds:.1f}"}
-    columns |= {"tokens/s": "{rate:,.0f}", "loss": "{validation_loss:.4f}", "bits per byte": "{bits:.4f}"}
-    heads = [f"loss at positions {parts[0]}", *parts[1:]]
-    columns |= {head: f"{{{loss}:.4f}}" for head, loss in zip(heads, LOSSES, strict=True)}
+    found = read(runs_folder)
     text = joined(
-        "# Language models: dense and selected attention on the same tokens",
-        "Written by `python -m benchmarks.lm report`. Losses of the last validation, in nats per byte, overall and by "
-        "position in the window.",
-        SETTING.format_map(first),
-        f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
-        listing(lines, columns),
+        "# Language models: dense and sparse attention on the same tokens",
+        "Written by `python -m benchmarks.lm report`.",
+        tables(found),
         "![Validation loss against tokens, seconds and position](curves.png)",
     )
     out.mkdir(parents=True, exist_ok=True)
-    curves({name: points for name, (_, points) in runs.items()}, parts).savefig(out / "curves.png", dpi=120)
+    curves(found).savefig(out / "curves.png", dpi=120, metadata={"Software": None})
     (out / "report.md").write_text(text + "\n", encoding="utf-8")
     return out / "report.md"

@@ -1,10 +1,12 @@
-"""Training with Lightning, which resumes exactly after an interruption."""
+"""Training with Lightning, which resumes exactly after an interruption, and all runs of a figure."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,30 @@ from torch.utils.data import DataLoader
 
 from ..run import measure
 from .corpus import Corpus
-from .curves import Point, point_of, write_points, write_run
+from .curves import Point, point_of, read_run, write_points, write_run
 from .model import MAX_NORM, LanguageModel, Settings, optimizer_of
 
 # seconds of training on a CPU that deserve a warning
 SLOW = 300
+# state of AdamW for each weight
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Training(lightning.LightningModule):
-    """An epoch is `validate_every` steps and a validation, after which a checkpoint is written."""
+    """An epoch is `validate_every` steps and a validation, after which a checkpoint is written.
 
-    def __init__(self, settings: Settings, corpus: Corpus, folder: Path) -> None:
+    deadline  of time.monotonic(): ends after the last epoch that probably ends before it
+    """
+
+    def __init__(self, settings: Settings, corpus: Corpus, folder: Path, deadline: float = math.inf) -> None:
         super().__init__()
-        self.settings, self.corpus, self.folder = settings, corpus, folder
+        self.settings, self.corpus, self.folder, self.deadline = settings, corpus, folder, deadline
         self.identity = {**asdict(settings), "corpus_sha256": corpus.sha256}
         self.model = LanguageModel(settings)
         self.points: list[Point] = []
         self.train_losses: list[Tensor] = []
         self.losses: list[Tensor] = []
-        self.seconds, self._begin = 0.0, 0.0
+        self.seconds, self._begin, self.peak_bytes = 0.0, 0.0, 0
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         size, count = self.settings.batch_size, self.settings.validate_every
@@ -61,48 +68,71 @@ class Training(lightning.LightningModule):
     def on_validation_start(self) -> None:
         measure.synchronize()
         self.seconds += time.perf_counter() - self._begin
+        if self.device.type == "cuda":
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated())
 
     def validation_step(self, window: Tensor) -> None:
         self.losses.append(self.model(window))
 
     def on_validation_epoch_end(self) -> None:
         figures: dict[str, Any] = {"train_loss": torch.stack(self.train_losses).mean().item(), "losses": self.losses}
-        self.points.append(point_of(self.settings, step=self.global_step, seconds=self.seconds, **figures))
+        figures |= {"seconds": self.seconds, "peak_bytes": self.peak_bytes}
+        self.points.append(point_of(self.settings, step=self.global_step, **figures))
         self.train_losses, self.losses = [], []
         write_points(self.folder, self.points)
         self.log("validation_loss", self.points[-1]["validation_loss"], prog_bar=True)
 
+    def on_train_epoch_end(self) -> None:
+        # with its validation and the checkpoint, which takes a second
+        took = time.perf_counter() - self._begin + 1
+        self.trainer.should_stop = time.monotonic() + took > self.deadline
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint |= {"identity": self.identity, "points": list(self.points), "seconds": self.seconds}
+        """Rounds AdamW's state to bfloat16, also that of the running training: 8 bytes a weight instead of 12."""
+        checkpoint |= {"identity": self.identity, "points": list(self.points)}
+        checkpoint |= {"seconds": self.seconds, "peak_bytes": self.peak_bytes}
+        states = checkpoint["optimizer_states"][0]["state"]
+        for index, state in states.items():
+            rounded = {name: state[name].bfloat16() for name in MOMENTS}
+            for name in MOMENTS:
+                state[name].copy_(rounded[name])
+            states[index] = {**state, **rounded}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.points, self.seconds = list(checkpoint["points"]), checkpoint["seconds"]
+        self.peak_bytes = checkpoint["peak_bytes"]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer, schedule = optimizer_of(self.model, self.settings)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def print_duration(settings: Settings, corpus: Corpus, device: torch.device, n_steps: int) -> None:
-    """Times a step, which compiles the kernels too, and prints how long the training will take."""
-    model, window = LanguageModel(settings).to(device), corpus.train[: settings.batch_size].to(device)
+def print_duration(training: Training, device: torch.device, n_steps: int) -> float:
+    """Times a step, which compiles the kernels too; prints how long the training will take, and returns it."""
+    model, settings = training.model.to(device), training.settings
+    window = training.corpus.train[: settings.batch_size].to(device)
 
     def step() -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(window).mean()
         loss.backward()
+        model.zero_grad()
 
     seconds = n_steps * measure.wall_milliseconds(step, runs=2)["ms"] / 1000
     tokens = n_steps * settings.batch_size * settings.length
-    print(f"{settings.arm}: {n_steps} steps, {tokens:,} tokens, about {seconds:,.0f} s", flush=True)
+    print(f"{settings.name}: {n_steps} steps, {tokens:,} tokens, about {seconds:,.0f} s", flush=True)
     if device.type == "cpu" and seconds > SLOW:
         print("   warning: this takes a GPU; --tiny takes about a minute on a CPU", flush=True)
+    return seconds
 
 
-def train(settings: Settings, corpus: Corpus, folder: Path) -> None:
-    """Trains or resumes; writes run.json, metrics.csv and a checkpoint to the folder.
+def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = math.inf) -> bool:
+    """Trains or resumes; writes run.json, metrics.csv and a checkpoint to the folder. Returns whether it has finished.
 
-    raises  ValueError if the folder has a run with other settings or another corpus
+    A finished run keeps its weights in bfloat16, weights.pt, and no checkpoint.
+
+    deadline  of time.monotonic(): saves and returns before it
+    raises    ValueError if the folder has a run with other settings or another corpus
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # batches are in memory; the files beside the checkpoint are the results
@@ -110,15 +140,30 @@ def train(settings: Settings, corpus: Corpus, folder: Path) -> None:
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    training, path, n_done = Training(settings, corpus, folder), folder / "last.ckpt", 0
-    if path.exists():
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["identity"] != training.identity:
+    path, weights, n_done, where = folder / "last.ckpt", folder / "weights.pt", 0, f"{settings.name}, {folder}"
+    training = Training(settings, corpus, folder, deadline)
+    if path.exists() or weights.exists():
+        is_finished = weights.exists()
+        checkpoint = {} if is_finished else torch.load(path, map_location="cpu", weights_only=True)
+        facts = read_run(folder)[0] if is_finished else checkpoint["identity"]
+        if any(facts.get(name) != value for name, value in training.identity.items()):
             raise ValueError(f"{folder} has a run with other settings or another corpus: choose another --out")
+        if is_finished:
+            print(f"{where}: finished before", flush=True)
+            return True
         n_done = checkpoint["global_step"]
-        print(f"{settings.arm}: going on from step {n_done} of {settings.steps}", flush=True)
+        print(f"{where}: going on from step {n_done} of {settings.steps}", flush=True)
+    # compiled functions of an earlier run count toward PyTorch's limit
+    torch.compiler.reset()
+    if device.type == "cuda":
+        training.model.compiled()
+        torch.cuda.reset_peak_memory_stats()
     write_run(folder, settings, training.model, corpus.sha256, device)
-    print_duration(settings, corpus, device, settings.steps - n_done)
+    seconds = print_duration(training, device, settings.steps - n_done)
+    epoch = seconds * settings.validate_every / (settings.steps - n_done)
+    if time.monotonic() + epoch > deadline:
+        print(f"{where}: too little time for {settings.validate_every} steps, {epoch:,.0f} s", flush=True)
+        return False
     keeper = ModelCheckpoint(folder, path.stem, enable_version_counter=False, save_on_train_epoch_end=True)
     trainer = lightning.Trainer(
         accelerator=device.type, devices=1, precision="bf16-mixed" if device.type == "cuda" else "32-true",
@@ -128,5 +173,20 @@ def train(settings: Settings, corpus: Corpus, folder: Path) -> None:
     )  # fmt: skip
     trainer.fit(training, ckpt_path=path if n_done else None)
     last = training.points[-1]
-    rate = last["tokens"] / last["seconds"]
-    print(f"{settings.arm}: validation loss {last['validation_loss']:.4f} nats a byte, {rate:,.0f} tokens/s")
+    rate, loss = last["tokens"] / last["seconds"], f"validation loss {last['validation_loss']:.4f} nats a byte"
+    print(f"{where}: {loss}, {rate:,.0f} tokens/s, step {training.global_step} of {settings.steps}", flush=True)
+    if training.global_step < settings.steps:
+        return False
+    torch.save({name: weight.bfloat16() for name, weight in training.model.state_dict().items()}, weights)
+    path.unlink()
+    return True
+
+
+def train_all(runs: Iterable[Settings], corpus: Corpus, folder: Path, deadline: float = math.inf) -> bool:
+    """Trains every run in a folder of its own, skipping those that have finished. Returns whether all have."""
+    finished = [
+        time.monotonic() < deadline and train(run, corpus, folder / f"{run.name}-seed{run.seed}", deadline)
+        for run in runs
+    ]
+    print(f"{sum(finished)} of {len(finished)} runs have finished", flush=True)
+    return all(finished)

@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import sys
+import time
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,19 @@ import torch
 
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 
+import masks
 from benchmarks.lm import __main__ as command
-from benchmarks.lm import corpus, curves, training
+from benchmarks.lm import corpus, curves, model, training
 from benchmarks.lm.model import ARMS, TINY, LanguageModel
 from benchmarks.lm.training import Training
+from blocksparse_flash.interop import from_flex_attention
 
-SMALL = replace(
-    TINY, length=300, embed_dim=32, n_layers=2, hidden_dim=32, batch_size=2, steps=6, validate_every=2, n_validation=3
-)
-OPTIONS = ["--tiny", "--length", "300", "--embed-dim", "32", "--hidden-dim", "32", "--batch-size", "2"]
-OPTIONS += ["--steps", "6", "--validate-every", "2", "--n-validation", "3"]
+CHANGES = {
+    "length": 300, "short": 100, "embed_dim": 32, "hidden_dim": 32, "batch_size": 2, "steps": 6, "validate_every": 2,
+    "n_validation": 3,
+}  # fmt: skip
+SMALL = replace(TINY, **CHANGES)
+OPTIONS = ["--tiny", *(text for name, value in CHANGES.items() for text in (f"--{name.replace('_', '-')}", str(value)))]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_arms_begin_with_equal_weights_outside_attention() -> None:
     models = {arm: LanguageModel(replace(SMALL, arm=arm)).state_dict() for arm in ARMS}
     for weights in models.values():
         for name, weight in models["dense"].items():
-            if not name.startswith("attention."):
+            if ".attention." not in name:
                 assert torch.equal(weights[name], weight), name
     # arms without weights of their own begin with all weights equal
     assert all(torch.equal(models["local"][name], weight) for name, weight in models["dense"].items())
@@ -79,13 +84,76 @@ def test_arms_begin_with_equal_weights_outside_attention() -> None:
     assert not torch.equal(other["embedding.weight"], models["dense"]["embedding.weight"])
 
 
-def test_hybrid_alternates_local_and_dense_layers() -> None:
-    def keys_of(arm: str) -> list[int]:
-        """Keys of the last query in each layer."""
-        layouts = [layer[1].layout for layer in LanguageModel(replace(SMALL, arm=arm)).attention]
-        return [300 if layout is None else int(layout.to_dense()[0, 0, -1].sum()) for layout in layouts]
+def test_every_fourth_layer_of_a_hybrid_is_dense() -> None:
+    for arm, expected in {
+        "dense": [None] * 4,
+        "dense-short": [None] * 4,
+        "local": ["local"] * 4,
+        "hybrid": [*["sparse"] * 3, None],
+        "hybrid-local": [*["local"] * 3, None],
+    }.items():
+        layouts = {None: None, "sparse": model.sparse_layout(300, 256)}
+        layouts["local"] = masks.local(300, window=(model.equal_window(300, 256) - 1, 0))
+        found = [layer.attention.layout for layer in LanguageModel(replace(SMALL, arm=arm)).blocks]
+        assert found == [layouts[kind] for kind in expected], arm
 
-    assert (keys_of("dense"), keys_of("local"), keys_of("hybrid")) == ([300, 300], [256, 256], [256, 300])
+
+def test_a_sparse_layer_has_a_window_a_butterfly_and_global_tokens() -> None:
+    q, k = torch.arange(512)[:, None], torch.arange(512)
+    apart = (q // 32) ^ (k // 32)
+    expected = (k <= q) & ((q - k < 128) | ((apart & (apart - 1)) == 0) | (k < 64))
+    assert torch.equal(model.sparse_layout(512, 256).to_dense()[0, 0], expected)
+
+
+@pytest.mark.parametrize("length", [512, 1000])
+def test_a_local_layer_has_as_many_keys_as_a_sparse_one(length: int) -> None:
+    window = model.equal_window(length, 256)
+    pairs = [int(masks.local(length, window=(w - 1, 0)).to_dense().sum()) for w in (window - 1, window)]
+    assert pairs[0] < int(model.sparse_layout(length, 256).to_dense().sum()) <= pairs[1]
+
+
+@pytest.mark.parametrize("arm", ["dense", "hybrid", "hybrid-local", "local"])
+def test_flex_gets_the_mask_of_our_layout(arm: str) -> None:
+    settings = replace(SMALL, arm=arm, length=2048, short=512, keys=1024, attention="flex")
+    for layer in range(4):
+        peer = model.attention_of(settings, layer)
+        layout = model.layout_of(settings, layer)
+        expected = masks.causal(2048) if layout is None else layout
+        found = from_flex_attention(peer.block_mask)
+        assert torch.equal(found.to_dense(), expected.to_dense())
+        # full blocks need no function
+        assert int(peer.block_mask.full_kv_num_blocks.sum()) == expected.nnz - int((expected.bitmask_ids >= 0).sum())
+
+
+def test_peers_have_our_weights_and_losses() -> None:
+    window = torch.randint(256, (2, 301), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for arm in ("dense", "dense-short"):
+        ours, peer = (LanguageModel(replace(SMALL, arm=arm, attention=attention)) for attention in ("ours", "sdpa"))
+        assert all(torch.equal(weight, peer.state_dict()[name]) for name, weight in ours.state_dict().items())
+        torch.testing.assert_close(ours(window), peer(window))
+
+
+def test_the_short_context_begins_anew() -> None:
+    short = LanguageModel(replace(SMALL, arm="dense-short"))
+    window = torch.randint(256, (1, 301), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    changed = window.clone()
+    changed[:, 50] ^= 1
+    assert torch.equal(short(window)[:, 100:], short(changed)[:, 100:])
+    # with the same tokens and weights, the first context equals that of the dense arm
+    torch.testing.assert_close(short(window)[:, :100], LanguageModel(SMALL)(window)[:, :100])
+
+
+def test_losses_in_chunks_are_those_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LanguageModel(SMALL)
+    window = torch.randint(256, (2, 301), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = whole(window)
+    monkeypatch.setattr(model, "CHUNK", 7)
+    found = whole(window)
+    torch.testing.assert_close(found, expected)
+    for name in ("head.logits.weight", "embedding.weight"):
+        weight = whole.get_parameter(name)
+        gradients = [torch.autograd.grad(losses.mean(), weight, retain_graph=True)[0] for losses in (found, expected)]
+        torch.testing.assert_close(*gradients)
 
 
 def test_all_arms_see_the_same_tokens_in_the_same_order(
@@ -99,7 +167,7 @@ def test_all_arms_see_the_same_tokens_in_the_same_order(
         return model.embedding(window[:, :-1].long()).mean(dim=-1)
 
     monkeypatch.setattr(LanguageModel, "forward", noted)
-    monkeypatch.setattr(training, "print_duration", lambda *_: None)
+    monkeypatch.setattr(training, "print_duration", lambda *_: 0.0)
     for arm in ARMS:
         assert run(path, tmp_path / arm, "--arm", arm) == 0
     expected = list(corpus.Corpus(path, 300).training_batches(2, seed=0, first_step=0, n_steps=6))
@@ -122,18 +190,92 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
         patch.setattr(Training, "on_train_batch_start", interrupt)
         assert run(path, tmp_path / "parts", "--arm", "nsa") == 130
     assert [line["step"] for line in losses(tmp_path / "parts")] == ["2"]
+    state = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
+    n_weights = sum(weight.numel() for weight in state["state_dict"].values())
+    assert (tmp_path / "parts" / "last.ckpt").stat().st_size < 8 * n_weights + 200_000
     assert "the same command goes on" in capsys.readouterr().err
     assert run(path, tmp_path / "parts", "--arm", "nsa") == 0
-    assert "nsa: going on from step 2 of 6" in capsys.readouterr().out
+    assert "going on from step 2 of 6" in capsys.readouterr().out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert [line["step"] for line in losses(tmp_path / "whole")] == ["2", "4", "6"]
-    ends = [torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"] for name in ("whole", "parts")]
+    ends = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("whole", "parts")]
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+    assert not (tmp_path / "parts" / "last.ckpt").exists()
     assert run(path, tmp_path / "parts", "--arm", "nsa") == 0
-    assert "nsa: going on from step 6 of 6" in capsys.readouterr().out
+    assert "finished before" in capsys.readouterr().out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     with pytest.raises(SystemExit, match="has a run with other settings or another corpus"):
         run(path, tmp_path / "parts", "--arm", "nsa", "--seed", "1")
+
+
+def test_a_run_stops_within_its_minutes_and_goes_on(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(path, tmp_path / "whole") == 0
+    assert run(path, tmp_path / "parts", "--minutes", "0") == command.STOPPED
+    assert "too little time for 2 steps" in capsys.readouterr().out and not list(tmp_path.rglob("parts/*.csv"))
+
+    def stop(module: Training) -> None:
+        module.trainer.should_stop = module.global_step == 4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "on_train_epoch_end", stop)
+        assert run(path, tmp_path / "parts") == command.STOPPED
+    assert "stopped by --minutes; the same command goes on" in capsys.readouterr().err
+    assert run(path, tmp_path / "parts") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("left", "is_stopped"), [(0.5, True), (60.0, False)])
+def test_an_epoch_that_would_end_after_the_deadline_does_not_begin(path: Path, left: float, is_stopped: bool) -> None:
+    module = Training(SMALL, corpus.Corpus(path, 300), path.parent, deadline=time.monotonic() + left)
+    module._begin = time.perf_counter()
+    module.trainer = types.SimpleNamespace(should_stop=None)  # type: ignore[assignment]
+    module.on_train_epoch_end()
+    assert module.trainer.should_stop is is_stopped
+
+
+def test_a_figure_trains_what_is_left_and_reports_it(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(command.FIGURES, "demo", (replace(SMALL, steps=2), ("dense", "hybrid"), (0, 1)))
+    options = ["figure", "demo", "--corpus", str(path), "--out", str(tmp_path / "demo")]
+    assert command.main([*options, "--minutes", "0"]) == command.STOPPED
+    assert command.main([*options, "--seeds", "0"]) == 0
+    assert "2 of 2 runs have finished" in capsys.readouterr().out
+    assert command.main(options) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("finished before") == 2 and "4 of 4 runs have finished" in printed
+    assert sorted(file.parent.name for file in (tmp_path / "demo").rglob("metrics.csv")) == [
+        "dense-seed0", "dense-seed1", "hybrid-seed0", "hybrid-seed1",
+    ]  # fmt: skip
+    ends = {name: float(losses(tmp_path / "demo" / name)[-1]["validation_loss"]) for name in
+            ("dense-seed0", "dense-seed1", "hybrid-seed0", "hybrid-seed1")}  # fmt: skip
+    page = (tmp_path / "demo" / "report.md").read_text()
+    assert page in printed and (tmp_path / "demo" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    dense, hybrid = ([ends[f"{arm}-seed{seed}"] for seed in (0, 1)] for arm in ("dense", "hybrid"))
+    assert f"| {sum(hybrid) / 2:.4f} ({min(hybrid):.4f} to {max(hybrid):.4f}) |" in page
+    above = [b - a for a, b in zip(dense, hybrid, strict=True)]
+    assert f"| {sum(above) / 2:+.4f} ({min(above):+.4f} to {max(above):+.4f}) |" in page
+
+
+def test_steps_are_timed_in_turns_and_compared_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["steps", "--size", "tiny", "--keys", "256", "--lengths", "256", "384", "--rounds", "2"]
+    options += ["--attention", "ours", "sdpa", "--out", str(tmp_path / "steps.jsonl")]
+    assert command.main([*options, "--arms", "dense", "hybrid", "nsa", "dense-short"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    variants = [("dense", "blocksparse_flash"), ("dense", "sdpa"), ("hybrid", "blocksparse_flash")]
+    variants += [("nsa", "blocksparse_flash"), ("dense-short", "blocksparse_flash"), ("dense-short", "sdpa")]
+    assert [(line["pattern"], line["provider"]) for line in lines] == 2 * variants
+    assert all(line["tokens_per_s"] == pytest.approx(1000 * line["n"] / line["ms"]) for line in lines)
+    page, best = capsys.readouterr().out, max(line["tokens_per_s"] for line in lines[:2])
+    assert f"| {lines[2]['tokens_per_s']:,.0f} | {lines[2]['tokens_per_s'] / best:.2f} |" in page
+    # a peer that attends to other keys is not timed
+    monkeypatch.setattr(model.F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.zeros_like(q))
+    assert command.main([*options, "--arms", "dense"]) == 0
+    assert "dense-sdpa: WRONG" in capsys.readouterr().out
 
 
 def test_the_report_has_a_line_for_each_run(
@@ -142,18 +284,23 @@ def test_the_report_has_a_line_for_each_run(
     runs, out = tmp_path / "runs", tmp_path / "report"
     assert run(path, runs / "dense", "--arm", "dense") == 0
     shutil.copytree(runs / "dense", runs / "again")
+    facts = json.loads((runs / "again" / "run.json").read_text())
+    (runs / "again" / "run.json").write_text(json.dumps({**facts, "arm": "local"}))
     monkeypatch.setattr(sys, "argv", ["lm", "report", "--runs", str(runs), "--out", str(out)])
     assert command.main() == 0
     page = (out / "report.md").read_text()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     last = losses(runs / "dense")[-1]
-    (line,) = (line for line in page.splitlines() if line.startswith("| dense |"))
-    assert f"| {float(last['validation_loss']):.4f} | {float(last['validation_loss']) / math.log(2):.4f} |" in line
-    assert "| loss at positions 0 to 38 | 38 to 75 | 75 to 150 | 150 to 300 |" in page and "Not comparable" not in page
-    facts = json.loads((runs / "again" / "run.json").read_text())
-    (runs / "again" / "run.json").write_text(json.dumps({**facts, "seed": 5}))
+    line, _ = (line for line in page.splitlines() if line.startswith("| dense |"))
+    loss = float(last["validation_loss"])
+    assert f"| {loss:.4f} | +0.0000 | {loss / math.log(2):.4f} |" in line
+    assert "| arm | 0 to 38 | 38 to 76 | 76 to 152 | 152 to 300 | late |" in page and "Not comparable" not in page
+    (runs / "again" / "run.json").write_text(json.dumps({**facts, "arm": "local", "seed": 5, "keys": 384}))
     assert command.main() == 0
-    assert "**Not comparable: these runs differ in seed.**" in (out / "report.md").read_text()
+    assert "**Not comparable: these runs differ in keys, seeds.**" in (out / "report.md").read_text()
+    (runs / "again" / "run.json").write_text(json.dumps({**facts, "arm": "local", "steps": 8}))
+    assert command.main() == 0
+    assert "**Not all of these runs have finished.**" in (out / "report.md").read_text()
     with pytest.raises(SystemExit, match=r"no metrics\.csv under"):
         command.main(["report", "--runs", str(tmp_path / "nothing")])
     capsys.readouterr()
@@ -161,16 +308,21 @@ def test_the_report_has_a_line_for_each_run(
 
 def test_losses_by_position_are_means_of_parts_of_the_window() -> None:
     values = torch.arange(16.0).expand(3, 16)
-    point = curves.point_of(replace(SMALL, length=16), step=4, seconds=1.0, train_loss=2.0, losses=[values, values])
+    settings = replace(SMALL, length=16, short=8)
+    point = curves.point_of(settings, step=4, seconds=1.0, train_loss=2.0, losses=[values, values])
     assert [point[f"loss_part_{number}"] for number in range(1, 5)] == [0.5, 2.5, 5.5, 11.5]
-    assert (point["validation_loss"], point["tokens"]) == (7.5, 4 * 2 * 16)
+    # positions 4 to 7 and 12 to 15
+    assert (point["validation_loss"], point["loss_late"], point["tokens"]) == (7.5, 9.5, 4 * 2 * 16)
+    ends = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
+    assert [end for _, end in curves.parts_of(65536)] == ends and curves.parts_of(65536)[0] == (0, 1024)
 
 
 def test_a_long_run_on_a_cpu_is_announced(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training.measure, "wall_milliseconds", lambda *_, **__: {"ms": 10_000.0})
-    training.print_duration(SMALL, corpus.Corpus(path, 300), torch.device("cpu"), 100)
+    module = Training(SMALL, corpus.Corpus(path, 300), path.parent)
+    assert training.print_duration(module, torch.device("cpu"), 100) == 1000
     printed = capsys.readouterr().out
     assert "dense: 100 steps, 60,000 tokens, about 1,000 s" in printed
     assert "warning: this takes a GPU; --tiny takes about a minute on a CPU" in printed
@@ -179,7 +331,13 @@ def test_a_long_run_on_a_cpu_is_announced(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--arm", "sparse"], "arm must be one of dense, local, hybrid, nsa, moba, got 'sparse'"),
+        (["--arm", "sparse"], "arm must be one of dense, hybrid, hybrid-local, local, dense-short, nsa, moba, got"),
+        (["--attention", "math"], "attention must be one of ours, sdpa, cudnn, flex, got 'math'"),
+        (["--arm", "hybrid", "--attention", "sdpa"], "attention of hybrid must be one of ours, flex, got 'sdpa'"),
+        (["--arm", "nsa", "--attention", "flex"], "attention of nsa must be one of ours, got 'flex'"),
+        (["--short", "70"], "short must divide length=300, got 70"),
+        (["--keys", "100"], "keys must be a positive multiple of 128, got 100"),
+        (["--arm", "hybrid", "--n-layers", "6"], "n_layers of hybrid must be a multiple of 4, got 6"),
         (["--steps", "7"], "steps must be a multiple of validate_every=2, got 7"),
         (["--corpus", "nothing.bin"], r"no corpus at nothing\.bin: python -m benchmarks\.lm corpus"),
     ],
