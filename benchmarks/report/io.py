@@ -14,7 +14,9 @@ from blocksparse_flash.kernels.schedule import padded_dim
 from blocksparse_flash.plan_format import TILE
 
 from ..run.calibrate import KERNELS
+from ..run.io import config_of
 from . import lines as measurements
+from .lines import select
 from .markdown import joined, listing
 
 # bytes of a bfloat16 and of a float32
@@ -63,12 +65,13 @@ def of_tiles(line: Any) -> int:
 
 
 def counted(lines: pd.DataFrame) -> pd.DataFrame:
-    """The lines of each call by density, with columns of bytes.
+    """The lines of each call by density, as the backend chooses its tiles, with columns of bytes.
 
     on_chip  requested by the SMs, which the theorem counts; all L2 bytes where they were not counted separately
     bound, tiles  see theorem and of_tiles
     memory   read from and written to device memory
     """
+    lines = select(lines, bench="io")
     lines = lines.assign(
         on_chip=lines["sm_bytes"].astype(float).fillna(lines["l2_bytes"]),
         bound=theorem(lines),
@@ -90,8 +93,9 @@ def _range(values: pd.Series, form: str) -> str:
 
 
 def section(lines: pd.DataFrame) -> str:
-    """Bytes moved over density, with the bound; "" without measurements."""
-    rows = []
+    """Bytes moved over density, with the bound, and by tile; "" without measurements."""
+    by_tile, rows = tiles(select(lines, bench="io_tiles")), []
+    lines = select(lines, bench="io")
     for _, call in counted(lines).groupby(CALL, sort=False) if len(lines) else ():
         if len(call) < 2:
             continue
@@ -108,7 +112,7 @@ def section(lines: pd.DataFrame) -> str:
             }
         )  # fmt: skip
     if not rows:
-        return ""
+        return by_tile
     shown = pd.DataFrame(rows)
     call = next(call for _, call in lines.groupby(CALL, sort=False) if len(call) > 1)
     return joined(
@@ -124,6 +128,36 @@ def section(lines: pd.DataFrame) -> str:
         "smallest and at the largest s.",
         listing(shown, {name: f"{{{name}}}" for name in shown}),
         "![Bytes moved against density](benchmarks/results/io.png)",
+        by_tile,
+    )
+
+
+def tiles(lines: pd.DataFrame) -> str:
+    """Bytes moved by the forward by the queries of a tile, and by standard attention; "" without measurements."""
+    rows = []
+    for line in lines.to_dict("records"):
+        size = None if pd.isna(line["tile"]) else config_of(int(line["tile"]))
+        # the queries, and the stages of keys and values
+        tokens = 0 if size is None else size.block_q + 2 * size.num_stages * size.block_kv
+        on_chip, requested = tokens * line["head_dim"] * SIZE, line["sm_bytes"]
+        rows.append(
+            {
+                "tokens": f"{line['n']:,}", "heads": line["heads"], "head_dim": line["head_dim"],
+                "direction": line["direction"], "attention": line["provider"], "density": f"{line['density']:.4g}",
+                "queries of a tile": size.block_q if size else "-",
+                "on-chip KB": f"{on_chip / 1e3:.0f}" if size else "-",
+                "device memory MB": f"{(line['dram_read_bytes'] + line['dram_write_bytes']) / 1e6:,.0f}",
+                "L2 to SMs MB": "-" if pd.isna(requested) else f"{requested / 1e6:,.0f}",
+            }
+        )  # fmt: skip
+    if not rows:
+        return ""
+    return joined(
+        "Bytes moved by tile (`python -m benchmarks.run.io --tiles 16 32 64 128 --standard`, "
+        f"{' and '.join(sorted(lines['device'].unique()))}, {measurements.versions(lines, 'torch', 'triton')}). "
+        "`on-chip KB`: the queries of a program and its two stages of keys and values. `standard` is attention with "
+        "the score matrix in memory, which computes every pair.",
+        listing(pd.DataFrame(rows), {name: f"{{{name}}}" for name in rows[0]}),
     )
 
 

@@ -17,7 +17,8 @@ Line = dict[str, Any]
 # keys that identify a measurement, where a line has them; of repeated measurements the latest counts
 IDENTITY = (
     "bench", "provider", "backend", "pattern", "n", "batch", "heads", "kv_heads", "head_dim", "dtype", "direction",
-    "device", "block_size", "q_len", "clock", "what", "scaling", "ranks", "order", "chunks", "priority",
+    "device", "block_size", "q_len", "clock", "what", "scaling", "ranks", "order", "chunks", "priority", "tile",
+    "model", "task",
 )  # fmt: skip
 # columns that are equal in all measurements of one table
 SETTING = ["device", "dtype", "n", "batch", "hidden"]

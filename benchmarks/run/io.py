@@ -7,6 +7,11 @@ much less, since L2 holds 50 MB and more. Each kernel is profiled separately, wi
 
 The command runs itself under `ncu`, which needs permission to read the GPU's counters, and appends a JSON line for each
 density, head_dim, number of heads and direction to benchmarks/results/io.jsonl.
+
+`--tiles 16 32 64 128` instead counts the Triton forward with programs of so many queries: the smaller its tiles, the
+less shared memory a program needs, and the more often it loads keys and values. `--standard` counts attention with the
+score matrix in memory, which reads every pair. Keys and values larger than L2 show in device memory what otherwise
+stays in L2: `--tiles 16 32 64 128 --length 262144 --heads 1 --head-dims 128 --densities 0.015625 0.0625`.
 """
 
 from __future__ import annotations
@@ -21,13 +26,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 
 from blocksparse_flash import attention
+from blocksparse_flash.kernels.triton import forward
+from blocksparse_flash.runtime.launch import Config
 
+from ..lra.peers import materialized
 from . import measure, patterns
 from .patterns import BLOCK
 
@@ -48,14 +56,46 @@ DIRECTIONS = ("fwd", "bwd")
 DENSITIES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 KEYS = [
     *("bench", "provider", "backend", "pattern", "density", "n", "batch", "heads", "head_dim", "dtype", "direction"),
-    *("dram_read_bytes", "dram_write_bytes", "l2_bytes", "sm_bytes", "n_kernels", "shared_memory"),
+    *("dram_read_bytes", "dram_write_bytes", "l2_bytes", "sm_bytes", "n_kernels", "shared_memory", "tile"),
     *("device", "torch", "triton", "commit"),
 ]
 
 
-def cases(options: argparse.Namespace) -> list[tuple[int, int, float]]:
-    """(heads, head_dim, density) in the order in which they are profiled, forward and backward."""
-    return [*itertools.product(options.heads, options.head_dims, options.densities)]
+class Case(NamedTuple):
+    """What is profiled. tile: queries of a program of the Triton forward; None: as the backend chooses."""
+
+    heads: int
+    head_dim: int
+    density: float
+    tile: int | None = None
+    is_standard: bool = False
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS[:1] if self.tile else DIRECTIONS
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """In the order in which they are profiled."""
+    sizes = [*itertools.product(options.heads, options.head_dims)]
+    if not options.tiles and not options.standard:
+        return [Case(heads, dim, density) for heads, dim in sizes for density in options.densities]
+    standard = [Case(heads, dim, 1.0, is_standard=True) for heads, dim in sizes] if options.standard else []
+    of_tiles = itertools.product(sizes, options.densities, options.tiles)
+    return [*standard, *(Case(heads, dim, density, tile) for (heads, dim), density, tile in of_tiles)]
+
+
+def config_of(tile: int) -> Config:
+    """Of the Triton forward: `tile` queries, and two stages of keys and values, of as many tokens, but 64 at most."""
+    return Config(tile, min(tile, 64), 4, 2)
+
+
+def set_tile(tile: int | None) -> None:
+    """Makes the Triton forward use config_of(tile) in this process; None changes nothing."""
+    if tile is not None:
+        # not restored: a profiled process runs nothing else
+        forward.config = lambda *_, **__: config_of(tile)
+        forward.forward_launch.cache_clear()
 
 
 def kernels(text: str) -> pd.DataFrame:
@@ -91,16 +131,20 @@ def calls(text: str) -> list[dict[str, Any]]:
 
 
 def profiled(options: argparse.Namespace) -> None:
-    """Runs every case, forward and backward, each after a marker; only these are profiled."""
-    for heads, head_dim, density in cases(options):
-        layout = patterns.random(options.length, density=density).layout()
-        size = options.batch, heads, options.length, head_dim
+    """Runs every case, in each of its directions after a marker; only these are profiled."""
+    for case in cases(options):
+        size = options.batch, case.heads, options.length, case.head_dim
         *tensors, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        call = functools.partial(attention, layout=layout, backend=options.backend)
+        set_tile(case.tile)
+        if case.is_standard:
+            call = functools.partial(materialized, mask=None)
+        else:
+            layout = patterns.random(options.length, density=case.density).layout()
+            call = functools.partial(attention, layout=layout, backend=options.backend)
         by_direction = measure.directions(call, [tensor.requires_grad_() for tensor in tensors], dout)
         # compiled, and the plan copied, before anything is profiled
         by_direction["step"]()
-        for direction in DIRECTIONS:
+        for direction in case.directions:
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
             torch.cuda._sleep(1)
@@ -127,16 +171,18 @@ def ncu_command(ncu: str, log: Path, metrics: Sequence[str], arguments: Sequence
 
 def lines_of(text: str, options: argparse.Namespace, where: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The result lines from ncu's output; `where` has the keys that all lines share."""
-    found, expected = calls(text), [*itertools.product(cases(options), DIRECTIONS)]
+    found, expected = calls(text), [(case, direction) for case in cases(options) for direction in case.directions]
     if len(found) != len(expected):
         raise ValueError(f"ncu profiled {len(found)} calls, expected {len(expected)}")
-    for ((heads, head_dim, density), direction), call in zip(expected, found, strict=True):
+    for (case, direction), call in zip(expected, found, strict=True):
         yield {
-            "bench": "io", "provider": "blocksparse_flash", "backend": options.backend,
-            "pattern": f"random, {density:g}",
-            "density": patterns.random(options.length, density=density).density, "n": options.length,
-            "batch": options.batch, "heads": heads, "head_dim": head_dim, "dtype": "bf16", "direction": direction,
-            **call, **where,
+            "bench": "io_tiles" if case.tile or case.is_standard else "io",
+            "provider": "standard" if case.is_standard else "blocksparse_flash",
+            "backend": "torch" if case.is_standard else options.backend,
+            "pattern": "dense" if case.is_standard else f"random, {case.density:g}",
+            "density": patterns.random(options.length, density=case.density).density, "n": options.length,
+            "batch": options.batch, "heads": case.heads, "head_dim": case.head_dim, "dtype": "bf16",
+            "direction": direction, **call, "tile": case.tile, **where,
         }  # fmt: skip
 
 
@@ -149,11 +195,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
+    parser.add_argument("--tiles", type=int, nargs="+", default=[], choices=(16, 32, 64, 128), help="of the forward")
+    parser.add_argument("--standard", action="store_true", help="counts attention with all scores in memory")
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's command, where it is not on the PATH")
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not all(0 < density <= 1 for density in options.densities):
         parser.error(f"--densities must be above 0 and at most 1, got {options.densities}")
+    if options.tiles and options.backend != "triton":
+        parser.error(f"--tiles needs --backend triton, got {options.backend}")
     return options
 
 

@@ -19,7 +19,8 @@ import pandas as pd
 from benchmarks.report import io as report
 from benchmarks.report import plots
 from benchmarks.report.lines import frame
-from benchmarks.run import io, measure
+from benchmarks.run import io, measure, patterns
+from blocksparse_flash import attention
 
 HEAD = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid '
@@ -154,8 +155,53 @@ def test_without_ncu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         io.main(["--ncu", "elsewhere/ncu"])
 
 
+def test_tiles_and_standard_attention_have_lines_of_their_own() -> None:
+    options = io.parsed([*ONE, "--tiles", "32", "128", "--standard"])
+    kernels = []
+    for index in range(4):
+        kernels += [(SPIN, IGNORED), (f"kernel {index}", counted(str(index), "0", "0"))]
+    found = [*io.lines_of(log(*kernels), options, WHERE)]
+    keys = ("bench", "provider", "direction", "density", "tile", "dram_read_bytes")
+    assert [tuple(line[key] for key in keys) for line in found] == [
+        ("io_tiles", "standard", "fwd", 1.0, None, 0),
+        ("io_tiles", "standard", "bwd", 1.0, None, 1),
+        ("io_tiles", "blocksparse_flash", "fwd", 0.25, 32, 2),
+        ("io_tiles", "blocksparse_flash", "fwd", 0.25, 128, 3),
+    ]
+    page = report.section(frame(found))
+    assert "| 1,024 | 2 | 64 | fwd | blocksparse_flash | 0.25 | 128 | 49 | 0 | - |" in page
+    # measured beside the others, they do not change their table
+    assert report.section(frame([*MEASURED, *found])) == f"{report.section(frame(MEASURED))}\n\n{page}"
+
+
+@pytest.mark.parametrize("tile", [16, 128])
+def test_the_forward_uses_the_tile_that_is_set(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    monkeypatch.setattr(io.forward, "config", io.forward.config)
+    io.set_tile(tile)
+    try:
+        layout = patterns.random(256, density=0.5).layout()
+        q, k, v = torch.randn(3, 1, 1, 256, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        given: list[Any] = []
+        launch = io.forward.forward_launch
+        monkeypatch.setattr(io.forward, "forward_launch", lambda *args: given.append(launch(*args)) or given[-1])
+        out = attention(q, k, v, layout, backend="triton")
+        (blocks,) = {(made._rest["C"].BLOCK_Q, made._rest["C"].BLOCK_KV) for _, _, made in given}
+        assert blocks == (tile, min(tile, 64))
+        torch.testing.assert_close(out, attention(q, k, v, layout, backend="reference"), rtol=1e-4, atol=1e-4)
+    finally:
+        launch.cache_clear()
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--length", "100"], ["--densities", "0"], ["--densities", "1.5"], ["--backend", "eager"]]
+    "wrong",
+    [
+        ["--tiles", "48"],
+        ["--tiles", "64", "--backend", "hopper"],
+        ["--length", "100"],
+        ["--densities", "0"],
+        ["--densities", "1.5"],
+        ["--backend", "eager"],
+    ],
 )
 def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -217,7 +263,8 @@ def line(**given: Any) -> dict[str, Any]:
         "bench": "io", "provider": "blocksparse_flash", "backend": "triton", "pattern": "random, 0.25",
         "density": 0.25, "n": 1024,
         "batch": 1, "heads": 2, "head_dim": 64, "dtype": "bf16", "direction": "fwd", "dram_read_bytes": 1_000_000,
-        "dram_write_bytes": 500_000, "l2_bytes": 9_000_000, "sm_bytes": 6_000_000, "n_kernels": 1, **WHERE,
+        "dram_write_bytes": 500_000, "l2_bytes": 9_000_000, "sm_bytes": 6_000_000, "n_kernels": 1, "tile": None,
+        **WHERE,
     }  # fmt: skip
     assert set(said) == set(io.KEYS)
     return {**said, **given}
