@@ -1,4 +1,5 @@
 # make demo      train a block-sparse Transformer on ListOps, on a GPU if there is one
+# make demo-lm   train language models with dense and sparse attention on the same tokens; 5 minutes on a CPU
 # make test      tests on the CPU, and tuned kernels compiled for sm90 under the installed Triton
 # make test-thorough   the rest of the sweeps of which make test runs a sample, and more configurations of these kernels
 # make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures
@@ -22,10 +23,14 @@ ifeq ($(shell uname -s),Linux)
 OTHER_TRITONS = $(TRITONS:%=$(VENV)/triton-%)
 endif
 
-.PHONY: demo docs test test-thorough test-compilers test-rest test-gpu mutants lint clean
+.PHONY: demo demo-lm docs test test-thorough test-compilers test-rest test-gpu mutants lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.first_result
+
+demo-lm: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.lm corpus --max-bytes 5000000 --out out/lm/demo.bin
+	$(BIN)/python -m benchmarks.lm figure demo --corpus out/lm/demo.bin
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

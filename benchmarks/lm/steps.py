@@ -22,7 +22,7 @@ from ..run.small import take_turns
 from .model import MAX_NORM, LanguageModel, Settings, implementations_of, layout_of, optimizer_of
 
 KEYS = [
-    *("bench", "size", "provider", "pattern", "density", "n", "batch", "direction", "ms", "ms_p20", "ms_p80"),
+    *("bench", "model", "provider", "pattern", "density", "n", "batch", "direction", "ms", "ms_p20", "ms_p80"),
     *("tokens_per_s", "peak_bytes", "setup_ms", "device", "torch", "triton", "commit"),
 ]
 # of the gradient of a weight, relative to its largest value; bfloat16 rounds in every layer
@@ -96,7 +96,7 @@ def lines(size: str, among: Sequence[Settings], device: torch.device, rounds: in
         layouts = [layout_of(settings, layer) for layer in range(settings.n_layers if known else 0)]
         densities = [0.5 if layout is None else layout.density for layout in layouts]
         yield {
-            "bench": "lm_steps", "size": size, "provider": PROVIDERS[settings.attention], "pattern": settings.arm,
+            "bench": "lm_steps", "model": size, "provider": PROVIDERS[settings.attention], "pattern": settings.arm,
             "density": sum(densities) / len(densities) if known else None,
             "n": settings.length, "batch": settings.batch_size, "direction": "step", **ms,
             "tokens_per_s": 1000 * settings.batch_size * settings.length / ms["ms"], "peak_bytes": peak,
@@ -124,14 +124,14 @@ def section(lines: pd.DataFrame) -> str:
     if lines.empty:
         return ""
     shown = []
-    for _, group in lines.groupby(["size", "n", "device", "commit"], sort=False):
+    for _, group in lines.groupby(["model", "n", "device", "commit"], sort=False):
         dense = group.loc[group["pattern"] == "dense", "tokens_per_s"].max()
         for line in group.to_dict("records"):
             peak, ratio = line["peak_bytes"], line["tokens_per_s"] / dense
             line["memory"] = "-" if pd.isna(peak) else f"{peak / 1e9:.1f}"
             shown.append({**line, "ratio": "-" if pd.isna(dense) else f"{ratio:.2f}"})
     columns = {
-        "model": "{size}", "tokens": "{n:,}", "arm": "{pattern}", "attention": "{provider}", "ms": "{ms:.1f}",
+        "model": "{model}", "tokens": "{n:,}", "arm": "{pattern}", "attention": "{provider}", "ms": "{ms:.1f}",
         "tokens/s": "{tokens_per_s:,.0f}", "times the fastest dense": "{ratio}", "peak GB": "{memory}",
         "measured on": "{device}, {commit}",
     }  # fmt: skip

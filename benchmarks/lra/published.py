@@ -23,3 +23,5 @@ STEPS: dict[str, tuple[int, int, int]] = {task: tuple(sizes) for task, sizes in 
 ACCURACY: dict[str, dict[str, float]] = _PAPER["accuracy"]
 # model -> {"paper": reference, "accuracy": as above}
 BEST: dict[str, dict[str, Any]] = _PAPER["best"]
+# model -> speedup, n and over
+TRAINING: dict[str, dict[str, Any]] = _PAPER["training"]

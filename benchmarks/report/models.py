@@ -1,12 +1,13 @@
-"""Tables of the shapes and options of models, and of self-attention on video."""
+"""Tables of the shapes and options of models, of training steps, of memory, and of self-attention on video."""
 
 from __future__ import annotations
 
 import pandas as pd
 
+from ..lra import published
 from . import lines as measurements
 from .lines import LABELS, select
-from .markdown import joined, table
+from .markdown import code, joined, listing, table
 
 OURS = "blocksparse_flash"
 VIDEO_PATTERNS = {
@@ -90,4 +91,75 @@ def video(lines: pd.DataFrame) -> str:
         "over dense attention by cuDNN. The time includes choosing the blocks, if there are any to choose, and "
         "reordering the tokens, except in the row without. Timing was interleaved across libraries.",
         table(["library", "mask", "pairs computed", *(f"{n:,} tokens, {heads} heads" for n, heads in cases)], rows),
+    )
+
+
+def training_steps(lines: pd.DataFrame) -> str:
+    """Training steps of GPT-2 and BERT-large: a row for each case and mask; "" without lines."""
+    if lines.empty:
+        return ""
+    peers, rows = {"sdpa": "transformers sdpa", "eager": "transformers eager"}, []
+    of_dense = lines[lines["pattern"].isin(["causal", "dense"]) & (lines["provider"] == peers["sdpa"])]
+    dense = of_dense.set_index(["model", "n"])["ms"]
+    for (model, n, batch, pattern), found in lines.groupby(["model", "n", "batch", "pattern"], sort=False):
+        by = found.set_index("provider")
+        if OURS not in by.index:
+            continue
+        ours = by.loc[OURS]
+        cells = {"model": model, "tokens": f"{n:,}", "batch": str(batch), "mask": code(pattern)}
+        cells |= {"density": f"{ours['density']:.3g}", "ms": f"{ours['ms']:.1f}"}
+        cells["GB"] = f"{ours['peak_bytes'] / 1e9:.1f}"
+        for name, provider in peers.items():
+            peer = by.loc[provider] if provider in by.index else None
+            cells[f"{name}, ms"] = "-" if peer is None else f"{peer['ms']:.1f}"
+            cells[f"over {name}"] = "-" if peer is None else f"{peer['ms'] / ours['ms']:.2f}"
+            cells[f"{name}, GB"] = "-" if peer is None else f"{peer['peak_bytes'] / 1e9:.1f}"
+        rows.append({**cells, "over dense sdpa": f"{dense[model, n] / ours['ms']:.2f}"})
+    paper = " and ".join(
+        f"{facts['speedup']}x for {model} at {facts['n']:,} tokens over {facts['over']}"
+        for model, facts in published.TRAINING.items()
+    )
+    return joined(
+        "Training steps (forward, loss, backward, AdamW) of models of transformers, bf16 autocast, one "
+        f"{' and '.join(sorted(lines['device'].unique()))}, `python -m benchmarks.run.huggingface`, "
+        f"{measurements.versions(lines, 'torch', 'transformers')}, commits "
+        f"{' and '.join(sorted(lines['commit'].unique()))}. The libraries were timed one after another. Columns "
+        "`over`: time of the baseline divided by ours, above 1 is faster; `over sdpa` and `over eager` have the same "
+        "mask, which transformers gets as a mask of every pair, and `over dense sdpa` has the model's own attention. "
+        "GB: peak memory, weights included. `-`: no result, such as for lack of memory.",
+        table(rows[0], [row.values() for row in rows]),
+        f"The FlashAttention paper states {paper}, on A100 GPUs. Hugging Face's attention of that time is what is "
+        "called eager today.",
+    )
+
+
+def memory(lines: pd.DataFrame) -> str:
+    """Peak memory of dense attention alone against that of standard attention, by length; "" without lines."""
+    rows = []
+    alone = lines[lines["task"].isna()]
+    alone = select(alone[alone["status"] == "ok"], pattern="dense", direction="fwd+bwd")
+    for n, found in alone.groupby("n"):
+        of_standard, ours = select(found, provider="materialized")["peak_bytes"], select(found, is_ours=True)
+        if len(of_standard) and n in published.LENGTHS:
+            standard, place = of_standard.iloc[0], published.LENGTHS.index(n)
+            in_paper = [published.MEMORY_MB[name][place : place + 1] for name in ("PyTorch", "FlashAttention")]
+            rows.append(
+                {
+                    "tokens": f"{n:,}", "standard, MB": f"{standard / 1e6:,.0f}",
+                    **{
+                        f"{line.backend}, MB (times less)": f"{line.peak_bytes / 1e6:,.0f} "
+                        f"({standard / line.peak_bytes:.1f})" for line in ours.itertuples()
+                    },
+                    "times less in the paper": f"{in_paper[0][0] / in_paper[1][0]:.1f}" if in_paper[0] else "-",
+                }
+            )  # fmt: skip
+    if not rows:
+        return ""
+    first = alone.iloc[0]
+    return joined(
+        f"Peak memory of forward and backward of dense attention alone, batch {first['batch']}, {first['heads']} heads "
+        f"of dimension {first['head_dim']}, {first['device']}, `python -m benchmarks.lra speed`, commit "
+        f"{first['commit']}. `standard` keeps the score matrix in memory; the paper is FlashAttention's, table 21, in "
+        "fp16 on an A100 of 40 GB (`-`: out of memory there).",
+        listing(pd.DataFrame(rows), {name: f"{{{name}}}" for name in rows[0]}),
     )

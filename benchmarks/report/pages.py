@@ -1,7 +1,8 @@
 """Tables and plots of all measurements: `python -m benchmarks.report`.
 
 Reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
-context_parallel.jsonl, shapes.jsonl, video.jsonl and lra/, and the errors of explain's predictions. Replaces the
+context_parallel.jsonl, shapes.jsonl, video.jsonl, huggingface.jsonl, lra_speed.jsonl, lm_steps.jsonl, lm/ and lra/, and
+the errors of explain's predictions. Replaces the
 sections between markers of the pages in PAGES, writes every measurement to results/attention.md, small.md, io.md and
 context_parallel.md, and draws the plots in results/.
 """
@@ -15,6 +16,8 @@ import pandas as pd
 
 from blocksparse_flash.explanation import prediction
 
+from ..lm import report as language_model
+from ..lm import steps
 from . import attention, context_parallel, io, models, plots, summaries, tables
 from . import lines as measurements
 from .attention import most
@@ -29,7 +32,7 @@ Lines = dict[str, pd.DataFrame]
 # results/<name>.jsonl -> whether it must exist
 FILES = {
     "attention": True, "masks": True, "small": False, "decode": False, "io": False, "context_parallel": False,
-    "shapes": False, "video": False,
+    "shapes": False, "video": False, "huggingface": False, "lra_speed": False, "lm_steps": False,
 }  # fmt: skip
 
 
@@ -41,6 +44,25 @@ def prediction_section() -> str:
         "largest error in cross-validation": "{cross_validation_error:.1%}",
     }  # fmt: skip
     return listing(pd.DataFrame([one._asdict() for one in prediction.calibrations()]), columns)
+
+
+def language_models(results: Path) -> dict[str, dict[str, language_model.Runs]]:
+    """The runs of each figure of benchmarks.lm."""
+    return {folder.name: language_model.read(folder) for folder in sorted((results / "lm").iterdir())}
+
+
+def language_model_section(results: Path) -> str:
+    """Tables and curves of each figure."""
+    return joined(
+        *(
+            joined(
+                f"### Runs `{name}`",
+                language_model.tables(found),
+                f"![Validation loss against tokens, seconds and position](benchmarks/results/lm-{name}.png)",
+            )
+            for name, found in language_models(results).items()
+        )
+    )
 
 
 def read(results: Path) -> Lines:
@@ -80,6 +102,13 @@ PAGES: dict[str, dict[str, Callable[[Lines], str]]] = {
         "attention": lambda lines: attention.speed_section(most(lines["attention"])),
         "highlights": highlights,
         "masks": lambda lines: tables.mask_building(lines["masks"]),
+        "huggingface": lambda lines: models.training_steps(lines["huggingface"]),
+        "memory": lambda lines: models.memory(lines["lra_speed"]),
+    },
+    "docs/does_it_help.md": {
+        "lm": lambda _: language_model_section(RESULTS),
+        "pairs": lambda lines: tables.sparse_against_dense(lines["lra"]),
+        "lm_steps": lambda lines: steps.section(lines["lm_steps"]) or "Not run yet.",
     },
     "docs/cost.md": {"prediction": lambda _: prediction_section()},
     "docs/diffusers.md": {"video": lambda lines: models.video(lines["video"])},
@@ -134,7 +163,8 @@ def main() -> None:
     texts |= {RESULTS / name: text for name, text in result_pages(lines).items()}
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    for name, figure in plots.figures(lines).items():
+    curves = {f"lm-{name}": language_model.curves(found) for name, found in language_models(RESULTS).items()}
+    for name, figure in {**plots.figures(lines), **curves}.items():
         # no date and no version: equal lines give equal files
         figure.savefig(RESULTS / f"{name}.png", dpi=100, metadata={"Software": None})
         print(RESULTS / f"{name}.png")

@@ -24,6 +24,12 @@ MASK_COLUMNS = {
     "dense": "dense boolean mask, then blocks",
 }
 
+# task -> configurations of the sparse and of the dense model
+PAIRS = {
+    "ListOps": ("ours/listops", "ours/listops-dense"),
+    "Pathfinder-32": ("ours/pathfinder32-sparse", "ours/pathfinder32"),
+}
+
 
 def decoding(lines: pd.DataFrame) -> str:
     """Decoding: rows by length, batch and number of queries, a column for each provider and mask; "" without lines.
@@ -200,3 +206,18 @@ def long_range(lines: pd.DataFrame) -> str:
         "accuracy of a reader of ListOps that evaluates the root operator and guesses the value of each operator "
         "below it.",
     )  # fmt: skip
+
+
+def sparse_against_dense(lines: pd.DataFrame) -> str:
+    """Accuracies of the sparse and the dense models of Long Range Arena that were trained as pairs; "" without both."""
+    rows = list[list[str]]()
+    for task, (sparse_name, dense_name) in PAIRS.items():
+        by_samples = lines[lines["configuration"] == dense_name].set_index("n")
+        for sparse in lines[lines["configuration"] == sparse_name].to_dict("records"):
+            if sparse["n"] in by_samples.index:
+                dense = by_samples.loc[sparse["n"]]
+                cells = [f"{one['accuracy']:.1%} ± {one['standard_error']:.1%}" for one in (sparse, dense)]
+                apart = [f"{100 * (sparse[key] - dense[key]):+.1f}" for key in ("accuracy", "balanced")]
+                rows.append([task, f"{sparse['n']:,.0f}", *cells, *apart, f"{dense['floor']:.1%}"])
+    head = ["task", "test samples", "sparse", "dense", "sparse - dense, points", "balanced, points", "floor"]
+    return table(head, rows) if rows else ""

@@ -66,7 +66,10 @@ class Case(NamedTuple):
 
 
 PACKED = Case("llama", 16384, 1)
-CASES = [Case("gpt2", 4096, 4), Case("gpt2", 16384, 1), Case("bert-large", 512, 32), Case("bert-large", 4096, 4)]
+CASES = [
+    *(Case("gpt2", n, batch) for n, batch in ((1024, 16), (4096, 4), (16384, 1))),
+    *(Case("bert-large", n, batch) for n, batch in ((512, 32), (4096, 4))),
+]
 
 
 def config_of(case: Case, sizes: Sizes = None) -> Any:

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("pandas", reason="needs the extra [bench]")
 
+import pandas as pd
+
 from benchmarks.report import attention, models, pages, plots, summaries, tables
 from benchmarks.report import lines as measurements
 from benchmarks.report.lines import frame
@@ -488,3 +490,61 @@ def test_video_is_compared_with_dense_attention() -> None:
         "| blocksparse_flash | `top_p(0.5)` | 20% to 40% | 4.0 (2.0) | 4.0 (4.0) |"
     )
     assert models.video(frame([])) == ""
+
+
+# ---- models ----
+
+
+def test_training_steps_have_a_row_for_each_case_and_mask() -> None:
+    def of_model(provider: str, pattern: str, ms: float, model: str = "gpt2") -> dict[str, Any]:
+        return line(
+            provider=provider,
+            backend=None,
+            pattern=pattern,
+            ms=ms,
+            model=model,
+            transformers="5.1",
+            peak_bytes=ms * 1e9,
+        )
+
+    shown = frame(
+        [
+            *(of_model("transformers sdpa", pattern, ms) for pattern, ms in (("causal", 3.0), ("local", 6.0))),
+            *(of_model("blocksparse_flash", pattern, ms) for pattern, ms in (("causal", 4.0), ("local", 2.0))),
+            of_model("transformers eager", "local", 10.0),
+            # the same mask and length of another model
+            of_model("transformers sdpa", "dense", 9.0, "bert-large"),
+            of_model("blocksparse_flash", "local", 3.0, "bert-large"),
+        ]
+    )  # fmt: skip
+    page = models.training_steps(shown)
+    assert rows_of(page) == [
+        "| gpt2 | 1,024 | 1 | `causal` | 0.1 | 4.0 | 4.0 | 3.0 | 0.75 | 3.0 | - | - | - | 0.75 |",
+        "| gpt2 | 1,024 | 1 | `local` | 0.1 | 2.0 | 2.0 | 6.0 | 3.00 | 6.0 | 10.0 | 5.00 | 10.0 | 1.50 |",
+        "| bert-large | 1,024 | 1 | `local` | 0.1 | 3.0 | 3.0 | - | - | - | - | - | - | 3.00 |",
+    ]
+    assert "3x for gpt2 at 1,024 tokens over Hugging Face" in page
+    assert models.training_steps(frame([])) == ""
+
+
+def test_memory_is_compared_with_a_score_matrix() -> None:
+    said = {"bench": "lra_speed", "pattern": "dense", "direction": "fwd+bwd", "task": None, "status": "ok", "n": 4096}
+    ours = [
+        line(**said, backend=backend, peak_bytes=size) for backend, size in (("triton", 10**9), ("hopper", 2 * 10**9))
+    ]
+    standard = line(**said, provider="materialized", backend=None, peak_bytes=3 * 10**10)
+    # a training step of a task, another mask, and a length without a peer
+    others = [{**standard, "task": "text", "peak_bytes": 1}, {**standard, "pattern": "local"}, {**ours[0], "n": 65536}]
+    page = models.memory(frame([*ours, standard, *others]))
+    assert rows_of(page) == ["| 4,096 | 30,000 | 1,000 (30.0) | 2,000 (15.0) | 20.4 |"]
+    assert models.memory(frame(ours)) == ""
+
+
+def test_sparse_models_are_compared_with_their_dense_pair() -> None:
+    said = {"n": 2000, "standard_error": 0.01, "floor": 0.25, "balanced": 0.5}
+    pair = [{**said, "configuration": "ours/listops", "accuracy": 0.61}]
+    pair += [{**said, "configuration": "ours/listops-dense", "accuracy": 0.625, "balanced": 0.48}]
+    alone = {**said, "configuration": "ours/pathfinder32", "accuracy": 0.9}
+    rows = rows_of(tables.sparse_against_dense(pd.DataFrame([*pair, alone])))
+    assert rows == ["| ListOps | 2,000 | 61.0% ± 1.0% | 62.5% ± 1.0% | -1.5 | +2.0 | 25.0% |"]
+    assert tables.sparse_against_dense(pd.DataFrame([alone])) == ""
