@@ -31,7 +31,11 @@ FIGURES: dict[str, tuple[Settings, Sequence[str], Sequence[int]]] = {
     "demo": (TINY, COMPARED, (0,)),
     "small": (replace(Settings(), **SIZES["small"]), COMPARED, (0, 1, 2)),
     "medium": (Settings(), COMPARED, (0, 1, 2)),
-    "selected": (replace(Settings(), length=8192, batch_size=8), ("dense", "local", "nsa", "moba"), (0,)),
+    "selected": (
+        replace(Settings(), length=8192, batch_size=8, n_validation=128),
+        ("dense", "local", "nsa", "moba"),
+        (0,),
+    ),
 }
 # exit codes: after an interruption, and after --minutes
 INTERRUPTED, STOPPED = 130, 75

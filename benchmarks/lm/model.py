@@ -64,7 +64,7 @@ class Settings:
     hidden_dim: int = 1408
     batch_size: int = 1
     steps: int = 2400
-    validate_every: int = 60
+    validate_every: int = 120
     n_validation: int = 16
     learning_rate: float = 1e-3
     seed: int = 0
@@ -140,7 +140,7 @@ def flex_mask(layout: BlockLayout | None, length: int, window: int) -> Any:
     """The layout as FlexAttention's BlockMask; None is causal.
 
     window  of the layout. Its blocks that have only some pairs are those that the window or the diagonal cuts; for
-            these alone FlexAttention evaluates the function, which needs no table
+            these alone compiled FlexAttention evaluates the function, which needs no table
     """
     mask = to_flex_attention(masks.causal(length) if layout is None else layout)
     mask.mask_mod = lambda _b, _h, q, kv: (q >= kv) & (q - kv < window)
@@ -239,6 +239,8 @@ class LanguageModel(nn.Module):
 
     def compiled(self) -> LanguageModel:
         """Itself; each block and the head are compiled when they are first called, and equal ones once."""
+        # variants of the model share the code of a block; beyond the limit PyTorch would not compile, or fail
+        torch._dynamo.config.recompile_limit = 64
         for block in self.blocks:
             block.compile(fullgraph=not self.has_graph_breaks, dynamic=False)
         self.head.compile(fullgraph=True, dynamic=False)

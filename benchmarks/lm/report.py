@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from ..report.markdown import joined, listing, table
 from .curves import parts_of, read_run
+from .model import ARMS
 
 # settings in which runs that are compared are equal
 SAME = (
@@ -29,7 +30,7 @@ Runs = list[tuple[dict[str, Any], pd.DataFrame]]
 
 
 def read(folder: Path) -> dict[str, Runs]:
-    """The runs under a folder by arm and implementation, in the order of seeds; FileNotFoundError if there are none."""
+    """The runs under a folder by arm and implementation, in the order of ARMS and seeds; FileNotFoundError without."""
     found: dict[str, Runs] = {}
     for path in sorted(folder.rglob("metrics.csv")):
         facts, points = read_run(path.parent)
@@ -38,7 +39,8 @@ def read(folder: Path) -> dict[str, Runs]:
         found.setdefault(name, []).append((facts, pd.DataFrame(points)))
     if not found:
         raise FileNotFoundError(f"no metrics.csv under {folder}: `train` and `figure` write it")
-    return {name: sorted(runs, key=lambda run: run[0]["seed"]) for name, runs in found.items()}
+    names = sorted(found, key=lambda name: ARMS.index(found[name][0][0]["arm"]))
+    return {name: sorted(found[name], key=lambda run: run[0]["seed"]) for name in names}
 
 
 def _mean(values: Any, form: str) -> str:

@@ -59,7 +59,7 @@ def _is_right(name: str, found: list[Tensor], expected: list[Tensor]) -> bool:
     errors = [relative_error(*pair).item() for pair in zip(found, expected, strict=True)]
     if max(errors) <= TOLERANCE and all(error == error for error in errors):
         return True
-    print(f"{name}: WRONG, relative errors of loss and gradient {errors}; not timed", flush=True)
+    print(f"{name}: WRONG, loss and gradient differ from the first by {errors}; not timed", flush=True)
     return False
 
 

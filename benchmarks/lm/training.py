@@ -113,7 +113,9 @@ def print_duration(training: Training, device: torch.device, n_steps: int) -> fl
     window = training.corpus.train[: settings.batch_size].to(device)
 
     def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+        # as Lightning's, or the training would compile the model again
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "cache_enabled": False}
+        with torch.autocast(device.type, enabled=device.type == "cuda", **options):
             loss = model(window).mean()
         loss.backward()
         model.zero_grad()
