@@ -1,5 +1,5 @@
 # make demo      train a block-sparse Transformer on ListOps, on a GPU if there is one
-# make demo-lm   train language models with dense and sparse attention on the same tokens; 5 minutes on a CPU
+# make demo-lm   train language models with dense and sparse attention on the same tokens; minutes on a CPU
 # make test      tests on the CPU, and tuned kernels compiled for sm90 under the installed Triton
 # make test-thorough   the rest of the sweeps of which make test runs a sample, and more configurations of these kernels
 # make test-compilers  kernels compiled for the other Tritons, which it installs, and the other architectures

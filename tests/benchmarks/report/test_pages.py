@@ -535,7 +535,7 @@ def test_memory_is_compared_with_a_score_matrix() -> None:
     standard = line(**said, provider="materialized", backend=None, peak_bytes=3 * 10**10)
     # a training step of a task, another mask, and a length without a peer
     others = [{**standard, "task": "text", "peak_bytes": 1}, {**standard, "pattern": "local"}, {**ours[0], "n": 65536}]
-    page = models.memory(frame([*ours, standard, *others]))
+    page = models.memory(frame([*others, *ours, standard]))
     assert rows_of(page) == ["| 4,096 | 30,000 | 1,000 (30.0) | 2,000 (15.0) | 20.4 |"]
     assert models.memory(frame(ours)) == ""
 

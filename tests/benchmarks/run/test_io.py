@@ -172,17 +172,18 @@ def test_tiles_and_standard_attention_have_lines_of_their_own() -> None:
     assert "| 1,024 | 2 | 64 | fwd | blocksparse_flash | 0.25 | 128 | 49 | 0 | - |" in page
     # measured beside the others, they do not change their table
     assert report.section(frame([*MEASURED, *found])) == f"{report.section(frame(MEASURED))}\n\n{page}"
+    assert report.everything(frame([*MEASURED, *found])) == report.everything(frame(MEASURED))
 
 
 @pytest.mark.parametrize("tile", [16, 128])
 def test_the_forward_uses_the_tile_that_is_set(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     monkeypatch.setattr(io.forward, "config", io.forward.config)
+    launch = io.forward.forward_launch
     io.set_tile(tile)
     try:
         layout = patterns.random(256, density=0.5).layout()
         q, k, v = torch.randn(3, 1, 1, 256, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         given: list[Any] = []
-        launch = io.forward.forward_launch
         monkeypatch.setattr(io.forward, "forward_launch", lambda *args: given.append(launch(*args)) or given[-1])
         out = attention(q, k, v, layout, backend="triton")
         (blocks,) = {(made._rest["C"].BLOCK_Q, made._rest["C"].BLOCK_KV) for _, _, made in given}
