@@ -138,6 +138,42 @@ def packed_layout(documents: Documents, block_size: Size) -> BlockLayout:
     return PackedLayout.of(documents, block_size) if can_build(documents) else layout_on_host(documents, block_size)
 
 
+def checked_boundaries(cu_seqlens: object, like: torch.Tensor) -> torch.Tensor:
+    """The boundaries of packed documents, checked, as integers (batch | 1, documents + 1).
+
+    cu_seqlens  (documents + 1,) or (batch, documents + 1)
+    like    (batch, heads, length, head_dim), on whose device they must be
+    raises  TypeError, ValueError. On a GPU, where their values are not read, RuntimeError of the device later
+    """
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(
+            f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}; "
+            "torch.tensor(cu_seqlens, device=q.device) makes one"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.device != like.device:
+        raise ValueError(f"cu_seqlens must be on q's device {like.device}, got {cu_seqlens.device}; use .to(q.device)")
+    batch, length = like.shape[0], like.shape[2]
+    rows = torch.atleast_2d(cu_seqlens)
+    if rows.dim() != 2 or not rows.shape[1] or len(rows) not in (1, batch):
+        raise ValueError(
+            f"cu_seqlens must have shape (documents + 1,) or (batch = {batch}, documents + 1), got "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    if rows.is_meta:
+        return rows
+    is_valid = (rows[:, 0] == 0).all() & (rows.diff() >= 0).all() & (rows[:, -1] <= length).all()
+    if rows.is_cpu:
+        if not is_valid:
+            got = rows.tolist() if rows.numel() < 20 else rows
+            raise ValueError(f"cu_seqlens must start at 0, never decrease, and end within {length} tokens, got {got}")
+    else:
+        # on a GPU an assertion of the device, which ends the process that goes on without a check
+        torch._assert_async(is_valid, INVALID)
+    return rows
+
+
 # ---- jagged tensors
 
 

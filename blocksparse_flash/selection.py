@@ -11,6 +11,7 @@ from .blocks import checks
 from .blocks.block_list import Frame
 from .functional import attention_with_lse
 from .layout import BlockLayout
+from .packed import checked_boundaries
 from .plan import block_selection
 from .plan_format import TILE
 from .runtime import tracing
@@ -34,6 +35,7 @@ def selected_attention(
     block_size: int,
     query_block_size: int = 1,
     causal: bool = True,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
@@ -49,6 +51,10 @@ def selected_attention(
     block_size   keys per block: 16, 32, 64 or a multiple of 128; block i begins at key i * block_size
     query_block_size  consecutive tokens that select together: 1, 2, 4, ..., 128
     causal       True drops the keys with kv_pos > q_pos + (kv_len - q_len), also within a selected block
+    cu_seqlens   integers (documents + 1,) or (batch, documents + 1) on q's device: where packed documents begin and
+                 end, in queries and keys alike, as `masks.documents` takes them. A query attends to the selected keys
+                 of its own document. Blocks are counted from the first key of the sequence, and are cut where documents
+                 begin and end. Tokens after the last document attend to nothing. Default: one document
     scale, deterministic, backend  as `attention`
     returns      (batch, heads, q_len, v_head_dim); 0 for a query that selects no key
     raises       TypeError, ValueError
@@ -64,7 +70,9 @@ def selected_attention(
     Extra memory: a copy of q, 16 bytes for each tile that could be listed, and on a GPU the bitmasks of tiles. If only
     1 or 2 rows (query_block_size x padded group) share a selection, bitmasks take one bit per pair and query head. For
     4 rows they take up to 200 MB, and less for more rows, if block_size is at least 64 and head_dim at most 128;
-    otherwise up to one bit per pair and query head. More than 8 GB of bitmasks raise a ValueError.
+    otherwise up to one bit per pair and query head. Packed documents add one bit for each key and each query in a tile
+    with tokens of several documents, of which there is at most one for each document. More than 8 GB of bitmasks raise
+    a ValueError. Boundaries on a GPU are not copied to the host: invalid ones end in an assertion of the device.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and KV head
@@ -79,6 +87,7 @@ def selected_attention(
         block_size=block_size,
         query_block_size=query_block_size,
         causal=causal,
+        cu_seqlens=cu_seqlens,
         scale=scale,
         deterministic=deterministic,
         backend=backend,
@@ -95,13 +104,15 @@ def selected_attention_with_lse(
     block_size: int,
     query_block_size: int = 1,
     causal: bool = True,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention`, and the log-sum-exp of each query's scores, which is differentiable too.
 
-    q, k, v, indices, block_size, query_block_size, causal, scale, deterministic, backend  as `selected_attention`
+    q, k, v, indices, block_size, query_block_size, causal, cu_seqlens  as `selected_attention`
+    scale, deterministic, backend  as `attention`
     returns  out (batch, heads, q_len, v_head_dim) and lse (batch, heads, q_len), natural logarithm; -inf for a query
              that selects no key
     """
@@ -111,19 +122,29 @@ def selected_attention_with_lse(
     )
     _check_sides(block_size, query_block_size)
     _check_indices(indices, q, k, query_block_size)
+    bounds = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
     heads, kv_heads = q.shape[1], k.shape[1]
     # query heads that select together
     group = heads // kv_heads if indices.shape[1] in (1, kv_heads) else 1
     rows_per_token = 1 << (group - 1).bit_length()
+    if bounds is not None and len(bounds) > indices.shape[0]:
+        indices = indices.expand(len(bounds), -1, -1, -1)
     frame = Frame(1, 1, q.shape[2] * rows_per_token, k.shape[2], (rows_per_token * query_block_size, block_size))
     frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
     block_selection.check_cols(indices, frame)
     if backend == "reference" or not q.numel() or not k.numel():
         mask = _dense(indices, q.shape[2], k.shape[2], block_size, query_block_size)
         mask = mask.repeat_interleave(heads // mask.shape[1], 1)
+        if bounds is not None:
+            _, first, stop = block_selection.document_of_tokens(bounds, q.shape[2])[:, :, None, :, None].unbind(1)
+            kv_pos = torch.arange(k.shape[2], device=k.device)
+            mask = mask & (kv_pos >= first) & (kv_pos < stop)
         return reference.attention(q, k, v, mask, causal=causal, scale=scale)
     with tracing.outside_transforms(indices):
         selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token)
+        if bounds is not None:
+            documents = block_selection.document_of_tokens(bounds, q.shape[2])
+            selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
         layout = BlockLayout._selected(selection, frame)
     out, lse = attention_with_lse(
         _packed(q, group, rows_per_token),
@@ -160,6 +181,16 @@ def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_bloc
     blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter_(3, cols, True)
     mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
     return mask[:, :, :q_len, :kv_len]
+
+
+def _documents(cu_seqlens: object, q: Tensor, k: Tensor) -> Tensor:
+    """The boundaries (batch | 1, documents + 1), checked."""
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"cu_seqlens gives the documents of queries and keys alike, so q must have as many tokens as k, got "
+            f"{q.shape[2]} and {k.shape[2]}"
+        )
+    return checked_boundaries(cu_seqlens, q)
 
 
 def _check_sides(block_size: object, query_block_size: object) -> None:

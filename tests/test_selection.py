@@ -128,6 +128,119 @@ def test_the_kernels_are_as_accurate_as_pytorch(case: tuple[int, ...], causal: b
         assert_as_accurate(one, [other], right, name=f"d{name}")
 
 
+# kv_heads, group, query_block_size, block_size, tokens; then boundaries of one sequence, or of each of two
+DOCUMENTS = [
+    ((2, 1, 1, 16, 70), [0, 5, 37, 37, 61]),
+    ((2, 2, 1, 32, 100), [[0, 0, 17, 70], [0, 33, 64, 64]]),
+    ((1, 3, 4, 128, 150), [0, 150]),
+    ((1, 4, 16, 64, 150), [[0, 10, 140, 150], [0, 70, 70, 100]]),
+    ((1, 1, 128, 128, 300), [0, 128, 130, 290]),
+    ((1, 2, 64, 64, 200), [0]),
+]
+
+
+def in_documents(mask: Tensor, boundaries: list[Any]) -> Tensor:
+    """The pairs of a mask (batch, heads, length, length) within a document."""
+    kept = torch.zeros_like(mask)
+    rows = boundaries if isinstance(boundaries[0], list) else [boundaries] * len(mask)
+    for one, whole, row in zip(kept, mask, rows, strict=True):
+        for first, stop in itertools.pairwise(row):
+            one[:, first:stop, first:stop] = whole[:, first:stop, first:stop]
+    return kept
+
+
+def packed_leaves(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], Tensor, dict[str, int]]:
+    kv_heads, group, q_block, block, length = sizes
+    return leaves((kv_heads, group, q_block, block, length, length, 3), dtype)
+
+
+def truth_in_documents(
+    tensors: list[Tensor], indices: Tensor, sizes: dict[str, int], causal: bool, boundaries: list[Any]
+) -> tuple[Tensor, Tensor]:
+    q, k, v = tensors
+    mask = dense_mask(indices, q.shape[1], q.shape[2], k.shape[2], *sizes.values(), causal)
+    return expected(q, k, v, in_documents(mask, boundaries), q.shape[3] ** -0.5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("case", "boundaries"), DOCUMENTS, ids=str)
+def test_in_packed_documents_it_is_the_definition_in_float64(
+    case: tuple[int, ...], boundaries: list[Any], causal: bool, backend: str
+) -> None:
+    """Blocks of keys and of queries that straddle documents are cut, token by token."""
+    tensors, indices, sizes = packed_leaves(case, torch.float64)
+    options: dict[str, Any] = {**sizes, "causal": causal, "cu_seqlens": torch.tensor(boundaries), "backend": backend}
+    found = selected_attention_with_lse(*tensors, indices, **options)
+    truth = truth_in_documents(tensors, indices, sizes, causal, boundaries)
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other)
+    truth_grads = [grad.nan_to_num() for grad in gradients(*truth, tensors)]
+    for name, one, other in zip("qkv", gradients(*found, tensors), truth_grads, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"d{name}: {text}")
+
+
+@pytest.mark.sweep(by=lambda case, causal: {causal, ("group", case[0][1]), ("keys", case[0][3])})
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", DOCUMENTS, ids=str)
+def test_in_packed_documents_the_kernels_are_as_accurate_as_pytorch(
+    case: tuple[tuple[int, ...], list[Any]], causal: bool, device: torch.device
+) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    boundaries = case[1]
+    tensors, indices, sizes = packed_leaves(case[0], torch.float32)
+    low = [tensor.detach().to(device).requires_grad_() for tensor in tensors]
+    options: dict[str, Any] = {**sizes, "causal": causal, "cu_seqlens": torch.tensor(boundaries, device=device)}
+    found = selected_attention_with_lse(*low, indices.to(device), **options, backend="triton")
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    truth, same = (truth_in_documents(each, indices, sizes, causal, boundaries) for each in (exact, tensors))
+    assert_as_accurate(found[0].cpu(), [same[0]], truth[0], name="out")
+    torch.testing.assert_close(found[1].cpu(), truth[1].float())
+    for name, *grads in zip(
+        "qkv", gradients(*found, low), gradients(*same, tensors), gradients(*truth, exact), strict=True
+    ):
+        one, other, right = (grad.cpu().nan_to_num() for grad in grads)
+        assert_as_accurate(one, [other], right, name=f"d{name}")
+
+
+@pytest.mark.parametrize("query_block_size", [1, 16])
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_packed_documents_equal_each_document_alone(backend: str, query_block_size: int) -> None:
+    """Documents that begin at blocks; indices count the blocks of the packed sequence."""
+    boundaries, block = [0, 48, 64, 150], 16
+    q, k, v = (drawn(1, heads, 150, 8, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2)))
+    dout, found, alone = drawn(1, 4, 150, 8, seed=3), [], []
+    for first, stop in itertools.pairwise(boundaries):
+        n_rows, n_cols = -(-(stop - first) // query_block_size), -(-(stop - first) // block)
+        indices = drawn_indices(1, 2, n_rows, 3, n_cols)
+        found.append(torch.where(indices < 0, -1, indices + first // block))
+        parts = (tensor[:, :, first:stop] for tensor in (q, k, v))
+        sizes: dict[str, Any] = {"block_size": block, "query_block_size": query_block_size, "backend": backend}
+        alone.append(selected_attention(*parts, indices, **sizes))
+    # the first document also selects blocks of others
+    found[0][:, :, :, 0] = 5
+    alone[0] = selected_attention(
+        *(tensor[:, :, :48] for tensor in (q, k, v)), torch.where(found[0] == 5, -1, found[0]), **sizes
+    )
+    out = selected_attention(q, k, v, torch.cat(found, 2), cu_seqlens=torch.tensor(boundaries), **sizes)
+    whole = torch.cat(alone, 2)
+    torch.testing.assert_close(out, whole)
+    grads, alone_grads = (torch.autograd.grad(each, (q, k, v), dout) for each in (out, whole))
+    for one, other in zip(grads, alone_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_selection_serves_sequences_with_their_own_documents() -> None:
+    q, k = drawn(2, 4, 60, 8), drawn(2, 2, 60, 8, seed=1)
+    indices, boundaries = drawn_indices(1, 2, 60, 2, 4), [[0, 30, 60], [0, 7, 50]]
+    mask = in_documents(dense_mask(indices.expand(2, -1, -1, -1), 4, 60, 60, 16, 1, True), boundaries)
+    for backend in ("eager", "reference"):
+        options: dict[str, Any] = {"block_size": 16, "cu_seqlens": torch.tensor(boundaries), "backend": backend}
+        out = selected_attention(q, k, k, indices, **options)
+        torch.testing.assert_close(out, expected(q, k, k, mask, 8**-0.5)[0])
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4], ids=["all", "group", "head"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_selection_is_for_all_heads_or_a_group_or_a_head(heads: int, batch: int) -> None:
@@ -185,6 +298,26 @@ WRONG = {
     "backend": (ValueError, "backend", {"backend": "cuda"}),
     "q": (ValueError, "q must have", {"q": torch.zeros(4, 40, 8)}),
     "device": (ValueError, "indices must be on q's device cpu, got meta", {"indices": INDICES.to("meta")}),
+    "list": (TypeError, "cu_seqlens must be a torch.Tensor, got list", {"cu_seqlens": [0, 40]}),
+    "floats": (TypeError, "cu_seqlens must be int32 or int64, got torch.float32", {"cu_seqlens": torch.zeros(2)}),
+    "batch": (
+        ValueError,
+        r"cu_seqlens must have shape \(documents \+ 1,\) or \(batch = 1, documents \+ 1\), got \(2, 3\)",
+        {"cu_seqlens": torch.zeros(2, 3, dtype=torch.int64)},
+    ),
+    "start": (ValueError, r"cu_seqlens must start at 0.*got \[\[1, 40\]\]", {"cu_seqlens": torch.tensor([1, 40])}),
+    "drop": (ValueError, "cu_seqlens must start at 0, never decrease", {"cu_seqlens": torch.tensor([0, 9, 8])}),
+    "end": (ValueError, "cu_seqlens .* end within 40 tokens", {"cu_seqlens": torch.tensor([0, 41])}),
+    "elsewhere": (
+        ValueError,
+        "cu_seqlens must be on q's device cpu, got meta",
+        {"cu_seqlens": torch.zeros(2, dtype=torch.int64, device="meta")},
+    ),
+    "fewer queries": (
+        ValueError,
+        "q must have as many tokens as k, got 40 and 30",
+        {"cu_seqlens": torch.tensor([0, 30]), **dict.fromkeys("kv", torch.zeros(1, 2, 30, 8))},
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..blocks import checks
 from ..blocks.block_list import FULL, Frame, Size
@@ -48,6 +49,8 @@ class Selection(NamedTuple):
     """int32 tensors of a layout of full blocks; if kernels made them, also as bits (axes, n_rows, words).
 
     rows_per_token  consecutive queries at the position of one token, a power of two: the heads of a group
+    documents       see `document_of_tokens`; plans drop the pairs of tokens of two documents. None: one document
+    n_documents     documents of a sequence, at most
     """
 
     indptr: Tensor
@@ -55,6 +58,8 @@ class Selection(NamedTuple):
     bitmask_ids: Tensor
     bits: Tensor | None
     rows_per_token: int = 1
+    documents: Tensor | None = None
+    n_documents: int = 0
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
@@ -238,6 +243,24 @@ def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:
     return indptr.view(batch, heads, n_rows + 1), indices[:-1], torch.full_like(indices[:-1], FULL)
 
 
+def document_of_tokens(cu_seqlens: Tensor, length: int) -> Tensor:
+    """int32 (batch, 3, length): the number of each token's document, its first token, and the token after its last one.
+
+    cu_seqlens  valid boundaries, integers (batch, documents + 1)
+
+    None of the three decreases from token to token. Tokens after the last document are as in a document that begins at
+    `length` and ends where the last one ends, which has no tokens.
+    """
+    cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
+    tokens = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
+    number = torch.searchsorted(cu_seqlens, tokens.repeat(len(cu_seqlens), 1), right=True).sub_(1)
+    # in bounds even for boundaries that a check on the device refuses
+    number.clamp_(0, cu_seqlens.shape[1] - 1)
+    first = pad(cu_seqlens[:, :-1], (0, 1), value=length).gather(1, number)
+    stop = torch.cat([cu_seqlens[:, 1:], cu_seqlens[:, -1:]], 1).gather(1, number)
+    return torch.stack([number.to(torch.int32), first, stop], 1)
+
+
 def plan_of_selection(
     selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
 ) -> Plan:
@@ -247,14 +270,14 @@ def plan_of_selection(
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     tile    tokens per side of a tile, TILE or FINE_TILE
     """
-    indptr, indices, _, bits, rows_per_token = selection
+    indptr, indices, _, bits = selection[:4]
     parts = [max(1, tile // side) for side in block_size]
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "causal": causal, "tile": tile}
-    sizes["rows_per_token"] = rows_per_token
+    sizes |= {"rows_per_token": selection.rows_per_token, "documents": selection.documents}
     # sorting would take longer for a selection by token
-    is_by_token = rows_per_token > 1 or block_size[0] < 16
+    is_by_token = selection.rows_per_token > 1 or block_size[0] < 16
     if bits is not None and _is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token):
-        return _plan_by_kernels(bits, indptr, len(indices), **sizes)
+        return _plan_by_kernels(bits, indptr, len(indices), n_documents=selection.n_documents, **sizes)
     return _plan_by_operations(indptr, indices, **sizes)
 
 
@@ -269,12 +292,15 @@ def _plan_by_kernels(
     causal: bool,
     tile: int,
     rows_per_token: int = 1,
+    documents: Tensor | None = None,
+    n_documents: int = 0,
 ) -> Plan:
     from ..kernels.triton import block_selection, plan_builder
 
     batch, heads, n_ends = indptr.shape
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
-    grid = plan_builder.Grid(rows, causal, tile, rows_per_token)
+    sizes = None if documents is None else plan_builder.DocumentSizes(len(documents), n_documents)
+    grid = plan_builder.Grid(rows, causal, tile, rows_per_token, sizes)
     if grid.n_bitmasks * grid.words_of_bitmask >= MOST_WORDS:
         raise ValueError(
             f"a plan of blocks of {block_size[0]} queries x {block_size[1]} keys would take "
@@ -284,7 +310,8 @@ def _plan_by_kernels(
     tiles = [max(1, side // tile) for side in block_size]
     lengths = _lengths(capacity * tiles[0] * tiles[1], rows.axes, grid.shape)
     with tracing.on_device(bits.device):
-        return with_dynamic_lengths(Plan._make(plan_builder.build_from_bits(bits, grid, (batch, heads), lengths)))
+        made = plan_builder.build_from_bits(bits, grid, (batch, heads), lengths, documents)
+    return with_dynamic_lengths(Plan._make(made))
 
 
 def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
@@ -307,6 +334,7 @@ def _plan_by_operations(
     causal: bool,
     tile: int,
     rows_per_token: int = 1,
+    documents: Tensor | None = None,
 ) -> Plan:
     """Processes both directions together: each operation costs the host more than the GPU, so few are best."""
     grid = -(-q_len // tile), -(-kv_len // tile)
@@ -333,9 +361,14 @@ def _plan_by_operations(
             diagonal = (bitmasks.steps - (behind - bitmasks.rest) // bitmasks.tokens).clamp_(max=bitmasks.steps + 1)
             kind.add_(diagonal.masked_fill_(behind >= tile - 1, 0), alpha=4)
             is_behind = behind > -bitmasks.tokens
-    if pattern.dim() > 1:
+    if pattern.dim() > 1 or documents is not None:
         ids = torch.arange(len(row), device=row.device)
-        words = bitmasks.cut(pattern, kind & 3, kind >> 2)
+        if pattern.dim() == 1:
+            words = bitmasks.words(pattern, kind & 3, kind >> 2)
+        else:
+            words = bitmasks.cut(pattern, kind & 3, kind >> 2)
+        if documents is not None:
+            words &= bitmasks.within_documents(documents, axis, row, col, axes)
         is_full = (words == -1).flatten(1).all(dim=1)
     elif bitmasks.n_sub <= FEW:
         ids = torch.add(pattern, kind, alpha=2**bitmasks.n_sub)
@@ -345,10 +378,10 @@ def _plan_by_operations(
         ids = torch.arange(len(row), device=row.device)
         is_full = (pattern == (-1 if bitmasks.n_sub == 64 else 2**bitmasks.n_sub - 1)) & (kind == 0)
         words = bitmasks.words(pattern, kind & 3, kind >> 2)
-    if causal:
-        # drop tiles that lie entirely beyond the diagonal
-        is_left = words.flatten(1).any(dim=1)[ids] & is_behind
-        axis = axis.masked_fill(~is_left, axes)
+    if causal or documents is not None:
+        # drop tiles that lie entirely beyond the diagonal, or outside the documents of their queries
+        is_left = words.flatten(1).any(dim=1)[ids]
+        axis = axis.masked_fill(~(is_left & is_behind if causal else is_left), axes)
     return _listed(axis, row, col, ids, is_full, words, indptr.shape[:2], grid)
 
 
@@ -552,6 +585,20 @@ class _Bitmasks:
         # the last key that each query sees, relative to the tile
         last_key = query // self.rows_per_token + self.rest - self.tokens * (diagonal - self.steps)
         words = torch.where(diagonal > 0, words & _first_bits(last_key + 1 - start), words)
+        return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+    def within_documents(self, documents: Tensor, axis: Tensor, row: Tensor, col: Tensor, axes: int) -> Tensor:
+        """int32 words (tiles, tile, tile // 32) of the pairs within a document.
+
+        axis, row, col  (tiles,); axis is past the last for unused tiles
+        """
+        batch = axis.clamp(max=axes - 1) // (axes // len(documents))
+        token = (row[:, None] * self.tile + torch.arange(self.tile, device=self.device)) // self.rows_per_token
+        place = batch[:, None] * documents.shape[2] + token.clamp_(max=documents.shape[2] - 1)
+        # [tiles, tile, 1]
+        first, stop = documents[:, 1:].transpose(0, 1).flatten(1)[:, place.long()].long().unsqueeze(3)
+        start = col[:, None, None] * self.tile + torch.arange(0, self.tile, 32, device=self.device)
+        words = _first_bits(stop - start) & ~_first_bits(first - start)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 

@@ -469,6 +469,42 @@ def test_a_cuda_graph_captures_a_selection_and_its_attention() -> None:
                 assert torch.equal(replayed, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize(("group", "query_block_size"), [(1, 64), (4, 1), (16, 1)])
+def test_a_cuda_graph_captures_a_selection_in_packed_documents(group: int, query_block_size: int) -> None:
+    """A CUDA graph of selection, plan, forward and backward follows new boundaries, without synchronization."""
+    length, block_size = 1100, 64
+    n_rows, n_cols = -(-length // query_block_size), -(-length // block_size)
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(2, heads, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (2 * group, 2, 2)
+    ]
+    dout, indices = torch.randn_like(leaves[0]), torch.zeros(2, 2, n_rows, 6, dtype=torch.int64, device="cuda")
+    boundaries = torch.zeros(2, 9, dtype=torch.int32, device="cuda")
+
+    def step(tensors: list[Tensor], causal: bool, backend: str = "auto") -> list[Tensor]:
+        options: dict[str, Any] = {"block_size": block_size, "query_block_size": query_block_size, "backend": backend}
+        out = selected_attention(*tensors, indices, causal=causal, cu_seqlens=boundaries, **options)
+        return [out, *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
+
+    def draw() -> None:
+        indices.copy_(torch.randint(-1, n_cols, indices.shape))
+        inner = torch.randint(0, length - 50, (2, 7)).sort(1).values
+        boundaries.copy_(torch.nn.functional.pad(torch.nn.functional.pad(inner, (1, 0)), (0, 1), value=length - 50))
+
+    for causal in (False, True):
+        draw()
+        graph, captured = capture(lambda causal=causal: tuple(step(leaves, causal)))
+        for _ in range(2):
+            draw()
+            graph.replay()
+            exact = step([tensor.detach().double().requires_grad_() for tensor in leaves], causal, "reference")
+            same = step(leaves, causal, "reference")
+            for name, replayed, other, truth in zip(("out", "dq", "dk", "dv"), captured, same, exact, strict=True):
+                assert_as_accurate(replayed, [other], truth, name=name)
+
+
 def test_kv_lengths_on_the_gpu_are_clamped() -> None:
     q, k, v = (torch.randn(3, 1, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 300, 70]))

@@ -272,6 +272,9 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
         bits, *_ = block_selection.of_indices(torch.empty(4, length, 16, dtype=torch.int64), by_token)
         grid = plan_builder.Grid(by_token, causal=True, tile=FINE_TILE, rows_per_token=group)
         plan_builder.build_from_bits(bits, grid, (2, 2), (33, 35, 37))
+        grid = grid._replace(documents=plan_builder.DocumentSizes(2, 8))
+        documents = torch.empty(2, 3, length, dtype=torch.int32)
+        plan_builder.build_from_bits(bits, grid, (2, 2), (33, 35, 37), documents)
 
 
 def run_paged(q: torch.Tensor, dims: tuple[int, int], mode: str, scale: float, scores: Scores | None) -> None:

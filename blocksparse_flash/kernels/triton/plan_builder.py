@@ -1,7 +1,7 @@
 """Plan construction on a GPU from the bits of selected blocks, in two launches.
 
     count   tiles and partial tiles of every tile row and tile column; every bitmask that a tile can have, or, where
-            tiles have many blocks, the bitmask of each tile
+            tiles have many blocks, the bitmask of each tile; the bitmasks of tiles that packed documents cut
     list    records in launch order, and the tiles of each tile row and tile column, partial ones first
 
 A program handles some tile rows or tile columns of a head. It derives the offsets of its lists and its launch order
@@ -26,8 +26,8 @@ from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
 LINES, MINORS = 8, 64
 # heads of a step in max_long_lines
 AXES = 16
-# bitmask words of a program
-WORDS = 1024
+# bitmask words of a program; words of each query in a step of write_cut_bitmasks
+WORDS, CUT_WORDS = 1024, 16
 # up to MOST_PARTS blocks per tile, every subset of blocks has a bitmask (up to ALL_EDGES blocks, with every ragged
 # edge); beyond that each tile of the grid has its own
 MOST_PARTS, ALL_EDGES = 16, 4
@@ -37,17 +37,26 @@ RIGHT, BOTTOM, OWN = 1, 2, tl.constexpr(4)
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
 
 
+class DocumentSizes(NamedTuple):
+    """Packed documents: sequences with boundaries of their own, or 1, and documents of each, at most."""
+
+    batch: int
+    n_documents: int
+
+
 class Grid(NamedTuple):
     """The tile grid of a block grid.
 
     tile  queries and keys per side of a tile
     rows_per_token  consecutive queries at the position of one token, a power of two; q_len is a multiple
+    documents  None: every sequence is one document
     """
 
     rows: Rows
     causal: bool
     tile: int = plan_format.TILE
     rows_per_token: int = 1
+    documents: DocumentSizes | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,13 +97,29 @@ class Grid(NamedTuple):
         return self.rows.axes * self.shape[0] * self.shape[1]
 
     @property
-    def n_bitmasks(self) -> int:
-        """Number of bitmasks: patterns x edges x (1 + diagonals), or one per tile of the grid."""
+    def n_shared(self) -> int:
+        """Bitmasks that tiles share: patterns x edges x (1 + diagonals); or one per tile of the grid."""
         edges = self.edges
         if edges == OWN.value:
             return max(1, self.n_tiles)
         n_edges = (1 + (edges & RIGHT)) * (1 + edges // BOTTOM)
         return self.n_patterns * n_edges * (1 + self.n_diagonals)
+
+    @property
+    def n_mixed(self) -> int:
+        """Tile rows of an axis with tokens of several documents, at most."""
+        return 0 if self.documents is None else min(self.documents.n_documents, self.shape[0])
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether the tiles that documents cut have bitmasks besides the shared ones."""
+        return self.documents is not None and self.edges != OWN.value
+
+    @property
+    def n_bitmasks(self) -> int:
+        """Number of bitmasks: those of `n_shared`, and those of tiles that documents cut, see `tile_kinds`."""
+        n_cut = self.n_mixed * self.shape[1] + 2 * self.shape[0] if self.has_cuts else 0
+        return self.n_shared + self.rows.axes * n_cut
 
     @property
     def words_of_bitmask(self) -> int:
@@ -113,6 +138,9 @@ class Grid(NamedTuple):
             "kv_len": rows.kv_len,
             "q_tiles": q_tiles,
             "kv_tiles": kv_tiles,
+            "axes_of_documents": 1 if self.documents is None else rows.axes // self.documents.batch,
+            "n_mixed": self.n_mixed,
+            "n_shared": self.n_shared,
             "BLOCK_Q": rows.block_size[0],
             "BLOCK_KV": rows.block_size[1],
             "ROWS_PER_TOKEN": self.rows_per_token,
@@ -123,16 +151,29 @@ class Grid(NamedTuple):
 
 
 SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "kv_tiles"]
+SIZES += ["axes_of_documents", "n_mixed", "n_shared"]
 
 
 # fmt: off
 @triton.jit
+def number_of_mixed(b_document, o_row, n_mixed, q_tiles):
+    """The number, below n_mixed, of a tile row with tokens of several documents, the last of which is b_document."""
+    return tl.where(n_mixed < q_tiles, b_document - 1, o_row)
+
+
+@triton.jit
 def tile_kinds(
-    bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    bits_ptr, documents_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    axes_of_documents, n_mixed, n_shared,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
-    """int32 (is stored, is full, bitmask id) of the tiles (o_row, o_col), which broadcast."""
+    """int32 (is stored, is full, bitmask id) of the tiles (o_row, o_col), which broadcast.
+
+    Documents limit the keys of each query to a range. A tile row within one document has at most two tiles that the
+    range cuts, at its ends. In the other tile rows, of which there are as many as documents at most, every tile may be
+    cut. The bitmasks of these tiles follow the shared ones, those of each axis together, see `write_cut_bitmasks`.
+    """
     PARTS_Q: tl.constexpr = TILE // BLOCK_Q if BLOCK_Q < TILE else 1
     PARTS_KV: tl.constexpr = TILE // BLOCK_KV if BLOCK_KV < TILE else 1
     PART_Q: tl.constexpr = TILE // PARTS_Q
@@ -143,6 +184,10 @@ def tile_kinds(
     p_bits = bits_ptr + batch_head.to(tl.int64) * n_rows * n_words
     m_tile = (o_row < q_tiles) & (o_col < kv_tiles)
     ahead = kv_len - q_len // ROWS_PER_TOKEN
+    HAS_DOCUMENTS: tl.constexpr = documents_ptr is not None
+    if HAS_DOCUMENTS:
+        p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * kv_len)
+        p_first, p_stop = p_number + kv_len, p_number + 2 * kv_len
     b_pattern = tl.where(m_tile, 0, 0)
     b_left = b_pattern
     b_all = m_tile.to(tl.int32)
@@ -151,6 +196,10 @@ def tile_kinds(
         o_block_row = (o_row * TILE + part_q * PART_Q) // BLOCK_Q
         # the last query of the block sees its first key
         last_q = tl.minimum(o_row * TILE + (part_q + 1) * PART_Q, q_len) - 1
+        if HAS_DOCUMENTS:
+            # the documents of the block's queries follow each other
+            first_q = tl.minimum(o_row * TILE + part_q * PART_Q, q_len - 1)
+            b_first, b_stop = tl.load(p_first + first_q // ROWS_PER_TOKEN), tl.load(p_stop + last_q // ROWS_PER_TOKEN)
         for part_kv in tl.static_range(PARTS_KV):
             first_kv = o_col * TILE + part_kv * PART_KV
             o_block_col = first_kv // BLOCK_KV
@@ -162,9 +211,10 @@ def tile_kinds(
             else:
                 b_pattern |= b_bit << (part_q * PARTS_KV + part_kv)
             if CAUSAL:
-                b_left |= b_bit & (last_q // ROWS_PER_TOKEN + ahead >= first_kv).to(tl.int32)
-            else:
-                b_left |= b_bit
+                b_bit &= (last_q // ROWS_PER_TOKEN + ahead >= first_kv).to(tl.int32)
+            if HAS_DOCUMENTS:
+                b_bit &= (tl.maximum(b_first, first_kv) < tl.minimum(b_stop, first_kv + PART_KV)).to(tl.int32)
+            b_left |= b_bit
     # ragged edges, then where the diagonal crosses the tile
     b_right = ((o_col == kv_tiles - 1) & (kv_len % TILE != 0)).to(tl.int32)
     b_bottom = ((o_row == q_tiles - 1) & (q_len % TILE != 0)).to(tl.int32)
@@ -188,12 +238,30 @@ def tile_kinds(
             b_kind += b_bottom * N_RIGHT
         b_id = b_pattern + b_kind * N_PATTERNS
         b_full = (b_id == N_PATTERNS - 1).to(tl.int32)
+    if HAS_DOCUMENTS:
+        first_token = tl.minimum(o_row * TILE, q_len - 1) // ROWS_PER_TOKEN
+        last_token = (tl.minimum((o_row + 1) * TILE, q_len) - 1) // ROWS_PER_TOKEN
+        # the keys that all queries have
+        b_first, b_stop = tl.load(p_first + last_token), tl.load(p_stop + first_token)
+        b_cut = (b_first > o_col * TILE) | (b_stop < tl.minimum((o_col + 1) * TILE, kv_len))
+        b_full = tl.where(b_cut, 0, b_full)
+        if EDGES != OWN:
+            b_last = tl.load(p_number + last_token)
+            b_line = number_of_mixed(b_last, o_row, n_mixed, q_tiles)
+            b_own = tl.where(
+                tl.load(p_number + first_token) != b_last,
+                b_line * kv_tiles + o_col,
+                n_mixed * kv_tiles + 2 * o_row + (o_col != b_first // TILE).to(tl.int32),
+            )
+            b_own += n_shared + batch_head * (n_mixed * kv_tiles + 2 * q_tiles)
+            b_id = tl.where(b_cut, b_own, b_id)
     return (b_left != 0).to(tl.int32), b_full, b_id
 
 
 @triton.jit
 def tile_kinds_along(
-    bits_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    bits_ptr, documents_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    axes_of_documents, n_mixed, n_shared,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -203,15 +271,15 @@ def tile_kinds_along(
     else:
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
-        bits_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
+        bits_ptr, documents_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+        axes_of_documents, n_mixed, n_shared, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
     )
 
 
 @triton.jit
 def count_lines(
-    bits_ptr, counts_ptr, i_program, n_major, n_minor,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    bits_ptr, documents_ptr, counts_ptr, i_program, n_major, n_minor,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
@@ -223,8 +291,8 @@ def count_lines(
     b_tiles, b_partial = tl.zeros([LINES], tl.int32), tl.zeros([LINES], tl.int32)
     for first in range(0, n_minor, MINORS):
         b_stored, b_full, _ = tile_kinds_along(
-            bits_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            bits_ptr, documents_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
             OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
         b_tiles += tl.sum(b_stored, 1)
@@ -283,19 +351,14 @@ def write_bitmasks(
 
 
 @triton.jit
-def write_own_bitmasks(
-    bits_ptr, words_ptr, i_program, n_words_of_all, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+def words_of_pairs(
+    p_row, m_row, b_q, b_kv, b_first, b_stop, n_cols, q_len, kv_len,
+    BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):
-    """Some words of the bitmasks of all tiles, ordered by axis, tile row and tile column (fastest)."""
-    WORDS_OF_TILE: tl.constexpr = TILE // 32
-    o_word = i_program * WORDS + tl.arange(0, WORDS)
-    b_tile = o_word // (WORDS_OF_TILE * TILE)
-    b_kv = b_tile % kv_tiles * TILE + o_word % WORDS_OF_TILE * 32
-    b_q = b_tile // kv_tiles % q_tiles * TILE + o_word // WORDS_OF_TILE % TILE
-    p_row = bits_ptr + ((b_tile // (kv_tiles * q_tiles)).to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
-    m_row = (o_word < n_words_of_all) & (b_q < q_len)
+    """Words of bitmasks: of query b_q, and of the 32 keys from b_kv on, between b_first and b_stop.
+
+    p_row  the bits of the blocks that the query selects; none where masked out
+    """
     b_col = b_kv // BLOCK_KV
     b_bits = -((tl.load(p_row + b_col // 32, mask=m_row & (b_col < n_cols), other=0) >> (b_col % 32)) & 1)
     if BLOCK_KV == 16:
@@ -305,44 +368,129 @@ def write_own_bitmasks(
     b_bits &= first_bits(kv_len - b_kv)
     if CAUSAL:
         b_bits &= first_bits(b_q // ROWS_PER_TOKEN + kv_len - q_len // ROWS_PER_TOKEN + 1 - b_kv)
+    if HAS_DOCUMENTS:
+        b_bits &= first_bits(b_stop - b_kv) & ~first_bits(b_first - b_kv)
+    return b_bits
+
+
+@triton.jit
+def write_own_bitmasks(
+    bits_ptr, documents_ptr, words_ptr, i_program, n_words_of_all, n_rows, n_cols, n_words, q_len, kv_len, q_tiles,
+    kv_tiles, axes_of_documents,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+):
+    """Some words of the bitmasks of all tiles, ordered by axis, tile row and tile column (fastest)."""
+    WORDS_OF_TILE: tl.constexpr = TILE // 32
+    o_word = i_program * WORDS + tl.arange(0, WORDS)
+    b_tile = o_word // (WORDS_OF_TILE * TILE)
+    b_kv = b_tile % kv_tiles * TILE + o_word % WORDS_OF_TILE * 32
+    b_q = b_tile // kv_tiles % q_tiles * TILE + o_word // WORDS_OF_TILE % TILE
+    b_axis = b_tile // (kv_tiles * q_tiles)
+    p_row = bits_ptr + (b_axis.to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
+    m_row = (o_word < n_words_of_all) & (b_q < q_len)
+    HAS_DOCUMENTS: tl.constexpr = documents_ptr is not None
+    b_first, b_stop = b_kv, b_kv
+    if HAS_DOCUMENTS:
+        p_first = documents_ptr + (b_axis // axes_of_documents * 3 + 1).to(tl.int64) * kv_len + b_q // ROWS_PER_TOKEN
+        b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + kv_len, mask=m_row, other=0)
+    b_bits = words_of_pairs(
+        p_row, m_row, b_q, b_kv, b_first, b_stop, n_cols, q_len, kv_len, BLOCK_KV, ROWS_PER_TOKEN, HAS_DOCUMENTS, CAUSAL
+    )
     tl.store(words_ptr + o_word, b_bits, mask=o_word < n_words_of_all)
+
+
+@triton.jit
+def write_cut_bitmasks(
+    bits_ptr, documents_ptr, words_ptr, i_program, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    axes_of_documents, n_mixed, n_shared,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE: tl.constexpr, CUT_WORDS: tl.constexpr,
+):
+    """The bitmasks of the tiles of a tile row that documents may cut.
+
+    Of each axis: first kv_tiles bitmasks for each tile row with several documents, then two for every tile row, of the
+    tiles where its one document begins and ends.
+    """
+    WORDS_OF_TILE: tl.constexpr = TILE // 32
+    batch_head, i_row = i_program // q_tiles, i_program % q_tiles
+    p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * kv_len)
+    first_token = i_row * TILE // ROWS_PER_TOKEN
+    last_token = (tl.minimum((i_row + 1) * TILE, q_len) - 1) // ROWS_PER_TOKEN
+    last = tl.load(p_number + last_token)
+    # keys from the first document to the last one
+    first, stop = tl.load(p_number + kv_len + first_token), tl.load(p_number + 2 * kv_len + last_token)
+    is_mixed = tl.load(p_number + first_token) != last
+    if CAUSAL:
+        stop = tl.minimum(stop, last_token + 1)
+    first_col = first // TILE
+    line = number_of_mixed(last, i_row, n_mixed, q_tiles)
+    place = tl.where(is_mixed, line * kv_tiles + first_col, n_mixed * kv_tiles + 2 * i_row)
+    place += n_shared + batch_head * (n_mixed * kv_tiles + 2 * q_tiles)
+    n_places = tl.where(is_mixed, tl.cdiv(stop, TILE) - first_col, tl.where(first < stop, 2, 0))
+
+    b_q = (i_row * TILE + tl.arange(0, TILE))[:, None]
+    m_row = b_q < q_len
+    p_row = bits_ptr + (batch_head.to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
+    p_first = p_number + kv_len + b_q // ROWS_PER_TOKEN
+    b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + kv_len, mask=m_row, other=0)
+    for begin in range(0, n_places * WORDS_OF_TILE, CUT_WORDS):
+        o_word = (begin + tl.arange(0, CUT_WORDS))[None, :]
+        o_place = o_word // WORDS_OF_TILE
+        o_col = tl.where(is_mixed | (o_place == 0), first_col + o_place, stop // TILE)
+        b_bits = words_of_pairs(
+            p_row, m_row, b_q, o_col * TILE + o_word % WORDS_OF_TILE * 32, b_first, b_stop, n_cols, q_len, kv_len,
+            BLOCK_KV, ROWS_PER_TOKEN, True, CAUSAL,
+        )
+        o_bitmask = (place + o_place) * TILE + tl.arange(0, TILE)[:, None]
+        p_word = words_ptr + o_bitmask * WORDS_OF_TILE + o_word % WORDS_OF_TILE
+        tl.store(p_word, b_bits, mask=(o_place < n_places) & (b_q >= 0))
 
 
 @triton.jit(do_not_specialize=[*SIZES, "n_words_of_all"])
 def count_kernel(
-    # input: int32 (axes, n_rows, n_words)
-    bits_ptr,
+    # inputs: int32 (axes, n_rows, n_words); (batch, 3, kv_len), see plan/block_selection.py, or None
+    bits_ptr, documents_ptr,
     # outputs: counts, int32 (2 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
     counts_ptr, words_ptr,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, n_words_of_all,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+    # words of the shared bitmasks
+    n_words_of_all,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
-    LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr, WORDS: tl.constexpr, CUT_WORDS: tl.constexpr,
 ):
     i_program = tl.program_id(0)
+    # of those that write shared bitmasks
+    i_words = i_program - axes * (tl.cdiv(q_tiles, LINES) + tl.cdiv(kv_tiles, LINES))
     n_of_rows, n_of_cols = axes * tl.cdiv(q_tiles, LINES), axes * tl.cdiv(kv_tiles, LINES)
     if i_program < n_of_rows:
         count_lines(
-            bits_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            bits_ptr, documents_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
             True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
-            bits_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            bits_ptr, documents_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
             False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif EDGES == OWN:
         write_own_bitmasks(
-            bits_ptr, words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            bits_ptr, documents_ptr, words_ptr, i_words, n_words_of_all,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents,
             BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, CAUSAL, TILE, WORDS,
         )
-    else:
+    elif i_words < tl.cdiv(n_words_of_all, WORDS):
         write_bitmasks(
-            words_ptr, i_program - n_of_rows - n_of_cols, n_words_of_all, q_len, kv_len,
-            BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, TILE, WORDS,
+            words_ptr, i_words, n_words_of_all, q_len, kv_len, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, TILE, WORDS
+        )
+    elif documents_ptr is not None:
+        write_cut_bitmasks(
+            bits_ptr, documents_ptr, words_ptr, i_words - tl.cdiv(n_words_of_all, WORDS),
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, CAUSAL, TILE, CUT_WORDS,
         )
 
 
@@ -394,8 +542,9 @@ def write_records(
 
 @triton.jit
 def list_lines(
-    bits_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor, n_indices, n_ids,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    bits_ptr, documents_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor,
+    n_indices, n_ids,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
@@ -425,8 +574,8 @@ def list_lines(
     for first in range(0, n_minor, MINORS):
         o_minor = first + tl.arange(0, MINORS)
         b_stored, b_full, b_id = tile_kinds_along(
-            bits_ptr, batch_head, o_line, o_minor,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            bits_ptr, documents_ptr, batch_head, o_line, o_minor,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
             OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
         b_is_full, b_is_partial = b_stored & b_full, b_stored & (1 - b_full)
@@ -445,13 +594,13 @@ def list_lines(
 
 @triton.jit(do_not_specialize=[*SIZES, "n_indices", "n_row_ids", "n_col_ids"])
 def list_kernel(
-    # inputs: int32 (axes, n_rows, n_words), and the counts of count_kernel
-    bits_ptr, counts_ptr,
+    # inputs: those of count_kernel, and its counts
+    bits_ptr, documents_ptr, counts_ptr,
     # outputs: the tensors of a Plan
     row_records_ptr, row_indices_ptr, row_ids_ptr, col_records_ptr, col_indices_ptr, col_ids_ptr,
     # their lengths
     n_indices, n_row_ids, n_col_ids,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
@@ -460,16 +609,16 @@ def list_kernel(
     n_of_rows = axes * tl.cdiv(q_tiles, LINES)
     if i_program < n_of_rows:
         list_lines(
-            bits_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
+            bits_ptr, documents_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
             q_tiles, kv_tiles, n_indices, n_row_ids,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
             True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
-            bits_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
+            bits_ptr, documents_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
             i_program - n_of_rows, kv_tiles, q_tiles, n_indices, n_col_ids,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
             False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
@@ -487,13 +636,17 @@ class PlanLaunches(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: ARG001  part of the cache key
     """The launches, for lists of any length."""
-    sizes, n_words = grid.sizes(), grid.n_bitmasks * grid.words_of_bitmask
+    sizes, n_words = grid.sizes(), grid.n_shared * grid.words_of_bitmask
     n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
-    count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS}
+    count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS, "CUT_WORDS": CUT_WORDS}
+    n_cut_rows = grid.rows.axes * grid.shape[0] if grid.has_cuts else 0
     fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
+    if grid.documents is not None:
+        # with 64 tiles list_kernel spills on sm80
+        fill["MINORS"] = max(1, MINORS // 2)
     return PlanLaunches(
-        Launch(count_kernel, (n_lines + -(-n_words // WORDS),), count),
+        Launch(count_kernel, (n_lines + -(-n_words // WORDS) + n_cut_rows,), count),
         Launch(list_kernel, (n_lines,), fill),
         contiguous(torch.int32, 2 * grid.rows.axes * sum(grid.shape)),
         contiguous(torch.int32, grid.n_bitmasks, grid.tile, grid.tile // 32),
@@ -501,13 +654,18 @@ def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: AR
 
 
 def build_from_bits(
-    bits: torch.Tensor, grid: Grid, batch_heads: tuple[int, int], lengths: tuple[int, int, int]
+    bits: torch.Tensor,
+    grid: Grid,
+    batch_heads: tuple[int, int],
+    lengths: tuple[int, int, int],
+    documents: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The tensors of a Plan.
 
     bits     int32 (axes, n_rows, n_words), see block_selection.py
     batch_heads  (batch | 1, heads | 1), axes in all
     lengths  of the lists: indices, ids of rows, ids of columns
+    documents  int32 (batch, 3, tokens) if the grid has documents, see plan/block_selection.py
     """
     new = allocator(bits)
 
@@ -521,8 +679,8 @@ def build_from_bits(
     ]
     launches = plan_launches(grid, bits.device)
     counts, words = new(*launches.counted), new(*launches.words)
-    launches.counts(bits, counts, words)
-    launches.lists(bits, counts, *sides[0], *sides[1], *lengths)
+    launches.counts(bits, documents, counts, words)
+    launches.lists(bits, documents, counts, *sides[0], *sides[1], *lengths)
     return [*sides[0], *sides[1], words]
 
 

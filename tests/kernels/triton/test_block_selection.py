@@ -332,3 +332,65 @@ def test_plans_of_selections_by_token_have_the_pairs_of_pytorch(
             assert_same_plan(plan, wanted)
     selection_kernels._list_rows.cache_clear()
     plan_builder.plan_launches.cache_clear()
+
+
+# rows per token, tokens that select together, keys of a block, tokens, boundaries of each sequence
+IN_DOCUMENTS = [
+    # each tile has a bitmask of its own
+    (1, 1, 64, 150, [[0, 40, 40, 129]]),
+    (2, 4, 128, 150, [[0, 100, 150], [0, 0, 7]]),
+    # bitmasks that tiles share, and those of tiles that documents cut
+    (1, 128, 64, 450, [[0, 5, 7, 130, 449]]),
+    (1, 64, 64, 300, [[0, 128, 192, 192, 192], [0, 10, 20, 30, 300]]),
+    (1, 128, 256, 600, [[0, 550]]),
+    (4, 32, 32, 200, [[0, 1, 64, 190, 200]]),
+    (8, 16, 64, 150, [[0, 150]]),
+    (32, 1, 128, 20, [[0, 3, 9, 10, 18]]),
+    (128, 1, 64, 40, [[0, 18, 33]]),
+    # no document
+    (1, 64, 64, 200, [[0]]),
+]
+
+
+@pytest.mark.sweep(by=lambda case, shares_bitmasks: {shares_bitmasks, case[0] > 16, case[1] > 1, len(case[4])})
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("shares_bitmasks", [False, True])
+@pytest.mark.parametrize("case", IN_DOCUMENTS, ids=str)
+def test_plans_in_packed_documents_have_the_pairs_of_one_document(
+    case: tuple[Any, ...], shares_bitmasks: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both ways, by kernels and by PyTorch. More documents than tile rows, and fewer."""
+    from blocksparse_flash.kernels.triton import plan_builder
+
+    rows_per_token, together, keys, length, boundaries = case
+    frame = Frame(2, 2, length * rows_per_token, length, (rows_per_token * together, keys))
+    if shares_bitmasks:
+        monkeypatch.setattr(plan_builder.Grid, "n_tiles", 1 << 30)
+    indices = random_indices(frame, 5, device)
+    bounds = torch.tensor(boundaries, device=device)
+    made = block_selection.by_indices(indices, frame)._replace(
+        rows_per_token=rows_per_token,
+        documents=block_selection.document_of_tokens(bounds, length),
+        n_documents=bounds.shape[1] - 1,
+    )
+    document = torch.full((len(boundaries), length), -1)
+    for row, bounds_of_row in zip(document, boundaries, strict=True):
+        for number, (first, stop) in enumerate(itertools.pairwise(bounds_of_row)):
+            row[first:stop] = number
+    is_one = (document[:, :, None] == document[:, None]) & (document >= 0)[:, None]
+    is_one = is_one.repeat_interleave(rows_per_token, 1).repeat_interleave(4 // len(boundaries), 0)
+    plan_builder.plan_launches.cache_clear()
+    for causal, tile in itertools.product((False, True), (TILE, FINE_TILE)):
+        sizes: dict[str, Any] = {**frame.sizes, "causal": causal, "tile": tile}
+        if shares_bitmasks and math.prod(max(1, tile // side) for side in frame.block_size) > 8:
+            continue
+        whole = PLAN_BY_OPERATIONS(made.indptr, made.indices, **sizes, rows_per_token=rows_per_token)
+        truth = pairs_of(whole, *frame[2:4], of_rows=True) & is_one
+        options = {"rows_per_token": rows_per_token, "documents": made.documents}
+        for plan in (
+            block_selection.plan_of_selection(made, **sizes),
+            PLAN_BY_OPERATIONS(made.indptr, made.indices, **sizes, **options),
+        ):
+            for of_rows in (True, False):
+                assert torch.equal(pairs_of(plan, *frame[2:4], of_rows=of_rows), truth)
+    plan_builder.plan_launches.cache_clear()
