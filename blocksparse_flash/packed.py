@@ -138,12 +138,12 @@ def packed_layout(documents: Documents, block_size: Size) -> BlockLayout:
     return PackedLayout.of(documents, block_size) if can_build(documents) else layout_on_host(documents, block_size)
 
 
-def checked_boundaries(cu_seqlens: object, like: torch.Tensor) -> torch.Tensor:
+def checked_boundaries(cu_seqlens: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The boundaries of packed documents, checked, as integers (batch | 1, documents + 1).
 
-    cu_seqlens  (documents + 1,) or (batch, documents + 1)
-    like    (batch, heads, length, head_dim), on whose device they must be
-    raises  TypeError, ValueError. On a GPU, where their values are not read, RuntimeError of the device later
+    cu_seqlens  (documents + 1,) or (batch, documents + 1), on the device of q
+    q, k        (batch, heads, length, head_dim), with the same documents
+    raises      TypeError, ValueError. On a GPU, where the values are not read, RuntimeError of the device later
     """
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(
@@ -152,9 +152,14 @@ def checked_boundaries(cu_seqlens: object, like: torch.Tensor) -> torch.Tensor:
         )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.device != like.device:
-        raise ValueError(f"cu_seqlens must be on q's device {like.device}, got {cu_seqlens.device}; use .to(q.device)")
-    batch, length = like.shape[0], like.shape[2]
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}; use .to(q.device)")
+    batch, length = q.shape[0], q.shape[2]
+    if length != k.shape[2]:
+        raise ValueError(
+            f"cu_seqlens gives the documents of queries and keys alike, so q must have as many tokens as k, got "
+            f"{length} and {k.shape[2]}"
+        )
     rows = torch.atleast_2d(cu_seqlens)
     if rows.dim() != 2 or not rows.shape[1] or len(rows) not in (1, batch):
         raise ValueError(

@@ -122,7 +122,7 @@ def selected_attention_with_lse(
     )
     _check_sides(block_size, query_block_size)
     _check_indices(indices, q, k, query_block_size)
-    bounds = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
+    bounds = None if cu_seqlens is None else checked_boundaries(cu_seqlens, q, k)
     heads, kv_heads = q.shape[1], k.shape[1]
     # query heads that select together
     group = heads // kv_heads if indices.shape[1] in (1, kv_heads) else 1
@@ -159,6 +159,22 @@ def selected_attention_with_lse(
     return _unpacked(out, group, rows_per_token), _unpacked(lse[..., None], group, rows_per_token)[..., 0]
 
 
+def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
+    """The layout in which each query attends to the keys first .. stop - 1, made on the device without waiting for it.
+
+    first, stop  integers (batch, q_len) that never decrease, between 0 and kv_len
+    """
+    batch, q_len = first.shape
+    frame = Frame(batch, 1, q_len, kv_len, (TILE, TILE))
+    cols = torch.arange(frame.n_cols, device=first.device).expand(batch, 1, frame.n_rows, -1)
+    # one document for each query: every tile may have a bitmask of its own
+    numbers = torch.arange(1, q_len + 1, device=first.device).expand_as(first)
+    with tracing.outside_transforms(first):
+        ranges = torch.stack([numbers, first, stop], 1).to(torch.int32)
+        selection = block_selection.by_indices(cols, frame)._replace(documents=ranges, n_documents=q_len)
+        return BlockLayout._selected(selection, frame)
+
+
 def _packed(q: Tensor, group: int, rows_per_token: int) -> Tensor:
     """(batch, heads, q_len, d) to (batch, heads / group, q_len * rows_per_token, d), the heads of a token together."""
     if rows_per_token == 1:
@@ -181,16 +197,6 @@ def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_bloc
     blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter_(3, cols, True)
     mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
     return mask[:, :, :q_len, :kv_len]
-
-
-def _documents(cu_seqlens: object, q: Tensor, k: Tensor) -> Tensor:
-    """The boundaries (batch | 1, documents + 1), checked."""
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"cu_seqlens gives the documents of queries and keys alike, so q must have as many tokens as k, got "
-            f"{q.shape[2]} and {k.shape[2]}"
-        )
-    return checked_boundaries(cu_seqlens, q)
 
 
 def _check_sides(block_size: object, query_block_size: object) -> None:

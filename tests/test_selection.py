@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import masks
 from blocksparse_flash import BlockLayout, attention, selected_attention, selected_attention_with_lse
 from tests.support.closeness import assert_as_accurate
 
@@ -229,6 +230,15 @@ def test_packed_documents_equal_each_document_alone(backend: str, query_block_si
     grads, alone_grads = (torch.autograd.grad(each, (q, k, v), dout) for each in (out, whole))
     for one, other in zip(grads, alone_grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_blocks_of_queries_in_packed_documents_agree_with_a_layout() -> None:
+    q, k = drawn(1, 2, 200, 8), drawn(1, 2, 200, 8, seed=1)
+    indices, boundaries = drawn_indices(1, 2, 4, 3, 4), torch.tensor([0, 70, 150])
+    layout = BlockLayout.from_topk(indices, 200, 200, block_size=64)
+    layout = layout & masks.documents(boundaries, length=200, block_size=64)
+    out = selected_attention(q, k, k, indices, block_size=64, query_block_size=64, cu_seqlens=boundaries)
+    torch.testing.assert_close(out, attention(q, k, k, layout, causal=True))
 
 
 def test_one_selection_serves_sequences_with_their_own_documents() -> None:

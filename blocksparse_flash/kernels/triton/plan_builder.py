@@ -37,6 +37,13 @@ RIGHT, BOTTOM, OWN = 1, 2, tl.constexpr(4)
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
 
 
+# by how much the bitmask ids of a list are longer than its indices
+ROW_IDS, COL_IDS = (
+    tl.constexpr(n_ids - n_indices)
+    for n_indices, n_ids in (plan_format.list_lengths(0, 0, of_rows=of_rows) for of_rows in (True, False))
+)
+
+
 class DocumentSizes(NamedTuple):
     """Packed documents: sequences with boundaries of their own, or 1, and documents of each, at most."""
 
@@ -140,7 +147,6 @@ class Grid(NamedTuple):
             "kv_tiles": kv_tiles,
             "axes_of_documents": 1 if self.documents is None else rows.axes // self.documents.batch,
             "n_mixed": self.n_mixed,
-            "n_shared": self.n_shared,
             "BLOCK_Q": rows.block_size[0],
             "BLOCK_KV": rows.block_size[1],
             "ROWS_PER_TOKEN": self.rows_per_token,
@@ -151,7 +157,7 @@ class Grid(NamedTuple):
 
 
 SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "kv_tiles"]
-SIZES += ["axes_of_documents", "n_mixed", "n_shared"]
+SIZES += ["axes_of_documents", "n_mixed"]
 
 
 # fmt: off
@@ -164,7 +170,7 @@ def number_of_mixed(b_document, o_row, n_mixed, q_tiles):
 @triton.jit
 def tile_kinds(
     bits_ptr, documents_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    axes_of_documents, n_mixed, n_shared,
+    axes_of_documents, n_mixed,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -186,8 +192,9 @@ def tile_kinds(
     ahead = kv_len - q_len // ROWS_PER_TOKEN
     HAS_DOCUMENTS: tl.constexpr = documents_ptr is not None
     if HAS_DOCUMENTS:
-        p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * kv_len)
-        p_first, p_stop = p_number + kv_len, p_number + 2 * kv_len
+        n_tokens = q_len // ROWS_PER_TOKEN
+        p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * n_tokens)
+        p_first, p_stop = p_number + n_tokens, p_number + 2 * n_tokens
     b_pattern = tl.where(m_tile, 0, 0)
     b_left = b_pattern
     b_all = m_tile.to(tl.int32)
@@ -253,7 +260,9 @@ def tile_kinds(
                 b_line * kv_tiles + o_col,
                 n_mixed * kv_tiles + 2 * o_row + (o_col != b_first // TILE).to(tl.int32),
             )
-            b_own += n_shared + batch_head * (n_mixed * kv_tiles + 2 * q_tiles)
+            # without the diagonals 0 to STEPS + 1 there is one kind
+            N_SHARED: tl.constexpr = N_PATTERNS * N_EDGES * (STEPS + 2 if CAUSAL else 1)
+            b_own += N_SHARED + batch_head * (n_mixed * kv_tiles + 2 * q_tiles)
             b_id = tl.where(b_cut, b_own, b_id)
     return (b_left != 0).to(tl.int32), b_full, b_id
 
@@ -261,7 +270,7 @@ def tile_kinds(
 @triton.jit
 def tile_kinds_along(
     bits_ptr, documents_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    axes_of_documents, n_mixed, n_shared,
+    axes_of_documents, n_mixed,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -272,14 +281,14 @@ def tile_kinds_along(
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
         bits_ptr, documents_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        axes_of_documents, n_mixed, n_shared, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
+        axes_of_documents, n_mixed, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
     )
 
 
 @triton.jit
 def count_lines(
     bits_ptr, documents_ptr, counts_ptr, i_program, n_major, n_minor,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
@@ -292,7 +301,7 @@ def count_lines(
     for first in range(0, n_minor, MINORS):
         b_stored, b_full, _ = tile_kinds_along(
             bits_ptr, documents_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
         b_tiles += tl.sum(b_stored, 1)
@@ -392,8 +401,9 @@ def write_own_bitmasks(
     HAS_DOCUMENTS: tl.constexpr = documents_ptr is not None
     b_first, b_stop = b_kv, b_kv
     if HAS_DOCUMENTS:
-        p_first = documents_ptr + (b_axis // axes_of_documents * 3 + 1).to(tl.int64) * kv_len + b_q // ROWS_PER_TOKEN
-        b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + kv_len, mask=m_row, other=0)
+        n_tokens = q_len // ROWS_PER_TOKEN
+        p_first = documents_ptr + (b_axis // axes_of_documents * 3 + 1).to(tl.int64) * n_tokens + b_q // ROWS_PER_TOKEN
+        b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + n_tokens, mask=m_row, other=0)
     b_bits = words_of_pairs(
         p_row, m_row, b_q, b_kv, b_first, b_stop, n_cols, q_len, kv_len, BLOCK_KV, ROWS_PER_TOKEN, HAS_DOCUMENTS, CAUSAL
     )
@@ -402,8 +412,8 @@ def write_own_bitmasks(
 
 @triton.jit
 def write_cut_bitmasks(
-    bits_ptr, documents_ptr, words_ptr, i_program, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    axes_of_documents, n_mixed, n_shared,
+    bits_ptr, documents_ptr, words_ptr, i_program, n_shared, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
+    axes_of_documents, n_mixed,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, CUT_WORDS: tl.constexpr,
 ):
@@ -414,15 +424,16 @@ def write_cut_bitmasks(
     """
     WORDS_OF_TILE: tl.constexpr = TILE // 32
     batch_head, i_row = i_program // q_tiles, i_program % q_tiles
-    p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * kv_len)
+    n_tokens = q_len // ROWS_PER_TOKEN
+    p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * n_tokens)
     first_token = i_row * TILE // ROWS_PER_TOKEN
     last_token = (tl.minimum((i_row + 1) * TILE, q_len) - 1) // ROWS_PER_TOKEN
     last = tl.load(p_number + last_token)
     # keys from the first document to the last one
-    first, stop = tl.load(p_number + kv_len + first_token), tl.load(p_number + 2 * kv_len + last_token)
+    first, stop = tl.load(p_number + n_tokens + first_token), tl.load(p_number + 2 * n_tokens + last_token)
     is_mixed = tl.load(p_number + first_token) != last
     if CAUSAL:
-        stop = tl.minimum(stop, last_token + 1)
+        stop = tl.minimum(stop, last_token + kv_len - n_tokens + 1)
     first_col = first // TILE
     line = number_of_mixed(last, i_row, n_mixed, q_tiles)
     place = tl.where(is_mixed, line * kv_tiles + first_col, n_mixed * kv_tiles + 2 * i_row)
@@ -432,8 +443,8 @@ def write_cut_bitmasks(
     b_q = (i_row * TILE + tl.arange(0, TILE))[:, None]
     m_row = b_q < q_len
     p_row = bits_ptr + (batch_head.to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
-    p_first = p_number + kv_len + b_q // ROWS_PER_TOKEN
-    b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + kv_len, mask=m_row, other=0)
+    p_first = p_number + n_tokens + b_q // ROWS_PER_TOKEN
+    b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + n_tokens, mask=m_row, other=0)
     for begin in range(0, n_places * WORDS_OF_TILE, CUT_WORDS):
         o_word = (begin + tl.arange(0, CUT_WORDS))[None, :]
         o_place = o_word // WORDS_OF_TILE
@@ -449,11 +460,11 @@ def write_cut_bitmasks(
 
 @triton.jit(do_not_specialize=[*SIZES, "n_words_of_all"])
 def count_kernel(
-    # inputs: int32 (axes, n_rows, n_words); (batch, 3, kv_len), see plan/block_selection.py, or None
+    # inputs: int32 (axes, n_rows, n_words); (batch, 3, tokens), see plan/block_selection.py, or None
     bits_ptr, documents_ptr,
     # outputs: counts, int32 (2 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
     counts_ptr, words_ptr,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
     # words of the shared bitmasks
     n_words_of_all,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
@@ -467,13 +478,13 @@ def count_kernel(
     if i_program < n_of_rows:
         count_lines(
             bits_ptr, documents_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
             bits_ptr, documents_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif EDGES == OWN:
@@ -489,7 +500,8 @@ def count_kernel(
     elif documents_ptr is not None:
         write_cut_bitmasks(
             bits_ptr, documents_ptr, words_ptr, i_words - tl.cdiv(n_words_of_all, WORDS),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            n_words_of_all // (TILE * (TILE // 32)),
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, CAUSAL, TILE, CUT_WORDS,
         )
 
@@ -542,14 +554,15 @@ def write_records(
 
 @triton.jit
 def list_lines(
-    bits_ptr, documents_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_major, n_minor,
-    n_indices, n_ids,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+    bits_ptr, documents_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_indices, n_ids,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
+    n_major = q_tiles if OF_ROWS else kv_tiles
+    n_minor = kv_tiles if OF_ROWS else q_tiles
     n_groups = tl.cdiv(n_major, LINES)
     n_programs = axes * n_groups
     batch_head = i_program // n_groups
@@ -575,7 +588,7 @@ def list_lines(
         o_minor = first + tl.arange(0, MINORS)
         b_stored, b_full, b_id = tile_kinds_along(
             bits_ptr, documents_ptr, batch_head, o_line, o_minor,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
         b_is_full, b_is_partial = b_stored & b_full, b_stored & (1 - b_full)
@@ -592,15 +605,15 @@ def list_lines(
     fill_tail(ids_ptr, n_tiles, n_ids, 0, i_program, n_programs, CHUNK)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "n_indices", "n_row_ids", "n_col_ids"])
+@triton.jit(do_not_specialize=[*SIZES, "n_indices"])
 def list_kernel(
     # inputs: those of count_kernel, and its counts
     bits_ptr, documents_ptr, counts_ptr,
     # outputs: the tensors of a Plan
     row_records_ptr, row_indices_ptr, row_ids_ptr, col_records_ptr, col_indices_ptr, col_ids_ptr,
-    # their lengths
-    n_indices, n_row_ids, n_col_ids,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+    # length of the indices
+    n_indices,
+    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
@@ -610,15 +623,15 @@ def list_kernel(
     if i_program < n_of_rows:
         list_lines(
             bits_ptr, documents_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
-            q_tiles, kv_tiles, n_indices, n_row_ids,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            n_indices, n_indices + ROW_IDS,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
     else:
         list_lines(
             bits_ptr, documents_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
-            i_program - n_of_rows, kv_tiles, q_tiles, n_indices, n_col_ids,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed, n_shared,
+            i_program - n_of_rows, n_indices, n_indices + COL_IDS,
+            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
             False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
@@ -642,9 +655,6 @@ def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: AR
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS, "CUT_WORDS": CUT_WORDS}
     n_cut_rows = grid.rows.axes * grid.shape[0] if grid.has_cuts else 0
     fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
-    if grid.documents is not None:
-        # with 64 tiles list_kernel spills on sm80
-        fill["MINORS"] = max(1, MINORS // 2)
     return PlanLaunches(
         Launch(count_kernel, (n_lines + -(-n_words // WORDS) + n_cut_rows,), count),
         Launch(list_kernel, (n_lines,), fill),
@@ -680,7 +690,7 @@ def build_from_bits(
     launches = plan_launches(grid, bits.device)
     counts, words = new(*launches.counted), new(*launches.words)
     launches.counts(bits, documents, counts, words)
-    launches.lists(bits, documents, counts, *sides[0], *sides[1], *lengths)
+    launches.lists(bits, documents, counts, *sides[0], *sides[1], n_indices)
     return [*sides[0], *sides[1], words]
 
 
