@@ -17,6 +17,7 @@ from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import MAX_HEAD_DIM, checked_softcap
 from .arguments import Layout, check_tensor, checked_layout, positive_int, probability, rotary_base
+from .document_blocks import document_table
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
 from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
@@ -132,13 +133,20 @@ class SelfAttention(HoldsLayout):
         return table
 
     def project(
-        self, x: Tensor, positions: Tensor | RotaryTable | None = None, *, first: int = 0
+        self,
+        x: Tensor,
+        positions: Tensor | RotaryTable | None = None,
+        *,
+        first: int = 0,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """First step of forward: queries, keys and values, (batch, heads, length, head_dim).
 
         x          (batch, length, embed_dim)
         positions  as forward
         first      position of the first token if positions is None
+        cu_seqlens  (documents + 1,) or (batch, documents + 1): boundaries of packed documents, in each of which
+                   positions restart if positions is None
         """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
@@ -149,7 +157,10 @@ class SelfAttention(HoldsLayout):
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         if self.rope is None:
             return q, k, v
-        table = self._table(self.rope, positions, x, first)
+        if cu_seqlens is not None and positions is None:
+            table = document_table(cu_seqlens, x, self.rope, self.head_dim)
+        else:
+            table = self._table(self.rope, positions, x, first)
         return rotate(q, table), rotate(k, table), v
 
     def attend(

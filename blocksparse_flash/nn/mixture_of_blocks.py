@@ -12,6 +12,7 @@ from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
+from .document_blocks import DocumentBlocks
 from .layers import SelfAttention
 from .positions import RotaryTable
 from .video_sparse import block_means
@@ -21,27 +22,41 @@ SCORES_OF_CHUNK = 1 << 26
 
 
 @torch.no_grad()
-def best_blocks(q: Tensor, means: Tensor, *, k_blocks: int, block_size: int, q_start: int = 0) -> Tensor:
+def best_blocks(
+    q: Tensor,
+    means: Tensor,
+    *,
+    k_blocks: int,
+    block_size: int,
+    q_start: int = 0,
+    documents: DocumentBlocks | None = None,
+) -> Tensor:
     """The block of each query, and the earlier blocks whose means have the highest dot products with the query.
 
     q        (batch, heads, length, head_dim), or (batch, heads, group, length, head_dim), whose scores are summed over
              the group
     means    (batch, heads, n_blocks, head_dim)
     q_start  position of the first query
+    documents  of the queries and means: each query selects blocks of its own document
     returns  int64 (batch, heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     length, n_cols = q.shape[-2], means.shape[2]
     if q.dim() == 5:
         # the sum of scores is the score of the sum
         q = q.sum(2)
-    own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
+    if documents is None:
+        own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
+        earliest = torch.zeros_like(own)
+    else:
+        own, earliest = documents.own, documents.first
     col = torch.arange(n_cols, device=q.device)
     chunk = max(1, SCORES_OF_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
     found = []
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
-        scores = q[:, :, rows] @ means.mT
-        found.append(best_scores(scores, col == own[rows], col > own[rows], k_blocks, n_cols))
+        scores, last = q[:, :, rows] @ means.mT, own[..., rows, :]
+        is_beyond = (col > last) | (col < earliest[..., rows, :])
+        found.append(best_scores(scores, col == last, is_beyond, k_blocks, n_cols))
     return torch.cat(found, 2) if found else own.new_zeros(*q.shape[:2], 0, 0)
 
 
@@ -54,6 +69,7 @@ def mixture_of_block_attention(
     k_blocks: int,
     block_size: int = 512,
     by_group: bool = False,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
 ) -> Tensor:
@@ -66,6 +82,9 @@ def mixture_of_block_attention(
     k_blocks    blocks for each query and head, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
     by_group    True: the query heads that share keys select together, by the sum of their scores, which is faster
+    cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on q's device, for q of all tokens: where packed
+                documents begin and end. Each document has blocks of its own, from its first token on, and gives the
+                same result as alone. Tokens after the last document give 0. Default: one document
     scale       of the attention scores; None is head_dim ** -0.5
     deterministic  as `attention`
     returns     (batch, heads, q_len, v_head_dim)
@@ -74,7 +93,8 @@ def mixture_of_block_attention(
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
     Without by_group, or with at most 2 query heads per KV head, a call on a GPU takes one bit of memory per pair and
     head. Without by_group, it takes the time of all blocks that 64 neighboring tokens select; see `selected_attention`.
-    torch.compile calls this function outside of its graphs (a graph break).
+    Packed documents are moved apart to whole blocks, up to block_size - 1 places for each. torch.compile calls this
+    function outside of its graphs (a graph break).
 
     Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.
 
@@ -91,14 +111,20 @@ def mixture_of_block_attention(
     q_start = k.shape[2] - q.shape[2]
     if q_start < 0:
         raise ValueError(f"q must be the last tokens of k, got {q.shape[2]} tokens, and {k.shape[2]} of k")
+    documents = None
+    if cu_seqlens is not None:
+        documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
+        q, k, v = (documents.apart(tensor) for tensor in (q, k, v))
     group = q.shape[1] // max(1, k.shape[1])
     queries, means = q.detach(), block_means(k.detach(), block_size)
     if by_group:
         queries = queries.unflatten(1, (-1, group))
     else:
         means = repeat(means, "b h n d -> b (h group) n d", group=group)
-    indices = best_blocks(queries, means.to(q.dtype), k_blocks=k_blocks, block_size=block_size, q_start=q_start)
-    return selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
+    sizes = {"k_blocks": k_blocks, "block_size": block_size, "q_start": q_start}
+    indices = best_blocks(queries, means.to(q.dtype), **sizes, documents=documents)
+    out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
+    return out if documents is None else documents.together(out)
 
 
 class MixtureOfBlockAttention(nn.Module):
@@ -139,11 +165,23 @@ class MixtureOfBlockAttention(nn.Module):
             embed_dim, num_heads, kv_heads=kv_heads, causal=True, rope=rope, head_dim=head_dim
         )
 
-    def forward(self, x: Tensor, positions: Tensor | RotaryTable | None = None) -> Tensor:
-        """x (batch, length, embed_dim) to the same shape; positions as SelfAttention."""
-        q, k, v = self.projections.project(x, positions)
+    def forward(
+        self, x: Tensor, positions: Tensor | RotaryTable | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape.
+
+        positions   as SelfAttention; by default they restart in each document
+        cu_seqlens  as `mixture_of_block_attention`
+        """
+        q, k, v = self.projections.project(x, positions, cu_seqlens=cu_seqlens)
         out = mixture_of_block_attention(
-            q, k, v, k_blocks=self.k_blocks, block_size=self.block_size, by_group=self.by_group
+            q,
+            k,
+            v,
+            k_blocks=self.k_blocks,
+            block_size=self.block_size,
+            by_group=self.by_group,
+            cu_seqlens=cu_seqlens,
         )
         return self.projections.unite(out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -95,6 +96,44 @@ def test_queries_are_the_last_tokens_of_keys(by_group: bool) -> None:
         torch.testing.assert_close(found, whole[:, :, -n_queries:])
 
 
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(
+    "boundaries", [[0, 20, 20, 85, 86, 150], [[0, 33, 64, 140], [0, 0, 150, 150]], [0, 150], [0]], ids=str
+)
+def test_packed_documents_equal_each_document_alone(boundaries: list[Any], by_group: bool) -> None:
+    """Of any length, also without tokens, and with tokens after the last one."""
+    leaves = [drawn(2, 4, 150, 16), drawn(2, 2, 150, 16, seed=1), drawn(2, 2, 150, 12, seed=2)]
+    options: dict[str, Any] = {"k_blocks": 2, "block_size": 16, "by_group": by_group}
+    found = mixture_of_block_attention(*leaves, **options, cu_seqlens=torch.tensor(boundaries, dtype=torch.int32))
+    alone = torch.zeros_like(found)
+    for b, row in enumerate(boundaries if isinstance(boundaries[0], list) else [boundaries] * 2):
+        for first, stop in itertools.pairwise(row):
+            part = [leaf[b, None, :, first:stop] for leaf in leaves]
+            alone[b, None, :, first:stop] = mixture_of_block_attention(*part, **options)
+    torch.testing.assert_close(found, alone)
+    dout = drawn(*found.shape, seed=9).detach()
+    grads = torch.autograd.grad(found, leaves, dout)
+    alone_grads = torch.autograd.grad(alone, leaves, dout) if alone.requires_grad else map(torch.zeros_like, leaves)
+    for one, other in zip(grads, alone_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_positions_of_a_layer_restart_in_packed_documents() -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfBlockAttention(48, 4, k_blocks=2, block_size=16, kv_heads=2, rope=100.0).double()
+    x, boundaries = drawn(2, 70, 48), [[0, 20, 66], [0, 0, 70]]
+    together = layer(x, cu_seqlens=torch.tensor(boundaries))
+    assert not torch.allclose(layer(x, torch.zeros(70), cu_seqlens=torch.tensor(boundaries)), together)
+    for found, one, row in zip(together, x, boundaries, strict=True):
+        alone = layer(one[None], cu_seqlens=torch.tensor(row))[0]
+        torch.testing.assert_close(found, alone)
+        positions = torch.cat([torch.arange(size) for size in torch.tensor([*row, 70]).diff().tolist()])
+        # equal bits: scores depend on distances, so that other positions would give almost the same
+        assert torch.equal(alone, layer(one[None], positions, cu_seqlens=torch.tensor(row))[0])
+        for first, stop in itertools.pairwise(row):
+            torch.testing.assert_close(found[first:stop], layer(one[None, first:stop])[0])
+
+
 X = torch.zeros(1, 2, 64, 8)
 Y = X[:, :, :60]
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -104,6 +143,12 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "length": (ValueError, "q must be the last tokens of k, got 64 tokens, and 60 of k", {"k": Y, "v": Y}),
     "heads": (ValueError, "heads", {"q": X.repeat(1, 2, 1, 1)[:, :3]}),
     "type": (TypeError, "q must be a torch.Tensor", {"q": [1]}),
+    "cache": (
+        ValueError,
+        "q must have as many tokens as k, got 60 and 64",
+        {"q": Y, "cu_seqlens": torch.tensor([0, 60])},
+    ),
+    "boundaries": (ValueError, "cu_seqlens must start at 0", {"cu_seqlens": torch.tensor([0, 70])}),
 }
 
 
