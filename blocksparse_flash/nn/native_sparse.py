@@ -16,9 +16,10 @@ from ..functional import attention, attention_with_lse
 from ..layout import BlockLayout
 from ..plan import block_selection
 from ..runtime import tracing
-from ..selection import selected_attention
+from ..selection import layout_of_ranges, selected_attention
 from .arguments import Heads, check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
+from .document_blocks import DocumentBlocks, document_table, table_of
 from .positions import rotary_table, rotate
 
 # scores of compressed keys in memory at a time, for all heads: 256 MB as float32
@@ -53,6 +54,17 @@ def compressed_layout(length: int, size: int, stride: int) -> BlockLayout:
     return BlockLayout.from_predicate(has_ended, length, n_cols, block_size=128, dedup_key=distance)
 
 
+def compressed_layout_in_documents(documents: DocumentBlocks, block_size: int, size: int, stride: int) -> BlockLayout:
+    """Each query attends to the compressed blocks of its document that end at or before it; made on the device.
+
+    block_size  tokens of the blocks of documents, a multiple of stride
+    """
+    begins = documents.begins[:, 0, :, 0] * block_size
+    length = begins.shape[1]
+    first, ended = begins // stride, (torch.arange(length, device=begins.device) + 1 - size) // stride + 1
+    return layout_of_ranges(first, torch.maximum(first, ended), n_compressed(length, size, stride))
+
+
 @functools.lru_cache(maxsize=16)
 @tracing.untraced
 def window_layout(length: int, window: int) -> BlockLayout:
@@ -76,6 +88,7 @@ def most_important_blocks(
     always: tuple[int, int] = (1, 2),
     scale: float | None = None,
     q_start: int = 0,
+    documents: DocumentBlocks | None = None,
 ) -> Tensor:
     """The blocks of tokens that matter most to each query, by its attention to compressed keys.
 
@@ -86,6 +99,7 @@ def most_important_blocks(
     block_size  tokens of a block, a multiple of stride
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
     q_start    position of the first query
+    documents  of queries and keys: each query selects blocks of its own document
     returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for unused entries
 
     The importance of a block is a sum of attention weights of compressed keys: each key counts once for every piece of
@@ -97,9 +111,14 @@ def most_important_blocks(
     scale = head_dim**-0.5 if scale is None else scale
     n_cols = -(-(q_start + length) // block_size)
     queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
-    own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
+    if documents is None:
+        own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
+        earliest = torch.zeros_like(own)
+    else:
+        own, earliest = documents.own, documents.first
     col = torch.arange(n_cols, device=q.device)
-    is_always = ((col < always[0]) | (col > own - always[1])) & (col <= own)
+    is_beyond = (col > own) | (col < earliest)
+    is_always = ((col < earliest + always[0]) | (col > own - always[1])) & ~is_beyond
     # products of float32 would spill
     uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection._is_on_gpu(q)
     n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
@@ -112,9 +131,13 @@ def most_important_blocks(
         weights = _group_weights(
             queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], begin, scale, compressed_size, stride, uses_kernel
         )
+        if documents is not None:
+            # also keys that begin in the document before
+            starts = torch.arange(n_seen, device=q.device) * stride
+            weights = weights.masked_fill(starts < earliest[..., rows, :] * block_size, 0)
         importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
-        is_later = col[:n_seen_cols] > own[rows]
-        found.append(best_scores(importance, is_always[rows, :n_seen_cols], is_later, n_blocks, n_cols))
+        masks = is_always[..., rows, :n_seen_cols], is_beyond[..., rows, :n_seen_cols]
+        found.append(best_scores(importance, *masks, n_blocks, n_cols))
     return torch.cat(found, 2) if found else own.new_zeros(batch, kv_heads, 0, 0)
 
 
@@ -190,6 +213,7 @@ def native_sparse_attention(
 
     Selection, layouts and plans are made on the device of q, without synchronization, except in the first call with
     each length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
+    For packed documents, use the layer, NativeSparseAttention, which also compresses the blocks of each document.
 
     Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3: the defaults, and equations 5, 8 to 12.
 
@@ -207,15 +231,10 @@ def native_sparse_attention(
     )[1]
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
-    length = q.shape[2]
-    (compressed_k, compressed_v), (k, v), near = branches.values()
-    # keys that no query sees yet have no layout
-    layout = compressed_layout(length, compressed_size, stride) if compressed_k.shape[2] else None
-    coarse, lse = attention_with_lse(q, compressed_k, compressed_v, layout, scale=scale)
-    indices = most_important_blocks(
-        q.detach(),
-        compressed_k.detach().to(q.dtype),
-        lse.detach(),
+    coarse, fine = _coarse_and_fine(
+        q,
+        branches["compressed"],
+        branches["selected"],
         n_blocks=n_blocks,
         block_size=block_size,
         compressed_size=compressed_size,
@@ -223,8 +242,48 @@ def native_sparse_attention(
         always=always,
         scale=scale,
     )
-    fine = selected_attention(q, k, v, indices, block_size=block_size, scale=scale)
-    recent = attention(q, *near, window_layout(length, window_size), scale=scale)
+    recent = attention(q, *branches["window"], window_layout(q.shape[2], window_size), scale=scale)
+    return _mixed(gates, coarse, fine, recent)
+
+
+def _coarse_and_fine(
+    q: Tensor,
+    compressed: KeysAndValues,
+    selected: KeysAndValues,
+    *,
+    n_blocks: int,
+    block_size: int,
+    compressed_size: int,
+    stride: int,
+    always: tuple[int, int],
+    scale: float,
+    documents: DocumentBlocks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The compressed branch and the selected one; `documents` are those of all tensors."""
+    layout = None
+    # keys that no query sees yet have no layout
+    if compressed.k.shape[2] and documents is None:
+        layout = compressed_layout(q.shape[2], compressed_size, stride)
+    elif compressed.k.shape[2] and documents is not None:
+        layout = compressed_layout_in_documents(documents, block_size, compressed_size, stride)
+    coarse, lse = attention_with_lse(q, *compressed, layout, scale=scale)
+    indices = most_important_blocks(
+        q.detach(),
+        compressed.k.detach().to(q.dtype),
+        lse.detach(),
+        n_blocks=n_blocks,
+        block_size=block_size,
+        compressed_size=compressed_size,
+        stride=stride,
+        always=always,
+        scale=scale,
+        documents=documents,
+    )
+    return coarse, selected_attention(q, *selected, indices, block_size=block_size, scale=scale)
+
+
+def _mixed(gates: Tensor, coarse: Tensor, fine: Tensor, recent: Tensor) -> Tensor:
+    """The sum of the branches, weighted by gates (batch, heads, length, 3)."""
     gate = gates.to(fine.dtype)[..., None].unbind(3)
     return gate[0] * coarse + gate[1] * fine + gate[2] * recent
 
@@ -375,25 +434,70 @@ class NativeSparseAttention(nn.Module):
         self.gates = nn.Linear(embed_dim, 3 * num_heads)
         self.out = nn.Linear(num_heads * features, embed_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (batch, length, embed_dim) to the same shape."""
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """x (batch, length, embed_dim) to the same shape.
+
+        cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on the device of x: where packed documents begin
+                    and end. Each document has blocks and positions of its own, and gives the same result as alone.
+                    Tokens after the last document attend to nothing. Default: one document
+        """
         self.heads.check_input(x)
-        d, length = self.heads.head_dim, x.shape[1]
+        d, rope, block_size = self.heads.head_dim, self.heads.rope, self.sizes["block_size"]
         q = rearrange(self.q(x), "batch length (heads d) -> batch heads length d", d=d)
         compressed_k, compressed_v, k, v, window_k, window_v = rearrange(
             self.kv(x), "batch length (branch heads d) -> branch batch heads length d", branch=6, d=d
         ).unbind(0)
+        documents = None
+        if cu_seqlens is not None:
+            documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
+            compressed_k, compressed_v = documents.apart(compressed_k), documents.apart(compressed_v)
         compressed_k, compressed_v = self.compress_k(compressed_k), self.compress_v(compressed_v)
-        if self.heads.rope is not None:
-            positions = torch.arange(length, device=x.device)
-            table = rotary_table(positions, self.heads.rope, d)
-            q, k, window_k = (rotate(tensor, table) for tensor in (q, k, window_k))
-            starts = positions[: compressed_k.shape[2]] * self.sizes["stride"]
-            compressed_k = rotate(compressed_k, rotary_table(starts, self.heads.rope, d))
+        if rope is not None:
+            # compressed keys are at the positions of the first tokens of their blocks
+            starts = torch.arange(compressed_k.shape[2], device=x.device) * self.sizes["stride"]
+            if documents is None:
+                tables = [rotary_table(at, rope, d) for at in (torch.arange(x.shape[1], device=x.device), starts)]
+            else:
+                begins = documents.begins[:, 0, starts, 0] * block_size
+                tables = [document_table(cu_seqlens, x, rope, d), table_of(starts - begins, rope, d)]
+            q, k, window_k = (rotate(tensor, tables[0]) for tensor in (q, k, window_k))
+            compressed_k = rotate(compressed_k, tables[1])
         gates = rearrange(self.gates(x).sigmoid(), "batch length (heads branch) -> batch heads length branch", branch=3)
-        compressed, window = (compressed_k, compressed_v), (window_k, window_v)
-        out = native_sparse_attention(q, compressed, (k, v), window, gates, **self.sizes)
+        compressed, window = KeysAndValues(compressed_k, compressed_v), KeysAndValues(window_k, window_v)
+        if documents is None or cu_seqlens is None:
+            out = native_sparse_attention(q, compressed, (k, v), window, gates, **self.sizes)
+        else:
+            out = self._in_documents(q, compressed, KeysAndValues(k, v), window, gates, documents, cu_seqlens)
         return self.out(rearrange(out, "batch heads length d -> batch length (heads d)"))
+
+    def _in_documents(
+        self,
+        q: Tensor,
+        compressed: KeysAndValues,
+        selected: KeysAndValues,
+        window: KeysAndValues,
+        gates: Tensor,
+        documents: DocumentBlocks,
+        cu_seqlens: Tensor,
+    ) -> Tensor:
+        """`native_sparse_attention` in packed documents, with the compressed keys and values of documents apart."""
+        # imports the mask builders
+        from ..masks import documents as documents_layout
+
+        sizes = {**self.sizes, "scale": self.heads.head_dim**-0.5}
+        left = sizes.pop("window_size") - 1
+        apart = (documents.apart(tensor) for tensor in selected)
+        coarse, fine = (
+            documents.together(branch)
+            for branch in _coarse_and_fine(
+                documents.apart(q), compressed, KeysAndValues(*apart), **sizes, documents=documents
+            )
+        )
+        # tokens after the last document
+        coarse = coarse.masked_fill(documents.together(documents.own) < 0, 0)
+        layout = documents_layout(cu_seqlens, causal=True, window=(left, 0), length=q.shape[2])
+        recent = attention(q, *window, layout, scale=sizes["scale"])
+        return _mixed(gates, coarse, fine, recent)
 
     def extra_repr(self) -> str:
         return f"{self.heads}, {', '.join(f'{name}={size}' for name, size in self.sizes.items())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash import attention_with_lse
+from blocksparse_flash import BlockLayout, attention, attention_with_lse
 from blocksparse_flash.nn import NativeSparseAttention, native_sparse, native_sparse_attention
+from blocksparse_flash.nn.document_blocks import DocumentBlocks
 from blocksparse_flash.nn.positions import rotary_table, rotate
 
 # length, kv_heads, group, then the sizes of the paper's names l', l, d, n, w
@@ -183,6 +185,61 @@ def test_a_layer_is_its_steps_spelled_out() -> None:
     grads, true_grads = (torch.autograd.grad(out, leaves, dout) for out in (found, truth))
     for one, other in zip(grads, true_grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope": None, "always": (0, 1), "n_blocks": 2}], ids=["rope", "no first block"]
+)
+@pytest.mark.parametrize(
+    "boundaries", [[0, 20, 20, 85, 86, 150], [[0, 33, 64, 140], [0, 0, 150, 150]], [0, 150], [0]], ids=str
+)
+def test_packed_documents_equal_each_document_alone(
+    boundaries: list[Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any length, also shorter than a compressed block, and with tokens after the last one. In chunks of queries."""
+    monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", 1)
+    layer, x = layer_of(**changes), drawn(2, 150, 48)
+    found = layer(x, cu_seqlens=torch.tensor(boundaries))
+    alone = layer.out(torch.zeros_like(x))
+    for b, row in enumerate(boundaries if isinstance(boundaries[0], list) else [boundaries] * 2):
+        for first, stop in itertools.pairwise(row):
+            alone[b, None, first:stop] = layer(x[b, None, first:stop])
+    torch.testing.assert_close(found, alone)
+    leaves, dout = [x, *layer.parameters()], drawn(*found.shape, seed=9).detach()
+    grads, alone_grads = (
+        torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True) for out in (found, alone)
+    )
+    for one, other in zip(grads, alone_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_many_short_documents_may_have_more_compressed_keys_than_tokens() -> None:
+    layer, x = layer_of(block_size=32, compressed_size=2, stride=2), drawn(1, 12, 48)
+    found = layer(x, cu_seqlens=torch.arange(0, 13, 4))
+    torch.testing.assert_close(found, torch.cat([layer(part) for part in x.split(4, dim=1)], 1))
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_kernels_make_the_layout_of_compressed_keys_in_documents(device: torch.device) -> None:
+    """With places without tokens at the ends of tiles, and documents without compressed keys."""
+    pytest.importorskip("triton", reason="needs Triton")
+    length, size, stride = 1000, 8, 4
+    cu_seqlens = torch.tensor([[0, 20, 900, 905], [0, 700, 700, 960]], device=device)
+    x = torch.randn(2, 1, length, 16, device=device)
+    blocks = DocumentBlocks.of(cu_seqlens, x, x, 64)
+    layout = native_sparse.compressed_layout_in_documents(blocks, 64, size, stride)
+    q, k = (torch.randn(2, 1, tokens, 16, device=device) for tokens in layout.shape[2:])
+    found = blocks.together(attention(q, k, k, layout, backend="triton"))
+    tokens = torch.arange(length)
+    documents = torch.searchsorted(cu_seqlens.cpu(), tokens.repeat(2, 1), right=True)
+    sees = torch.zeros(2, 1, length, k.shape[2], dtype=torch.bool)
+    for b, t in itertools.product(range(2), tokens.tolist()):
+        first = int(cu_seqlens[b, documents[b, t] - 1])
+        # compressed keys of its document that have ended
+        n_keys, place = max(0, (t - first + 1 - size) // stride + 1), int(blocks.places[b, 0, first, 0]) // stride
+        sees[b, 0, t, place : place + n_keys] = True
+    truth = attention_with_lse(blocks.together(q), k, k, BlockLayout.from_dense(sees).to(device), backend="eager")[0]
+    torch.testing.assert_close(found, truth)
 
 
 def test_later_tokens_change_nothing() -> None:
