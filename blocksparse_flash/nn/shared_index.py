@@ -13,6 +13,7 @@ from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
+from .document_blocks import DocumentBlocks, document_table
 from .layers import SelfAttention
 from .positions import rotary_table, rotate
 
@@ -21,16 +22,23 @@ SCORES_OF_CHUNK = 1 << 26
 
 
 @torch.no_grad()
-def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, block_size: int) -> Tensor:
+def best_indexed_blocks(
+    index_q: Tensor, index_k: Tensor, *, k_blocks: int, block_size: int, documents: DocumentBlocks | None = None
+) -> Tensor:
     """The block of each query, and the earlier blocks whose best tokens have the highest index scores.
 
     index_q  (batch, index_heads, length, index_dim)
     index_k  (batch, 1, length, index_dim)
+    documents  of the tokens: each query selects blocks of its own document
     returns  int64 (batch, index_heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     batch, heads, length, _ = index_q.shape
     n_cols = -(-length // block_size)
-    own = torch.arange(length, device=index_q.device)[:, None] // block_size
+    if documents is None:
+        own = torch.arange(length, device=index_q.device)[:, None] // block_size
+        earliest = torch.zeros_like(own)
+    else:
+        own, earliest = documents.own, documents.first
     col = torch.arange(n_cols, device=index_q.device)
     chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * length))
     found = []
@@ -40,8 +48,9 @@ def best_indexed_blocks(index_q: Tensor, index_k: Tensor, *, k_blocks: int, bloc
         n_whole, n_seen = rows.stop // block_size, -(-rows.stop // block_size)
         scores = index_q[:, :, rows] @ index_k[:, :, : n_whole * block_size].mT
         best_token = pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_seen - n_whole))
-        seen = col[:n_seen]
-        found.append(best_scores(best_token, seen == own[rows], seen > own[rows], k_blocks, n_cols))
+        seen, last = col[:n_seen], own[..., rows, :]
+        is_beyond = (seen > last) | (seen < earliest[..., rows, :])
+        found.append(best_scores(best_token, seen == last, is_beyond, k_blocks, n_cols))
     return torch.cat(found, 2) if found else own.new_zeros(batch, heads, 0, 0)
 
 
@@ -55,6 +64,7 @@ def shared_index_attention(
     *,
     k_blocks: int = 16,
     block_size: int = 128,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     with_loss: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
@@ -69,6 +79,10 @@ def shared_index_attention(
     index_k     (batch, 1, length, index_dim), shared by the index heads
     k_blocks    blocks for each query, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
+    cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on q's device: where packed documents begin and end.
+                Each document has blocks of its own, from its first token on, and gives the same result as alone; the
+                loss is averaged over the tokens of all documents. Tokens after the last document give 0. Default: one
+                document
     scale       of the attention scores; None is head_dim ** -0.5
     with_loss   False skips the loss, which takes about as long as the attention
     returns     out (batch, heads, length, v_head_dim); and the loss, a scalar in float32 (float64 for float64), or None
@@ -100,8 +114,14 @@ def shared_index_attention(
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
     _check_index(index_q, index_k, q, k)
-    indices = best_indexed_blocks(index_q.detach(), index_k.detach(), k_blocks=k_blocks, block_size=block_size)
+    documents = None
+    if cu_seqlens is not None:
+        documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
+        q, k, v, index_q, index_k = (documents.apart(tensor) for tensor in (q, k, v, index_q, index_k))
+    sizes = {"k_blocks": k_blocks, "block_size": block_size}
+    indices = best_indexed_blocks(index_q.detach(), index_k.detach(), **sizes, documents=documents)
     out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale)
+    out = out if documents is None else documents.together(out)
     if not with_loss:
         return out, None
     heads, kv_heads, index_heads = q.shape[1], k.shape[1], index_q.shape[1]
@@ -116,7 +136,10 @@ def shared_index_attention(
     means = means.unflatten(1, (index_heads, heads // index_heads)).to(lse.dtype).mean(2)
     # 0 without queries
     cross_entropy = lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)
-    return out, cross_entropy.sum() / max(1, cross_entropy.numel())
+    if documents is None:
+        return out, cross_entropy.sum() / max(1, cross_entropy.numel())
+    is_token = (documents.own >= 0)[..., 0].expand_as(cross_entropy)
+    return out, cross_entropy.masked_fill(~is_token, 0).sum() / is_token.sum().clamp(min=1)
 
 
 def _check_index(index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor) -> None:
@@ -179,16 +202,22 @@ class SharedIndexAttention(nn.Module):
             raise ValueError(f"rope rotates pairs of features, so index_dim must be even, got {self.index_dim}")
         self.index = nn.Linear(embed_dim, (self.projections.kv_heads + 1) * self.index_dim, bias=False)
 
-    def forward(self, x: Tensor, with_loss: bool | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, with_loss: bool | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """x (batch, length, embed_dim) to the same shape, and the loss of the indexer.
 
-        with_loss  None: with the loss in training mode; without it, the loss is None
+        with_loss   None: with the loss in training mode; without it, the loss is None
+        cu_seqlens  as `shared_index_attention`; positions restart in each document
         """
-        q, k, v = self.projections.project(x)
+        q, k, v = self.projections.project(x, cu_seqlens=cu_seqlens)
         index = rearrange(self.index(x.detach()), "batch length (heads d) -> batch heads length d", d=self.index_dim)
         if self.projections.rope is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            table = rotary_table(positions, self.projections.rope, self.index_dim)
+            if cu_seqlens is None:
+                positions = torch.arange(x.shape[1], device=x.device)
+                table = rotary_table(positions, self.projections.rope, self.index_dim)
+            else:
+                table = document_table(cu_seqlens, x, self.projections.rope, self.index_dim)
             index = rotate(index, table)
         out, loss = shared_index_attention(
             q,
@@ -198,6 +227,7 @@ class SharedIndexAttention(nn.Module):
             index[:, -1:],
             k_blocks=self.k_blocks,
             block_size=self.block_size,
+            cu_seqlens=cu_seqlens,
             with_loss=self.training if with_loss is None else boolean(with_loss, "with_loss"),
         )
         return self.projections.unite(out), loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -87,6 +88,53 @@ def test_a_layer_is_its_steps_spelled_out() -> None:
         torch.testing.assert_close(one, other)
     assert "k_blocks=2, block_size=16, index_dim=6" in repr(layer)
     assert layer.eval()(x)[1] is None and layer(x, with_loss=True)[1] is not None
+
+
+@pytest.mark.parametrize("index_heads", [1, 2])
+@pytest.mark.parametrize(
+    "boundaries", [[0, 20, 20, 85, 86, 150], [[0, 33, 64, 140], [0, 0, 150, 150]], [0, 150], [0]], ids=str
+)
+def test_packed_documents_equal_each_document_alone(
+    boundaries: list[Any], index_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the loss, averaged over the tokens of all documents, and all gradients. With several chunks of queries."""
+    monkeypatch.setattr(shared_index, "SCORES_OF_CHUNK", 10_000)
+    leaves = [drawn(2, 4, 150, 16), drawn(2, 2, 150, 16, seed=1), drawn(2, 2, 150, 12, seed=2)]
+    leaves += [drawn(2, index_heads, 150, 8, seed=3), drawn(2, 1, 150, 8, seed=4)]
+    sizes: dict[str, Any] = {"k_blocks": 2, "block_size": 16}
+    found, loss = shared_index_attention(*leaves, **sizes, cu_seqlens=torch.tensor(boundaries))
+    alone, losses, n_tokens = torch.zeros_like(found), [torch.zeros((), dtype=found.dtype)], 0
+    for b, row in enumerate(boundaries if isinstance(boundaries[0], list) else [boundaries] * 2):
+        for first, stop in itertools.pairwise(row):
+            part = [leaf[b, None, :, first:stop] for leaf in leaves]
+            alone[b, None, :, first:stop], one_loss = shared_index_attention(*part, **sizes)
+            losses.append(one_loss * (stop - first))
+            n_tokens += stop - first
+    torch.testing.assert_close(found, alone)
+    mean_loss = torch.stack(losses).sum() / max(1, n_tokens)
+    torch.testing.assert_close(loss, mean_loss)
+    if n_tokens:
+        dout = drawn(*found.shape, seed=9).detach()
+        grads, alone_grads = (
+            torch.autograd.grad((out * dout).sum() + 3 * cost, leaves)
+            for out, cost in ((found, loss), (alone, mean_loss))
+        )
+        for one, other in zip(grads, alone_grads, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_positions_of_a_layer_restart_in_packed_documents() -> None:
+    torch.manual_seed(0)
+    layer = SharedIndexAttention(48, 4, k_blocks=2, block_size=16, index_dim=6, kv_heads=2, rope=100.0).double()
+    x, boundaries = drawn(2, 70, 48), [[0, 20, 66], [0, 0, 70]]
+    out, loss = layer(x, cu_seqlens=torch.tensor(boundaries))
+    losses = []
+    for found, one, row in zip(out, x, boundaries, strict=True):
+        for first, stop in itertools.pairwise(row):
+            alone, one_loss = layer(one[None, first:stop])
+            torch.testing.assert_close(found[first:stop], alone[0])
+            losses.append(one_loss * (stop - first))
+    torch.testing.assert_close(loss, torch.stack(losses).sum() / (66 + 70))
 
 
 def test_the_loss_trains_the_index_alone() -> None:
