@@ -25,6 +25,7 @@ class _Fields(NamedTuple):
     shape: tuple[int, ...] | None = None
     of_layers: tuple[Any, ...] | None = None
     selection: Any = None
+    cu_seqlens: Tensor | None = None
     kv_len: int | None = None
     bias: Tensor | None = None
 
@@ -43,6 +44,8 @@ class Mask(_Fields):
     shape       (batch, 1, q_len, kv_len), the shape of the dense mask it replaces
     of_layers   the Mask of each layer, if their layouts differ; None means that all layers share this one
     selection   the Selection with which queries choose among the blocks of these keys; None means that they do not
+    cu_seqlens  int64 (batch, documents + 1): boundaries of the packed documents among which queries choose; None means
+                that the tokens of a sequence are one document
     kv_len      the first keys, to which the other fields apply; the rest is unused room of a static cache. None: all
     bias        (batch or 1, heads or 1, q_len, kv_len) that the model added to the mask, as BEiT does: attention adds
                 it to the scores. None: nothing

@@ -122,6 +122,8 @@ class _Request(NamedTuple):
     batch: int
     crop: layout_crops.Crop
     layout: Layout
+    # with which queries choose blocks, in place of a layout
+    selection: Selection | None = None
     # slot of the only query, if keys after it are unused room of a static cache; int64 () if only the device knows it
     position: int | Tensor | None = None
 
@@ -275,7 +277,10 @@ def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
 
 
 def _by_documents(request: _Request, documents: Tensor) -> Mask:
-    """The mask of packed documents without padding; made on the device if there is no layout."""
+    """The mask of packed documents without padding; made on the device if there is no layout.
+
+    The layers that select blocks get the boundaries of the documents alone.
+    """
     kind, window, q_len = request.kind, request.window, request.crop.q_len
     left, right = (window, window) if kind == "bidirectional" or window is None else (window - 1, 0)
     right = 0 if kind == "causal" else right
@@ -283,6 +288,10 @@ def _by_documents(request: _Request, documents: Tensor) -> Mask:
     documents = torch.nn.functional.pad((documents.diff() != 0).cumsum(1), (1, 0))
     numbers = torch.arange(q_len + 1, device=documents.device)
     begins = torch.searchsorted(documents.contiguous(), numbers.expand(len(documents), -1).contiguous())
+    if request.selection is not None and kind == "causal" and window is None:
+        # few blocks need room for the documents that exist alone
+        n_documents = int(documents[:, -1].max()) + 1
+        return Mask(None, True, kind, cu_seqlens=begins[:, : n_documents + 1])
     packs = Documents(begins, None, q_len, q_len, left, right, None)
     full = None if request.layout is None else request.full_layout()
     if full is None:
@@ -424,7 +433,7 @@ def attention_mask(
         q_offset = int(q_offset)
     crop = layout_crops.Crop(q_offset, q_length, kv_offset, kv_length, torch.device(device))
     layouts = layouts_of(config)
-    request = _Request(kind, None, config, batch_size, crop, None, position)
+    request = _Request(kind, None, config, batch_size, crop, None, None, position)
     is_token = attention_mask
     if is_token is not None:
         if is_token.ndim != 2 or is_token.shape[0] != batch_size:
@@ -443,7 +452,7 @@ def attention_mask(
     for key, layout in zip(keys, listed, strict=True):
         if key not in made:
             selection = layout if isinstance(layout, Selection) else None
-            one = request._replace(layout=None if isinstance(layout, Selection) else layout)
+            one = request._replace(layout=None if isinstance(layout, Selection) else layout, selection=selection)
             mask = _by_rule(one, is_token) if packed is None or kind == "bidirectional" else None
             if mask is None:
                 mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap, packed)

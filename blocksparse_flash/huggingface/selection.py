@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..functional import attention_with_lse
+from ..nn.document_blocks import DocumentBlocks
 from ..nn.mixture_of_blocks import mixture_of_block_attention
-from ..nn.native_sparse import compressed_layout, most_important_blocks
+from ..nn.native_sparse import compressed_layout, compressed_layout_in_documents, most_important_blocks
 from ..runtime import tracing
 from ..selection import has_blocks_of, selected_attention
 from .mask import Mask
@@ -73,7 +74,7 @@ def _more_than_causal(mask: Mask) -> tuple[str, str] | None:
     if mask.kind == "bidirectional":
         return "queries that attend to later tokens", ""
     if mask.kind != "causal":
-        return "packed sequences, or a mask of the model's own", "pad sequences instead of packing them, or "
+        return "a mask of the model's own, or packed sequences with padding or with a window", ""
     if mask.layout is not None:
         return "padding, and a cache that several tokens continue", "continue padded sequences token by token, or "
     return None
@@ -106,17 +107,22 @@ def top_block_attention(
     *,
     k_blocks: int,
     block_size: int,
+    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
 ) -> Tensor:
     """Causal attention to the blocks that matter most: the selected branch of native sparse attention, with mean keys.
 
-    q, k, v, block_size, scale, deterministic  as `mixture_of_block_attention`
+    q, k, v, block_size, cu_seqlens, scale, deterministic  as `mixture_of_block_attention`
     k_blocks  blocks for each query and head of keys, the first and the last two up to the query's own included
 
     The importance of a block is the attention weight of the key means (32 keys, one every 16) that overlap it, summed
     over the query heads that share keys. There are no parameters, and the selection has no gradient.
     """
+    documents = None
+    if cu_seqlens is not None:
+        documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
+        q, k, v = (documents.apart(tensor) for tensor in (q, k, v))
     queries, keys = q.detach(), k.detach()
     (kv_len, head_dim), q_start = k.shape[2:], k.shape[2] - q.shape[2]
     layout = None
@@ -124,8 +130,10 @@ def top_block_attention(
         means = keys.new_empty(*k.shape[:2], 0, head_dim)
     else:
         means = keys.unfold(2, _POOLED, _STRIDE).mean(4).to(q.dtype)
+        if documents is not None:
+            layout = compressed_layout_in_documents(documents, block_size, _POOLED, _STRIDE)
         # the last token sees all means
-        if q.shape[2] > 1:
+        elif q.shape[2] > 1:
             layout = compressed_layout(kv_len, _POOLED, _STRIDE).crop(q_start)
     with torch.no_grad():
         _, lse = attention_with_lse(queries, means, means, layout, scale=scale)
@@ -140,8 +148,10 @@ def top_block_attention(
         always=_ALWAYS,
         scale=scale,
         q_start=q_start,
+        documents=documents,
     )
-    return selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
+    out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
+    return out if documents is None else documents.together(out)
 
 
 def attention_to_selection(
@@ -153,7 +163,7 @@ def attention_to_selection(
     """
     chosen: Selection = mask.selection
     options: dict[str, Any] = {"k_blocks": chosen.k_blocks, "block_size": chosen.block_size}
-    options |= {"scale": scale, "deterministic": deterministic}
+    options |= {"scale": scale, "deterministic": deterministic, "cu_seqlens": mask.cu_seqlens}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if chosen.kind == "moba":

@@ -268,6 +268,27 @@ def test_wrong_selections_are_refused_when_the_model_is_made(selection: Any, mes
         model("Llama", selection)
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
+def test_packed_sequences_equal_each_of_them_alone(selection: Any, family: str) -> None:
+    """Documents begin where position_ids restart, and select among their own blocks; also with several in a batch."""
+    made, tokens = model(family, selection), ids(2)
+    lengths = [[37, 1, 52], [80, 10]]
+    places = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    together = made(tokens, position_ids=places, use_cache=False).logits
+    alone = torch.stack(
+        [
+            torch.cat([made(part[None], use_cache=False).logits[0] for part in row.split(sizes)])
+            for row, sizes in zip(tokens, lengths, strict=True)
+        ]
+    )
+    torch.testing.assert_close(together, alone)
+    weights, parameters = torch.randn(alone.shape, dtype=alone.dtype), list(made.parameters())
+    grads, others = (torch.autograd.grad((logits * weights).sum(), parameters) for logits in (together, alone))
+    for one, other in zip(grads, others, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 GPT_OSS = "GptOssForCausalLM", {
     **SIZES, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2,
 }  # fmt: skip
@@ -285,7 +306,7 @@ PACKED = {"position_ids": torch.cat([torch.arange(30), torch.arange(LENGTH - 30)
         (GEMMA2, {}, {}, "no softcap, but Gemma2Attention of Gemma2ForCausalLM has"),
         (BERT, {}, {}, "BertSelfAttention of BertForMaskedLM has queries that attend to later tokens"),
         ("Llama", {"attention_dropout": 0.1}, {}, r"no dropout, got dropout=0\.1 in LlamaAttention of .*to 0\.0"),
-        ("Llama", {}, PACKED, "LlamaAttention of LlamaForCausalLM has packed sequences.*: pad sequences instead of"),
+        ("Qwen3", WINDOW, PACKED, "Qwen3Attention of .* has .* packed sequences with padding or with a window: give"),
     ],
     ids=["sliding", "all sliding", "sinks", "softcap", "bidirectional", "dropout", "packed"],
 )
