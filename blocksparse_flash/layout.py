@@ -258,13 +258,13 @@ class BlockLayout:
                  entry; repeated cols are ignored. Other numbers are refused on the CPU and ignored on a GPU
         q_len, kv_len  lengths in tokens
         block_size  sides that divide 128, or 256. Below 64 the plan takes up to 2 KB per selected block
-        returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==` and `hash`
-                 wait for the device
+        returns  BlockLayout whose `capacity` is the number of entries of `indices`; `nnz`, `density`, `==`, `hash` and
+                 the algebra, such as `layout & masks.documents(...)`, copy it to the host and wait for the device
 
         A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU, four fused kernels
         make the layout and its plan, up to 2^20 queries, 8192 cols and n_cols <= 2048 + 128 * k. For larger grids, for
         more than 4 blocks per tile, and under torch.compile, about 60 PyTorch operations do so, which take longer.
-        If single query tokens select blocks, use `selected_attention`.
+        If single query tokens select blocks, or for packed documents, use `selected_attention`.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity

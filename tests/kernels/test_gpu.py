@@ -23,6 +23,7 @@ from blocksparse_flash import (
     attention_with_lse,
     dispatch,
     explain,
+    nn,
     paged,
     paged_attention,
     paged_attention_with_lse,
@@ -503,6 +504,33 @@ def test_a_cuda_graph_captures_a_selection_in_packed_documents(group: int, query
             same = step(leaves, causal, "reference")
             for name, replayed, other, truth in zip(("out", "dq", "dk", "dv"), captured, same, exact, strict=True):
                 assert_as_accurate(replayed, [other], truth, name=name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [nn.MixtureOfBlockAttention, nn.NativeSparseAttention, nn.SharedIndexAttention],
+    ids=lambda kind: kind.__name__,
+)
+def test_layers_that_select_blocks_never_wait_for_the_boundaries_of_packed_documents(make: Any) -> None:
+    torch.manual_seed(0)
+    sizes = {"block_size": 64, **({} if make is nn.NativeSparseAttention else {"k_blocks": 3})}
+    layer = make(256, 4, kv_heads=1, rope=10000.0, **sizes).to("cuda", torch.bfloat16)
+    x = torch.randn(1, 1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 300, 317, 900, 900], dtype=torch.int32, device="cuda")
+
+    def step() -> Tensor:
+        found = layer(x, cu_seqlens=cu_seqlens)
+        out, loss = found if isinstance(found, tuple) else (found, found.sum())
+        torch.autograd.grad(out.sum() + loss, [x, *layer.parameters()])
+        return out.detach()
+
+    step()
+    with no_waiting():
+        together = step()
+    for first, stop in ((0, 300), (300, 317), (317, 900)):
+        alone = layer(x[:, first:stop])
+        alone = alone[0] if isinstance(alone, tuple) else alone
+        torch.testing.assert_close(together[:, first:stop], alone.detach(), rtol=2e-2, atol=2e-2)
 
 
 def test_kv_lengths_on_the_gpu_are_clamped() -> None:
