@@ -54,10 +54,7 @@ def move(
         for source, target in zip(sources, targets, strict=True):
             _move(source, target, source_index, target_index)
         return
-    kernels = _kernels()
-    for i in range(0, len(sources), kernels.MOST_PAIRS):
-        pairs = slice(i, i + kernels.MOST_PAIRS)
-        kernels.move(sources[pairs], targets[pairs], source_index, target_index)
+    _kernels().move(sources, targets, source_index, target_index)
 
 
 def picked(sources: Sequence[Tensor], source_index: Tensor, backend: str) -> list[Tensor]:
@@ -75,7 +72,7 @@ def own_in_slots(mine: Sequence[Tensor], plan: ExchangePlan, backend: str) -> li
 
 
 def pack(sources: Sequence[Tensor], tokens: Tensor, backend: str) -> Tensor:
-    """The message with these tokens of up to MOST_PAIRS tensors of one dtype."""
+    """The message with these tokens of tensors of one dtype."""
     first = sources[0]
     features = [x.shape[3] for x in sources]
     message = first.new_empty(tokens.shape[0], first.shape[0], first.shape[1], sum(features))
@@ -106,7 +103,7 @@ def add(
 ) -> None:
     """total[:, :, tokens] = sum over ranks of their contributions, in rank order and in float32 (float64 for float64).
 
-    totals   one or two tensors
+    totals   one or more tensors
     mine     contributions of this rank, one tensor per total
     others   message with the contributions of all other ranks
     bases    at most two lists of one tensor per total, which this rank adds too; may be the totals themselves

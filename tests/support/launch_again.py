@@ -241,7 +241,7 @@ def main() -> None:
     messages = [torch.empty(shape[2], *shape[:2], 2 * shape[3], dtype=torch.bfloat16) for _ in calls]
     pack = gather_scatter._move_launch.__wrapped__(specs_of(out, out), "pack", shape[2], ())
     arguments = [
-        (*call[:2], None, None, rows, None, message, message, None, None)
+        (call[:2], rows, None, (message, message))
         for call, rows, message in zip(calls, row_lists, messages, strict=True)
     ]
     check(recorder, pack, arguments[0], arguments)
@@ -254,7 +254,7 @@ def main() -> None:
     table = torch.zeros(2, shape[2], dtype=torch.int32)
     add = gather_scatter._add_launch.__wrapped__(specs_of(*[out] * 6), 2, 1, shape[2], 0, 2, ())
     arguments = [
-        (*call[:2], *call[1:], None, None, message, table, None, *call[1:])
+        (call[:2], call[1:], None, message, table, None, call[1:])
         for call, message in zip(calls, messages, strict=True)
     ]
     check(recorder, add, arguments[0], arguments)

@@ -1,8 +1,7 @@
 """Gather and scatter of token rows for context parallelism; each row is read and written once.
 
-    move    target[:, :, target_index] = source[:, :, source_index], for up to four (source, target) pairs with the same
-            index lists
-    add     total[:, :, rows] = sum over ranks, in order and in float32, of indexed rows; for up to two totals
+    move    target[:, :, target_index] = source[:, :, source_index], for pairs with the same index lists
+    add     total[:, :, rows] = sum over ranks, in order and in float32, of indexed rows; for one or more totals
     merge   out[:, :, rows] and lse[:, :, rows] of attention over the keys of all ranks, from indexed partial results
 
 Tensors are (batch, heads, rows, features) with a last stride of 1. A message is contiguous: (rows, batch, heads,
@@ -22,13 +21,11 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch
-from ...runtime.tensor_spec import TensorSpecs, specs_of
+from ...runtime.tensor_spec import TensorSpec, TensorSpecs, specs_of
 from .tile import head_base
 
 # elements of a program: 16 bytes per thread, four loads in flight
 ELEMENTS = 8192
-# most pairs and sums of a launch
-MOST_PAIRS, MOST_SUMS = 4, 2
 
 
 # fmt: off
@@ -56,21 +53,12 @@ def locate(n_rows, n_blocks, n_heads, ROWS: tl.constexpr):
     return batch_head // n_heads, batch_head % n_heads, o_row, o_row < n_rows
 
 
-@triton.jit
-def move_pair(
-    source_ptr, target_ptr, source_strides, target_strides, i_batch, i_head, o_from, o_to, m_row,
-    FEATURES: tl.constexpr, DIM: tl.constexpr,
-):
-    b_rows = load_rows(source_ptr, source_strides, i_batch, i_head, o_from, m_row, FEATURES, DIM)
-    store_rows(target_ptr, target_strides, i_batch, i_head, o_to, m_row, b_rows, FEATURES, DIM)
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
 def move_kernel(
-    # inputs, None if absent; the index lists are int64, or None for all rows in order
-    source_0_ptr, source_1_ptr, source_2_ptr, source_3_ptr, source_index_ptr, target_index_ptr,
-    # outputs; program_id(1) is the pair
-    target_0_ptr, target_1_ptr, target_2_ptr, target_3_ptr,
+    # inputs, the sources as a tuple; the index lists are int64, or None for all rows in order
+    source_ptrs, source_index_ptr, target_index_ptr,
+    # outputs, a target for each source; program_id(1) is the pair
+    target_ptrs,
     # of each source, of each target
     source_strides, target_strides,
     n_rows, n_blocks, n_heads,
@@ -85,56 +73,48 @@ def move_kernel(
     if target_index_ptr is not None:
         o_to = tl.load(target_index_ptr + o_row, mask=m_row, other=0)
     i_pair = tl.program_id(1)
-    # nested: the outer condition is known at compile time, and `and` would compile the branch anyway
-    if i_pair == 0:
-        move_pair(source_0_ptr, target_0_ptr, source_strides[0], target_strides[0],
-                  i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[0], DIM=DIMS[0])
-    if source_1_ptr is not None:  # noqa: SIM102
-        if i_pair == 1:
-            move_pair(source_1_ptr, target_1_ptr, source_strides[1], target_strides[1],
-                      i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[1], DIM=DIMS[1])
-    if source_2_ptr is not None:  # noqa: SIM102
-        if i_pair == 2:
-            move_pair(source_2_ptr, target_2_ptr, source_strides[2], target_strides[2],
-                      i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[2], DIM=DIMS[2])
-    if source_3_ptr is not None:  # noqa: SIM102
-        if i_pair == 3:
-            move_pair(source_3_ptr, target_3_ptr, source_strides[3], target_strides[3],
-                      i_batch, i_head, o_from, o_to, m_row, FEATURES=FEATURES[3], DIM=DIMS[3])
+    for i in tl.static_range(len(FEATURES)):
+        if i_pair == i:
+            b_rows = load_rows(source_ptrs[i], source_strides[i], i_batch, i_head, o_from, m_row, FEATURES[i], DIMS[i])
+            store_rows(
+                target_ptrs[i], target_strides[i], i_batch, i_head, o_to, m_row, b_rows, FEATURES[i], DIMS[i]
+            )
 
 
 @triton.jit
 def add_rows(
-    mine_ptr, others_ptr, base_ptr, other_ptr, table_ptr, total_ptr,
-    mine_strides, others_strides, base_strides, other_strides, total_strides,
-    i_batch, i_head, o_row, o_to, m_row, n_rows,
+    mine_ptrs, base_ptrs, other_ptrs, others_ptr, table_ptr, total_ptrs,
+    mine_strides, base_strides, other_strides, others_strides, total_strides,
+    i_batch, i_head, o_row, o_to, m_row, n_rows, SUM: tl.constexpr,
     RANK: tl.constexpr, N_RANKS: tl.constexpr, FEATURES: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):
+    """Some rows of a sum."""
     b_total = tl.zeros([ROWS, DIM], tl.float32)
     for i_rank in tl.static_range(N_RANKS):
         # -1: this rank has no such row
         o_from = tl.load(table_ptr + i_rank * n_rows + o_row, mask=m_row, other=-1).to(tl.int64)
         m_from = o_from >= 0
         if i_rank == RANK:
-            if base_ptr is not None:
+            if base_ptrs is not None:
                 b_total += load_rows(
-                    base_ptr, base_strides, i_batch, i_head, o_to, m_row, FEATURES, DIM).to(tl.float32)
-            if other_ptr is not None:
+                    base_ptrs[SUM], base_strides[SUM], i_batch, i_head, o_to, m_row, FEATURES, DIM).to(tl.float32)
+            if other_ptrs is not None:
                 b_total += load_rows(
-                    other_ptr, other_strides, i_batch, i_head, o_to, m_row, FEATURES, DIM).to(tl.float32)
-            b_part = load_rows(mine_ptr, mine_strides, i_batch, i_head, o_from, m_from, FEATURES, DIM)
+                    other_ptrs[SUM], other_strides[SUM], i_batch, i_head, o_to, m_row, FEATURES, DIM).to(tl.float32)
+            b_part = load_rows(mine_ptrs[SUM], mine_strides[SUM], i_batch, i_head, o_from, m_from, FEATURES, DIM)
         else:
-            b_part = load_rows(others_ptr, others_strides, i_batch, i_head, o_from, m_from, FEATURES, DIM)
+            b_part = load_rows(others_ptr, others_strides[SUM], i_batch, i_head, o_from, m_from, FEATURES, DIM)
         b_total += b_part.to(tl.float32)
-    store_rows(total_ptr, total_strides, i_batch, i_head, o_to, m_row, b_total, FEATURES, DIM)
+    store_rows(total_ptrs[SUM], total_strides[SUM], i_batch, i_head, o_to, m_row, b_total, FEATURES, DIM)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_blocks", "n_heads"])
 def add_kernel(
-    # inputs; `base` and `other` have the shape of total or are None; rows is int64, or None for all
-    mine_0_ptr, mine_1_ptr, base_0_ptr, base_1_ptr, other_0_ptr, other_1_ptr, others_ptr, table_ptr, rows_ptr,
+    # inputs; mine, base and other are tuples with a tensor of each sum, the last two of total's shape or None;
+    # rows is int64, or None for all
+    mine_ptrs, base_ptrs, other_ptrs, others_ptr, table_ptr, rows_ptr,
     # outputs, which may be bases; program_id(1) is the sum
-    total_0_ptr, total_1_ptr,
+    total_ptrs,
     # of the tensors of each sum
     mine_strides, base_strides, other_strides, others_strides, total_strides,
     n_rows, n_blocks, n_heads,
@@ -146,17 +126,14 @@ def add_kernel(
     if rows_ptr is not None:
         o_to = tl.load(rows_ptr + o_row, mask=m_row, other=0)
     i_sum = tl.program_id(1)
-    if i_sum == 0:
-        add_rows(mine_0_ptr, others_ptr, base_0_ptr, other_0_ptr, table_ptr, total_0_ptr,
-                 mine_strides[0], others_strides[0], base_strides[0], other_strides[0], total_strides[0],
-                 i_batch, i_head, o_row, o_to, m_row, n_rows,
-                 RANK=RANK, N_RANKS=N_RANKS, FEATURES=FEATURES[0], DIM=DIMS[0], ROWS=ROWS)
-    if total_1_ptr is not None:  # noqa: SIM102
-        if i_sum == 1:
-            add_rows(mine_1_ptr, others_ptr, base_1_ptr, other_1_ptr, table_ptr, total_1_ptr,
-                     mine_strides[1], others_strides[1], base_strides[1], other_strides[1], total_strides[1],
-                     i_batch, i_head, o_row, o_to, m_row, n_rows,
-                     RANK=RANK, N_RANKS=N_RANKS, FEATURES=FEATURES[1], DIM=DIMS[1], ROWS=ROWS)
+    for i in tl.static_range(len(FEATURES)):
+        if i_sum == i:
+            add_rows(
+                mine_ptrs, base_ptrs, other_ptrs, others_ptr, table_ptr, total_ptrs,
+                mine_strides, base_strides, other_strides, others_strides, total_strides,
+                i_batch, i_head, o_row, o_to, m_row, n_rows, SUM=i,
+                RANK=RANK, N_RANKS=N_RANKS, FEATURES=FEATURES[i], DIM=DIMS[i], ROWS=ROWS,
+            )
 
 
 @triton.jit
@@ -219,34 +196,27 @@ def merge_kernel(
 # fmt: on
 
 
-# (batch, head, row, first feature)
-_NO_STRIDES = (0, 0, 0, 0)
-
-
-def _sizes(shape: Sequence[int], n_rows: int, features: Sequence[int], most: int) -> tuple[int, dict[str, Any]]:
+def _sizes(shape: Sequence[int], n_rows: int, features: Sequence[int]) -> tuple[int, dict[str, Any]]:
     """(number of programs, size arguments) of a launch over n_rows rows of every batch entry and head."""
     batch, heads = shape[:2]
     dims = [triton.next_power_of_2(width) for width in features]
     rows = max(1, min(ELEMENTS // max(dims), 128))
     n_blocks = -(-n_rows // rows)
-    # absent tensors
-    ones = (1,) * (most - len(features))
     sizes = {"n_rows": n_rows, "n_blocks": n_blocks, "n_heads": heads, "ROWS": rows, "num_warps": 8}
-    return n_blocks * batch * heads, {**sizes, "FEATURES": (*features, *ones), "DIMS": (*dims, *ones)}
+    return n_blocks * batch * heads, {**sizes, "FEATURES": tuple(features), "DIMS": tuple(dims)}
 
 
-def _message_strides(shape: Sequence[int], features: Sequence[int]) -> list[tuple[int, ...]]:
+def _message_strides(shape: Sequence[int], features: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Strides of the tensors in a message, with the given numbers of features."""
     batch, heads = shape[:2]
     width = sum(features)
     firsts = [0, *itertools.accumulate(features)]
-    return [(heads * width, width, batch * heads * width, first) for first in firsts[:-1]]
+    return tuple((heads * width, width, batch * heads * width, first) for first in firsts[:-1])
 
 
-def _strides(of_each: Sequence[tuple[int, ...]], most: int) -> tuple[tuple[int, ...], ...]:
-    """(batch, head, row, first feature) strides of `most` tensors; zeros for absent ones."""
-    padded = [(*strides[:3], strides[3] if len(strides) == 4 else 0) for strides in of_each]
-    return (*padded, *[_NO_STRIDES] * (most - len(padded)))
+def _strides(tensors: Sequence[TensorSpec]) -> tuple[tuple[int, ...], ...]:
+    """(batch, head, row, first feature) strides of tensors that are not part of a message."""
+    return tuple((*tensor.strides[:3], 0) for tensor in tensors)
 
 
 def _is_aligned(tensor: torch.Tensor | None) -> bool:
@@ -266,14 +236,11 @@ def _move_launch(
     n_pairs = len(tensors) // 2 if operation == "move" else len(tensors)
     features = [of.shape[3] for of in tensors[:n_pairs]]
     shape = tensors[0].shape
-    ours = [of.strides[:3] for of in tensors]
-    message = _message_strides(shape, features)
-    sources = message if operation == "unpack" else ours[:n_pairs]
-    targets = message if operation == "pack" else ours[-n_pairs:]
-    n_programs, sizes = _sizes(shape, n_rows, features, MOST_PAIRS)
+    ours, message = _strides(tensors), _message_strides(shape, features)
+    n_programs, sizes = _sizes(shape, n_rows, features)
     strides = {
-        "source_strides": _strides(sources, MOST_PAIRS),
-        "target_strides": _strides(targets, MOST_PAIRS),
+        "source_strides": message if operation == "unpack" else ours[:n_pairs],
+        "target_strides": message if operation == "pack" else ours[-n_pairs:],
     }
     return Launch(move_kernel, (n_programs, n_pairs), strides | sizes)
 
@@ -293,8 +260,7 @@ def _move(
     lists = source_index is None, _is_aligned(source_index), target_index is None, _is_aligned(target_index)
     others = None if message is None else message.dtype, _is_aligned(message), lists, tensors[0].device
     launch = _move_launch(specs_of(*tensors), operation, n_rows, others)
-    missing = (None,) * (MOST_PAIRS - len(sources))
-    launch(*sources, *missing, source_index, target_index, *targets, *missing)
+    launch(tuple(sources), source_index, target_index, tuple(targets))
 
 
 def move(
@@ -303,7 +269,7 @@ def move(
     source_index: torch.Tensor | None,
     target_index: torch.Tensor | None,
 ) -> None:
-    """target[:, :, target_index] = source[:, :, source_index] in target's dtype, for up to MOST_PAIRS pairs.
+    """target[:, :, target_index] = source[:, :, source_index] in target's dtype, for each pair.
 
     All pairs have equal batch, heads and rows.
 
@@ -313,12 +279,12 @@ def move(
 
 
 def pack(sources: Sequence[torch.Tensor], message: torch.Tensor, source_index: torch.Tensor | None) -> None:
-    """Copies rows of up to MOST_PAIRS tensors to a message of their dtype."""
+    """Copies rows of tensors to a message of their dtype."""
     _move("pack", sources, message, sources, [message] * len(sources), source_index, None)
 
 
 def unpack(message: torch.Tensor, targets: Sequence[torch.Tensor], target_index: torch.Tensor | None) -> None:
-    """Copies the rows of a message to up to MOST_PAIRS tensors of its dtype."""
+    """Copies the rows of a message to tensors of its dtype."""
     _move("unpack", targets, message, [message] * len(targets), targets, None, target_index)
 
 
@@ -335,12 +301,10 @@ def _add_launch(
     """specs: totals, `mine`, then each list of bases."""
     tensors = specs.tensors
     features = [of.shape[3] for of in tensors[:n_sums]]
-    n_programs, sizes = _sizes(tensors[0].shape, n_rows, features, MOST_SUMS)
-    strides = {"others_strides": _strides(_message_strides(tensors[0].shape, features), MOST_SUMS)}
-    names = ("total", "mine", "base", "other")
-    for i, name in enumerate(names):
-        found = [of.strides[:3] for of in tensors[i * n_sums : (i + 1) * n_sums]] if i < 2 + n_bases else []
-        strides[f"{name}_strides"] = _strides(found, MOST_SUMS)
+    n_programs, sizes = _sizes(tensors[0].shape, n_rows, features)
+    strides: dict[str, Any] = {"others_strides": _message_strides(tensors[0].shape, features)}
+    for i, name in enumerate(("total", "mine", "base", "other")):
+        strides[f"{name}_strides"] = _strides(tensors[i * n_sums : (i + 1) * n_sums]) if i < 2 + n_bases else None
     return Launch(add_kernel, (n_programs, n_sums), strides | sizes | {"RANK": rank, "N_RANKS": n_ranks})
 
 
@@ -355,7 +319,7 @@ def add(
 ) -> None:
     """total[:, :, rows] = sum over ranks r of row table[r] of `others`; rank `rank` adds bases + mine instead.
 
-    totals, mine  up to MOST_SUMS tensors; others is a message of as many
+    totals, mine  as many tensors each; others is a message of as many
     bases    up to two lists with a tensor of the shape of each total; they may be the totals themselves
     table    int32 (ranks, rows), contiguous; -1: no row
     """
@@ -366,11 +330,8 @@ def add(
     specs = specs_of(*totals, *mine, *itertools.chain(*bases))
     rest = others.dtype, _is_aligned(others), rows is None, _is_aligned(rows), _is_aligned(table), totals[0].device
     launch = _add_launch(specs, n_sums, len(bases), n_rows, rank, n_ranks, rest)
-    missing = (None,) * (MOST_SUMS - n_sums)
-    columns = [*bases, *[(None,) * n_sums] * (2 - len(bases))]
-    launch(
-        *mine, *missing, *columns[0], *missing, *columns[1], *missing, others, table, rows, *totals, *missing
-    )  # fmt: skip
+    base, other = [*map(tuple, bases), None, None][:2]
+    launch(tuple(mine), base, other, others, table, rows, tuple(totals))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -384,7 +345,7 @@ def _merge_launch(
     out, lse, mine, mine_lse = specs.tensors
     halves = out.dtype.itemsize == 2
     features = [out.shape[3], 2 if halves else 1]
-    n_programs, sizes = _sizes(out.shape, n_rows, features[:1], 1)
+    n_programs, sizes = _sizes(out.shape, n_rows, features[:1])
     part, part_lse = _message_strides(out.shape, features)
     strides = {
         "mine_strides": (*mine.strides[:3], 0),
