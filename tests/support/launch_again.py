@@ -21,7 +21,8 @@ from triton.runtime import driver
 from blocksparse_flash.kernels import arguments as kernel_arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
-from blocksparse_flash.kernels.hopper.backward_producer import Pointers
+from blocksparse_flash.kernels.hopper.backward_producer import Pointers as ColPointers
+from blocksparse_flash.kernels.hopper.forward_producer import Pointers as RowPointers
 from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.triton import (
     backward,
@@ -211,8 +212,8 @@ def main() -> None:
             assert hopper.has_tile_counter == (n_sms == 3)
             tile_counter = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
             splits = torch.empty(hopper.n_split_floats) if hopper.combine else None
-            before = (*tile_lists, None, None, None, tile_counter)
-            arguments = [(*call, *before, torch.empty_like(out), lse, splits) for call in calls]
+            pointers = RowPointers(*tile_lists, None, None, None, lse, tile_counter, splits)
+            arguments = [(*call, torch.empty_like(out), pointers) for call in calls]
             check(recorder, hopper.kernel, arguments[0], arguments)
             recorder.calls.clear()
         # more tile columns than programs
@@ -224,11 +225,10 @@ def main() -> None:
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
         dq_sums = [torch.empty(shape) for _ in calls]
         absent = dict.fromkeys(("kv_lengths_ptr", "splits_ptr", "slopes_ptr", "dk_sum_ptr", "dv_sum_ptr"))
-        pointers = [
-            Pointers(*tile_lists, tile_counter_ptr=tile_counter, dq_sum_ptr=dq_sum, **absent) for dq_sum in dq_sums
-        ]
+        named = {**absent, "tile_counter_ptr": tile_counter}
         arguments = [
-            (*call, call[0], *lse_delta, None, *call[1:], each) for call, each in zip(calls, pointers, strict=True)
+            (*call, call[0], *lse_delta, None, *call[1:], ColPointers(*tile_lists, dq_sum_ptr=dq_sum, **named))
+            for call, dq_sum in zip(calls, dq_sums, strict=True)
         ]
         check(recorder, columns.cols, arguments[0], arguments)
         recorder.calls.clear()

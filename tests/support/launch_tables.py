@@ -209,6 +209,9 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
     names = [argument for argument in each._kernel.arg_names if argument not in rest]
     given = dict(zip(names, tensors, strict=True))
+    # of the Hopper kernels
+    if "ptrs" in given:
+        given |= given["ptrs"]._asdict()
     steps = tuple(rest[word] for word in ("num_warps", "num_stages") if word in rest)
     constants = rest.get("C", rest.get("KEYS"))
     dims = rest if constants is None else constants._asdict()
@@ -238,14 +241,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
         dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
-        pointers = given["ptrs"]._asdict()
-        has = tuple(pointers[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
+        has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         block_q = each._factories[0]._arguments[2][2]
         yield name, dim, *has, rest["cap"] is not None, block_q, rest["KV_STAGES"]
-        yield from ((name, dim, word) for word in _features(rest, pointers))
-        if pointers["dq_sum_ptr"] is None:
+        yield from ((name, dim, word) for word in _features(rest, given))
+        if given["dq_sum_ptr"] is None:
             yield name, dim, "dq in a launch of its own"
-        if pointers["dk_sum_ptr"] is not None:
+        if given["dk_sum_ptr"] is not None:
             yield name, dim, "sums over heads"
     elif name.startswith("fine_"):
         # the block of q or k has all columns, the other one too unless it is loaded by tiles of 16

@@ -313,16 +313,12 @@ def mma(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
-            for i in range(steps.n_masked):
-                b_dk, b_dv = backward_step(
-                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
-                    i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=True, CAUSAL=CAUSAL, GROUP=GROUP,
-                )  # fmt: skip
-            for i in range(steps.n_masked, steps.n_steps):
-                b_dk, b_dv = backward_step(
-                    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
-                    i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=False, CAUSAL=CAUSAL, GROUP=GROUP,
-                )  # fmt: skip
+            for FULL in gl.static_range(2):
+                for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
+                    b_dk, b_dv = backward_step(
+                        b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
+                        i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=not FULL, CAUSAL=CAUSAL, GROUP=GROUP,
+                    )  # fmt: skip
             n_done += steps.n_steps
         consumer_release(pipelines.kv, kv_stage)
         if descs.dq_sum is not None:
@@ -416,7 +412,7 @@ def staging_buffer(buffers, desc, N_TAKEN: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "heads_per_kv", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_cols",
+        "n_heads", "heads_per_kv", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_lines",
         "num_splits", "n_in_turn",
     ]
 )  # fmt: skip
@@ -426,7 +422,7 @@ def hopper_backward_kernel(
     # backward_producer.Pointers; (batch, head) strides of the records, in elements
     ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
-    n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_cols, num_splits, n_in_turn,
+    n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
     scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
@@ -483,14 +479,10 @@ def hopper_backward_kernel(
     pipelines = Pipelines(work_tiles=work_tiles, kv=kv, q=q, dout=dout)
     fence_async_shared()
     staging = Staging(ds=ds_buffers, dq=dq_buffers, dk=dk_buffer, dv=dv_buffer)
-    descs = Descriptors(
-        q=q_desc, k=k_desc, v=v_desc, dout=dout_desc, lse=lse_desc, delta=delta_desc,
-        dq_sum=dq_sum_desc, dk=dk_desc, dv=dv_desc,
-    )  # fmt: skip
+    descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc)
     sizes = Sizes(
-        n_heads=n_heads, heads_per_kv=heads_per_kv, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len,
-        kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_cols=n_split_cols, num_splits=num_splits,
-        n_in_turn=n_in_turn,
+        n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, scale, n_split_lines, num_splits,
+        n_in_turn,
     )  # fmt: skip
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
     gl.warp_specialize(
@@ -595,7 +587,7 @@ def backward_launches(
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
-        "n_split_cols": split.n_split_lines,
+        "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, causal=options.causal),
         **mods.arguments(scale, is_forward=False),
@@ -615,9 +607,7 @@ def backward_launches(
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else dim),
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
-        sum_splits=sum_splits(
-            split, lists[0], dk_spec, dv_spec, {**arguments, "n_split_lines": split.n_split_lines}, (dim, dim_v)
-        ),
+        sum_splits=sum_splits(split, lists[0], dk_spec, dv_spec, arguments, (dim, dim_v)),
         convert_dk=convert_dk,
         convert_dv=convert_dv,
         postprocess=postprocess,
@@ -677,27 +667,14 @@ def backward(
     lse_line, delta_line = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, lse_delta_pairs, lse_delta, dq_sum, tile_counter)
-    records, indices, bitmask_ids, bitmasks = by_cols
-    pointers = Pointers(
-        records_ptr=records,
-        indices_ptr=indices,
-        bitmask_ids_ptr=bitmask_ids,
-        bitmasks_ptr=bitmasks,
-        kv_lengths_ptr=kv_lengths,
-        tile_counter_ptr=tile_counter,
-        splits_ptr=splits,
-        slopes_ptr=slopes,
-        dq_sum_ptr=dq_sum,
-        dk_sum_ptr=sums_dk,
-        dv_sum_ptr=sums_dv,
-    )
+    pointers = Pointers(*by_cols, kv_lengths, tile_counter, splits, slopes, dq_sum, sums_dk, sums_dv)
     if sums_dk is not None and sums_dv is not None:
         sums_dk.zero_()
         sums_dv.zero_()
     sum_by_tma = dq_sum if ready.adds_by_tma else None
     ready.cols(q, k, v, dout, lse_line, delta_line, sum_by_tma, dk, dv, pointers)
     if ready.sum_splits is not None:
-        ready.sum_splits(splits, records, dk, dv)
+        ready.sum_splits(splits, by_cols[0], dk, dv)
     if ready.convert_dk is not None and ready.convert_dv is not None:
         ready.convert_dk(sums_dk, dk)
         ready.convert_dv(sums_dv, dv)

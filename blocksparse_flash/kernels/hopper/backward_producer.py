@@ -93,7 +93,7 @@ class Descriptors(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes. The first n_split_cols tile columns of each KV head are computed by num_splits programs each.
+    """Run-time sizes. The first n_split_lines tile columns of each KV head are computed by num_splits programs each.
 
     n_heads        KV heads; with sums of dK and dV query heads
     heads_per_kv   query heads that add to the same sums of dK and dV
@@ -110,7 +110,7 @@ class Sizes(NamedTuple):
     kv_len: Any
     n_padded: Any
     scale: Any
-    n_split_cols: Any
+    n_split_lines: Any
     num_splits: Any
     n_in_turn: Any
 
@@ -237,9 +237,9 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr):
     p_record = ptrs.records_ptr
     if ptrs.splits_ptr is not None:
         batch_head, i_launch, i_split = find_split(
-            ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_split_cols, sizes.num_splits
+            ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_split_lines, sizes.num_splits
         )
-        i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_cols)
+        i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_lines)
         if ptrs.records_ptr is not None:
             p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
     else:
@@ -333,7 +333,7 @@ def load(
     n_heads = sizes.n_heads
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
-        n_work = n_work + sizes.n_split_cols * (sizes.num_splits - 1) * sizes.n_batch_heads
+        n_work = n_work + sizes.n_split_lines * (sizes.num_splits - 1) * sizes.n_batch_heads
     i_work = gl.program_id(0)
     # work tiles and steps so far: they choose the stages
     i_tile = 0

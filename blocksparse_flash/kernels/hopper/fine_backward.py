@@ -83,6 +83,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr  number of keys of each batch element; None: kv_len
     slopes_ptr      see score_mods.ScoreMods
     lse_ptr, delta_ptr  (batch * heads, n_padded) float32, lse in base 2
+    splits_ptr      float32 workspace of split tile rows or columns; None: none is split
     """
 
     records_ptr: Any
@@ -93,6 +94,7 @@ class Pointers(NamedTuple):
     slopes_ptr: Any
     lse_ptr: Any
     delta_ptr: Any
+    splits_ptr: Any
 
 
 # ---- dk and dv ----
@@ -187,26 +189,16 @@ def add_dkdv(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads",
-        "n_batch_heads",
-        "n_tile_cols",
-        "n_split_cols",
-        "num_splits",
-        "q_len",
-        "kv_len",
-        "n_padded",
+        "n_lines", "n_heads", "n_batch_heads", "n_split_lines", "num_splits", "q_len", "kv_len", "n_padded",
     ]
-)
+)  # fmt: skip
 def fine_dkdv_kernel(
-    # inputs; Pointers describes those that may be None
-    q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
-    slopes_ptr, lse_ptr, delta_ptr,
-    # outputs
-    dk_desc, dv_desc, splits_ptr,
+    # TMA descriptors; Pointers
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; heads are those of the keys; n_padded: queries per head in lse and delta
-    n_heads, n_batch_heads, n_tile_cols, n_split_cols, num_splits, q_len, kv_len, n_padded, scale_log2, scale,
+    n_lines, n_heads, n_batch_heads, n_split_lines, num_splits, q_len, kv_len, n_padded, scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
     # compile time; GROUP: query heads per KV head; GATHERED: whether the plan is
@@ -227,39 +219,20 @@ def fine_dkdv_kernel(
         dout_full=allocate_mbarriers(STAGES, 1),
     )
     fence_async_shared()
-    ptrs = Pointers(
-        records_ptr=records_ptr,
-        indices_ptr=indices_ptr,
-        bitmask_ids_ptr=bitmask_ids_ptr,
-        bitmasks_ptr=bitmasks_ptr,
-        kv_lengths_ptr=kv_lengths_ptr,
-        slopes_ptr=slopes_ptr,
-        lse_ptr=lse_ptr,
-        delta_ptr=delta_ptr,
-    )
-    lines = Lines(
-        records_ptr=records_ptr,
-        record_strides=record_strides,
-        n_lines=n_tile_cols,
-        n_heads=n_heads,
-        n_batch_heads=n_batch_heads,
-        n_split_lines=n_split_cols,
-        num_splits=num_splits,
-        splits_ptr=splits_ptr,
-    )
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=slopes_ptr)
-    work_tile = find_work_tile(lines, GROUP=GROUP)
+    lines = Lines(n_lines, n_heads, n_batch_heads, n_split_lines, num_splits)
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=GROUP)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_kv_head = batch_head // n_heads, batch_head % n_heads
     i_col = gl.load(p_record + NUMBER)
     kv_start = i_col * SIDE
     kv_ahead = kv_len - q_len
-    kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
+    kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, kv_len)
     load_step(k_desc, buffers.k, k_full, i_batch, i_kv_head, (kv_start,), True)
     load_step(v_desc, buffers.v, v_full, i_batch, i_kv_head, (kv_start,), True)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
-    if kv_lengths_ptr is not None:
+    if ptrs.kv_lengths_ptr is not None:
         zero_rows_from(buffers.k.reshape([SIDE, DIM]), (kv_start,), kv_limit)
         zero_rows_from(buffers.v.reshape([SIDE, DIM_V]), (kv_start,), kv_limit)
     b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
@@ -271,37 +244,28 @@ def fine_dkdv_kernel(
         slope = load_slope(mods, i_head)
         if GROUP > 1:
             # the heads of a group may have layouts, and hence launch orders, of their own
-            p_record = find_line_record(records_ptr, record_strides, i_batch, i_head, i_col)
-        begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
-        if kv_lengths_ptr is not None:
+            p_record = find_line_record(ptrs.records_ptr, record_strides, i_batch, i_head, i_col)
+        begin, n_steps, n_partial = tiles_of(ptrs, lines, p_record, work_tile.i_split)
+        if ptrs.kv_lengths_ptr is not None:
             n_steps = gl.where(kv_start < kv_limit, n_steps, 0)
             n_partial = gl.minimum(n_partial, n_steps)
         o_head = (i_batch * n_heads * GROUP + i_head).to(gl.int64) * n_padded
         for i in gl.static_range(STAGES):
             # steps past the end are those of other tile columns, or padding
-            starts = starts_of(indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
+            starts = starts_of(ptrs.indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
             stage = (n_done + i) % STAGES
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, i < n_steps)
-        for i in range(n_partial):
-            stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
-            starts = starts_of(indices_ptr, begin + i, LOADS)
-            has_more = i + STAGES < n_steps
-            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), LOADS)
-            b_dk, b_dv = add_dkdv(
-                b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
-                stage, phase, MASKED=True, GATHERED=GATHERED,
-            )  # fmt: skip
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
-        for i in range(n_partial, n_steps):
-            stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
-            starts = starts_of(indices_ptr, begin + i, LOADS)
-            has_more = i + STAGES < n_steps
-            next_starts = starts_of(indices_ptr, begin + gl.where(has_more, i + STAGES, 0), LOADS)
-            b_dk, b_dv = add_dkdv(
-                b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
-                stage, phase, MASKED=False, GATHERED=GATHERED,
-            )  # fmt: skip
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
+        for FULL in gl.static_range(2):
+            for i in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
+                stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
+                starts = starts_of(ptrs.indices_ptr, begin + i, LOADS)
+                has_more = i + STAGES < n_steps
+                next_starts = starts_of(ptrs.indices_ptr, begin + gl.where(has_more, i + STAGES, 0), LOADS)
+                b_dk, b_dv = add_dkdv(
+                    b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
+                    stage, phase, MASKED=not FULL, GATHERED=GATHERED,
+                )  # fmt: skip
+                load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
         n_done += n_steps
     if work_tile.i_split < 0:
         # every warp has read the keys and values
@@ -312,8 +276,8 @@ def fine_dkdv_kernel(
         tma_store(dk_desc, [i_batch, i_kv_head, kv_start, 0], buffers.k)
         tma_store(dv_desc, [i_batch, i_kv_head, kv_start, 0], buffers.v)
         tma.store_wait(0)
-    elif splits_ptr is not None:
-        p_split = splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * (DIM + DIM_V))
+    elif ptrs.splits_ptr is not None:
+        p_split = ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * (DIM + DIM_V))
         store_split(p_split, b_dk, 0)
         store_split(p_split + SIDE * DIM, b_dv, 0)
 
@@ -386,19 +350,16 @@ def add_dq(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "n_batch_heads", "n_tile_rows", "n_split_rows", "num_splits", "q_len", "kv_len", "n_padded", "group",
+        "n_lines", "n_heads", "n_batch_heads", "n_split_lines", "num_splits", "q_len", "kv_len", "n_padded", "group",
     ]
 )  # fmt: skip
 def fine_dq_kernel(
-    # inputs; Pointers describes those that may be None
-    q_desc, k_desc, v_desc, dout_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
-    slopes_ptr, lse_ptr, delta_ptr,
-    # outputs
-    dq_desc, splits_ptr,
+    # TMA descriptors; Pointers
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; group: query heads per KV head, n_padded: queries per head in lse and delta
-    n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, n_padded, group, scale_log2, scale,
+    n_lines, n_heads, n_batch_heads, n_split_lines, num_splits, q_len, kv_len, n_padded, group, scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
     # compile time; whether the plan is gathered
@@ -420,62 +381,37 @@ def fine_dq_kernel(
         v_full=allocate_mbarriers(1, 1).index(0),
     )
     fence_async_shared()
-    ptrs = Pointers(
-        records_ptr=records_ptr,
-        indices_ptr=indices_ptr,
-        bitmask_ids_ptr=bitmask_ids_ptr,
-        bitmasks_ptr=bitmasks_ptr,
-        kv_lengths_ptr=kv_lengths_ptr,
-        slopes_ptr=slopes_ptr,
-        lse_ptr=lse_ptr,
-        delta_ptr=delta_ptr,
-    )
-    lines = Lines(
-        records_ptr=records_ptr,
-        record_strides=record_strides,
-        n_lines=n_tile_rows,
-        n_heads=n_heads,
-        n_batch_heads=n_batch_heads,
-        n_split_lines=n_split_rows,
-        num_splits=num_splits,
-        splits_ptr=splits_ptr,
-    )
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=slopes_ptr)
-    work_tile = find_work_tile(lines, GROUP=1)
+    lines = Lines(n_lines, n_heads, n_batch_heads, n_split_lines, num_splits)
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=1)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     i_kv_head = i_head // group
     slope = load_slope(mods, i_head)
     q_start = gl.load(p_record + NUMBER) * SIDE
     q_position = q_start + (kv_len - q_len)
-    begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
-    kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
+    begin, n_steps, n_partial = tiles_of(ptrs, lines, p_record, work_tile.i_split)
+    kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    starts = starts_of(indices_ptr, begin, LOADS)
+    starts = starts_of(ptrs.indices_ptr, begin, LOADS)
     load_step(q_desc, buffers.q, q_full, i_batch, i_head, (q_start,), has_steps)
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
     load_step(dout_desc, buffers.dout, dout_full, i_batch, i_head, (q_start,), has_steps)
     load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, starts, has_steps)
     o_line = batch_head.to(gl.int64) * n_padded + q_start + gl.arange(0, SIDE, layout=query_layout)
-    b_lse, b_delta = gl.load(lse_ptr + o_line), gl.load(delta_ptr + o_line)
+    b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
     b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     mbarrier.wait(q_full, 0, pred=has_steps)
     mbarrier.wait(dout_full, 0, pred=has_steps)
-    for i_step in range(n_partial):
-        # the lists are padded, so that one step past the end can be read
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
-        b_dq = add_dq(
-            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts,
-            next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED,
-        )  # fmt: skip
-        starts = next_starts
-    for i_step in range(n_partial, n_steps):
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
-        b_dq = add_dq(
-            b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts,
-            next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED,
-        )  # fmt: skip
-        starts = next_starts
+    for FULL in gl.static_range(2):
+        for i_step in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
+            # the lists are padded, so that one step past the end can be read
+            next_starts = starts_of(ptrs.indices_ptr, begin + i_step + 1, LOADS)
+            b_dq = add_dq(
+                b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head,
+                starts, next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=not FULL, GATHERED=GATHERED,
+            )  # fmt: skip
+            starts = next_starts
     if work_tile.i_split < 0:
         # every warp has read the queries
         thread_barrier()
@@ -483,8 +419,8 @@ def fine_dq_kernel(
         fence_async_shared()
         tma_store(dq_desc, [i_batch, i_head, q_start, 0], buffers.q)
         tma.store_wait(0)
-    elif splits_ptr is not None:
-        store_split(splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * DIM), b_dq, 0)
+    elif ptrs.splits_ptr is not None:
+        store_split(ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * DIM), b_dq, 0)
 
 
 # ---- launches ----
@@ -536,20 +472,21 @@ def backward_launches(
     dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
     block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
     # the memory has padded rows; the descriptors see the first head_dim columns
+    dq_spec, dk_spec, dv_spec = (made.spec._replace(shape=each.shape) for made, each in ((dq, q), (dk, k), (dv, v)))
     col_descriptors = {
         "q_desc": DescriptorFactory(q, block_of_step(dim, pieces[1])),
         "k_desc": DescriptorFactory(k, block),
         "v_desc": DescriptorFactory(v, block_v),
         "dout_desc": DescriptorFactory(dout, block_of_step(dim_v, pieces[1])),
-        "dk_desc": DescriptorFactory(dk.spec._replace(shape=k.shape), block),
-        "dv_desc": DescriptorFactory(dv.spec._replace(shape=v.shape), block_v),
+        "dk_desc": DescriptorFactory(dk_spec, block),
+        "dv_desc": DescriptorFactory(dv_spec, block_v),
     }
     row_descriptors = {
         "q_desc": DescriptorFactory(q, block),
         "k_desc": DescriptorFactory(k, block_of_step(dim, pieces[0])),
         "v_desc": DescriptorFactory(v, block_of_step(dim_v, pieces[0])),
         "dout_desc": DescriptorFactory(dout, block_v),
-        "dq_desc": DescriptorFactory(dq.spec._replace(shape=q.shape), block),
+        "dq_desc": DescriptorFactory(dq_spec, block),
     }
     sizes = {
         "q_len": q_len,
@@ -568,8 +505,8 @@ def backward_launches(
         "record_strides": strides_of_records(by_cols[0]),
         "n_heads": kv_heads,
         "n_batch_heads": batch * kv_heads,
-        "n_tile_cols": n_tile_cols,
-        "n_split_cols": of_cols.n_split_lines,
+        "n_lines": n_tile_cols,
+        "n_split_lines": of_cols.n_split_lines,
         "num_splits": of_cols.num_splits,
         "GROUP": heads // kv_heads,
         "maxnreg": dkdv_registers,
@@ -579,8 +516,8 @@ def backward_launches(
         "record_strides": strides_of_records(by_rows[0]),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
-        "n_tile_rows": n_padded // side,
-        "n_split_rows": of_rows.n_split_lines,
+        "n_lines": n_padded // side,
+        "n_split_lines": of_rows.n_split_lines,
         "num_splits": of_rows.num_splits,
         "group": heads // kv_heads,
         "maxnreg": dq_registers,
@@ -588,16 +525,14 @@ def backward_launches(
     col_programs = of_cols.n_programs(n_tile_cols, batch * kv_heads)
     row_programs = of_rows.n_programs(n_padded // side, batch * heads)
     col_floats, row_floats = of_cols.floats(dim + dim_v, batch * kv_heads), of_rows.floats(dim, batch * heads)
-    col_sizes = {**dkdv_arguments, "n_split_lines": of_cols.n_split_lines}
     # dq is summed as dk is, over query heads without groups
-    row_sizes = {**dq_arguments, "n_split_lines": of_rows.n_split_lines, "kv_len": q_len, "GROUP": 1}
-    dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
+    row_sizes = {**dq_arguments, "kv_len": q_len, "GROUP": 1}
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded),
         dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, col_descriptors),
         dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, row_descriptors),
-        sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, col_sizes, (dim, dim_v)),
-        sum_rows=sum_splits(of_rows, by_rows[0], dq.spec._replace(shape=q.shape), None, row_sizes, (dim, 16)),
+        sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, dkdv_arguments, (dim, dim_v)),
+        sum_rows=sum_splits(of_rows, by_rows[0], dq_spec, None, row_sizes, (dim, 16)),
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
             contiguous(torch.float32, col_floats) if of_cols.num_splits > 1 else None,
@@ -642,10 +577,11 @@ def backward(
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
-    ready.dkdv(q, k, v, dout, *by_cols, kv_lengths, slopes, lse_line, delta_line, dk, dv, col_splits)
+    lines = kv_lengths, slopes, lse_line, delta_line
+    ready.dkdv(q, k, v, dout, dk, dv, Pointers(*by_cols, *lines, col_splits))
     if ready.sum_cols is not None:
         ready.sum_cols(col_splits, by_cols[0], dk, dv)
-    ready.dq(q, k, v, dout, *by_rows, kv_lengths, slopes, lse_line, delta_line, dq, row_splits)
+    ready.dq(q, k, v, dout, dq, Pointers(*by_rows, *lines, row_splits))
     if ready.sum_rows is not None:
         ready.sum_rows(row_splits, by_rows[0], dq, None)
     if dim % 8 or dim_v % 8:

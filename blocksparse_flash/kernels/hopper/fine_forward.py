@@ -86,14 +86,21 @@ def config(dim: int, *, is_gathered: bool, modifies_scores: bool) -> Config:
 
 
 class Pointers(NamedTuple):
-    """Global memory: the plan by tile row, number of keys of each batch element (None: kv_len), and the output lse."""
+    """Global memory: the plan by tile row, number of keys of each batch element (None: kv_len), and the output lse.
+
+    sinks_ptr, slopes_ptr  see score_mods.ScoreMods
+    splits_ptr  float32 workspace of split tile rows; None: no tile row is split
+    """
 
     records_ptr: Any
     indices_ptr: Any
     bitmask_ids_ptr: Any
     bitmasks_ptr: Any
     kv_lengths_ptr: Any
+    sinks_ptr: Any
+    slopes_ptr: Any
     lse_ptr: Any
+    splits_ptr: Any
 
 
 class Buffers(NamedTuple):
@@ -180,19 +187,16 @@ def step(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "n_batch_heads", "n_tile_rows", "n_split_rows", "num_splits", "q_len", "kv_len", "group",
+        "n_lines", "n_heads", "n_batch_heads", "n_split_lines", "num_splits", "q_len", "kv_len", "group",
     ]
 )  # fmt: skip
 def fine_forward_kernel(
-    # inputs; Pointers describes those that may be None
-    q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr,
-    sinks_ptr, slopes_ptr,
-    # outputs
-    out_desc, lse_ptr, splits_ptr,
+    # TMA descriptors; Pointers
+    q_desc, k_desc, v_desc, out_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; group: query heads per KV head
-    n_heads, n_batch_heads, n_tile_rows, n_split_rows, num_splits, q_len, kv_len, group, scale_log2,
+    n_lines, n_heads, n_batch_heads, n_split_lines, num_splits, q_len, kv_len, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
     # compile time; GATHERED: whether the plan is; SIGN of the scale
@@ -215,36 +219,19 @@ def fine_forward_kernel(
         v_full=allocate_mbarriers(1, 1).index(0),
     )
     fence_async_shared()
-    ptrs = Pointers(
-        records_ptr=records_ptr,
-        indices_ptr=indices_ptr,
-        bitmask_ids_ptr=bitmask_ids_ptr,
-        bitmasks_ptr=bitmasks_ptr,
-        kv_lengths_ptr=kv_lengths_ptr,
-        lse_ptr=lse_ptr,
-    )
-    lines = Lines(
-        records_ptr=records_ptr,
-        record_strides=record_strides,
-        n_lines=n_tile_rows,
-        n_heads=n_heads,
-        n_batch_heads=n_batch_heads,
-        n_split_lines=n_split_rows,
-        num_splits=num_splits,
-        splits_ptr=splits_ptr,
-    )
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=sinks_ptr, slopes_ptr=slopes_ptr)
-    work_tile = find_work_tile(lines, GROUP=1)
+    lines = Lines(n_lines, n_heads, n_batch_heads, n_split_lines, num_splits)
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=ptrs.sinks_ptr, slopes_ptr=ptrs.slopes_ptr)
+    work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=1)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     i_kv_head = i_head // group
     slope = load_slope(mods, i_head)
     q_start = gl.load(p_record + NUMBER) * SIDE
     q_position = q_start + (kv_len - q_len)
-    begin, n_steps, n_partial = tiles_of(lines, p_record, work_tile.i_split)
-    kv_limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
+    begin, n_steps, n_partial = tiles_of(ptrs, lines, p_record, work_tile.i_split)
+    kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    starts = starts_of(indices_ptr, begin, LOADS)
+    starts = starts_of(ptrs.indices_ptr, begin, LOADS)
     load_step(q_desc, buffers.q, buffers.q_full, i_batch, i_head, (q_start,), has_steps)
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
     load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, starts, has_steps)
@@ -255,28 +242,22 @@ def fine_forward_kernel(
         sum=gl.full([SIDE, 4], 0.0, gl.float32, row_sum_layout()),
     )
     mbarrier.wait(buffers.q_full, 0, pred=has_steps)
-    for i_step in range(n_partial):
-        # the lists are padded, so that one step past the end can be read
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
-        state = step(
-            state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
-            begin + i_step, i_step, n_steps, kv_limit, MASKED=True, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
-        )  # fmt: skip
-        starts = next_starts
-    for i_step in range(n_partial, n_steps):
-        next_starts = starts_of(indices_ptr, begin + i_step + 1, LOADS)
-        state = step(
-            state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
-            begin + i_step, i_step, n_steps, kv_limit, MASKED=False, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
-        )  # fmt: skip
-        starts = next_starts
+    for FULL in gl.static_range(2):
+        for i_step in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
+            # the lists are padded, so that one step past the end can be read
+            next_starts = starts_of(ptrs.indices_ptr, begin + i_step + 1, LOADS)
+            state = step(
+                state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
+                begin + i_step, i_step, n_steps, kv_limit, MASKED=not FULL, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
+            )  # fmt: skip
+            starts = next_starts
     b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
     # only the first split of a row has the sink
     b_lse, b_factor = finish_rows(state.max, b_sum, mods, i_head, work_tile.i_split <= 0)
     b_out = state.out * gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, out_layout)), 1)
     o_q = gl.arange(0, SIDE, layout=query_layout)
     if work_tile.i_split < 0:
-        p_lse = lse_ptr + batch_head.to(gl.int64) * q_len + q_start
+        p_lse = ptrs.lse_ptr + batch_head.to(gl.int64) * q_len + q_start
         gl.store(p_lse + o_q, b_lse * LN_2, mask=q_start + o_q < q_len)
         # every warp has read the values
         thread_barrier()
@@ -284,8 +265,8 @@ def fine_forward_kernel(
         fence_async_shared()
         tma_store(out_desc, [i_batch, i_head, q_start, 0], buffers.v)
         tma.store_wait(0)
-    elif splits_ptr is not None:
-        p_split = splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * (DIM_V + 1))
+    elif ptrs.splits_ptr is not None:
+        p_split = ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (SIDE * (DIM_V + 1))
         store_split(p_split, b_out, 0)
         gl.store(p_split + SIDE * DIM_V + o_q, b_lse)
 
@@ -330,8 +311,8 @@ def forward_launches(
         "record_strides": strides_of_records(lists[0]),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
-        "n_tile_rows": n_tile_rows,
-        "n_split_rows": split.n_split_lines,
+        "n_lines": n_tile_rows,
+        "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
         "q_len": q_len,
         "kv_len": kv_len,
@@ -350,12 +331,11 @@ def forward_launches(
         "out_desc": DescriptorFactory(out.spec, (1, 1, SIDE.value, dim_v)),
     }
     n_programs = split.n_programs(n_tile_rows, batch * heads)
-    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_split_lines}
     return ForwardLaunches(
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         kernel=Launch(fine_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        combine=combine_rows(split, lists[0], out.spec, combined, dim_v),
+        combine=combine_rows(split, lists[0], out.spec, arguments, dim_v),
         n_split_floats=split.floats(dim_v + 1, batch * heads),
     )
 
@@ -390,7 +370,7 @@ def forward(
     out, lse = empty(*launch.out), empty(*launch.lse)
     splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
     sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
-    launch.kernel(q, k, v, *lists, kv_lengths, sinks, slopes, out, lse, splits)
+    launch.kernel(q, k, v, out, Pointers(*lists, kv_lengths, sinks, slopes, lse, splits))
     if launch.combine is not None:
         launch.combine(splits, lists[0], out, lse)
     return out.contiguous(), lse

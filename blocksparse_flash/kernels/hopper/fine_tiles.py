@@ -58,46 +58,43 @@ class Lines(NamedTuple):
 
     n_lines, n_heads, n_batch_heads  tile rows (or tile columns) per head; heads; batch * heads
     n_split_lines, num_splits        the first n_split_lines of each head are computed by num_splits programs each
-    splits_ptr      float32 workspace of the splits; None if none is split
     """
 
-    records_ptr: Any
-    record_strides: Any
     n_lines: Any
     n_heads: Any
     n_batch_heads: Any
     n_split_lines: Any
     num_splits: Any
-    splits_ptr: Any
 
 
 @gluon.jit
-def find_work_tile(lines, GROUP: gl.constexpr):
-    """The WorkTile of this program; long rows or columns come first. GROUP: query heads per head of the launch."""
+def find_work_tile(ptrs, record_strides, lines, GROUP: gl.constexpr):
+    """The WorkTile of this program; long rows or columns come first. GROUP: query heads per head of the launch.
+
+    ptrs    Pointers of the kernel
+    """
     i_split, i_block = -1, -1
-    if lines.splits_ptr is not None:
+    if ptrs.splits_ptr is not None:
         batch_head, i_launch, i_split = find_split(
-            lines.records_ptr, gl.program_id(0), lines.n_lines, lines.n_batch_heads, lines.n_split_lines,
+            ptrs.records_ptr, gl.program_id(0), lines.n_lines, lines.n_batch_heads, lines.n_split_lines,
             lines.num_splits,
         )  # fmt: skip
-        p_record = record_pointer(
-            lines.records_ptr, lines.record_strides, batch_head, lines.n_heads, i_launch, GROUP=GROUP
-        )
+        p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, lines.n_heads, i_launch, GROUP=GROUP)
         i_block = split_index(batch_head, i_launch, i_split, lines.n_batch_heads, lines.n_split_lines)
     else:
         batch_head, p_record, _ = find_work_record(
-            lines.records_ptr, lines.record_strides, gl.program_id(0), n_lines=lines.n_lines, n_heads=lines.n_heads,
+            ptrs.records_ptr, record_strides, gl.program_id(0), n_lines=lines.n_lines, n_heads=lines.n_heads,
             n_batch_heads=lines.n_batch_heads, SPLIT=1, GROUP=GROUP,
         )  # fmt: skip
     return WorkTile(batch_head=batch_head, p_record=p_record, i_split=i_split, i_block=i_block)
 
 
 @gluon.jit
-def tiles_of(lines, p_record, i_split):
+def tiles_of(ptrs, lines, p_record, i_split):
     """(first entry, steps, partial steps) of a tile row or tile column, or of a split of it."""
     begin, n_steps = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
     n_partial = gl.load(p_record + N_PARTIAL)
-    if lines.splits_ptr is not None:
+    if ptrs.splits_ptr is not None:
         first, n_steps, n_partial = split_steps(n_steps, n_partial, i_split, lines.num_splits)
         begin = begin + first
     return begin, n_steps, n_partial

@@ -383,7 +383,7 @@ def mma(
             b_out = add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP=WARPGROUP, STAGES=STAGES)
         b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
         # only the first split of a row has the sink: see split_index
-        has_sink = work_tile.target < sizes.n_batch_heads * (1 + sizes.n_split_rows)
+        has_sink = work_tile.target < sizes.n_batch_heads * (1 + sizes.n_split_lines)
         b_lse, b_factor = finish_rows(state.max, b_sum, mods, batch_head % sizes.n_heads, has_sink)
         b_out = b_out * gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, out_layout)), 1)
         out_tile = out_buffers.index(i_buffer if CONFIG.out_in_q else WARPGROUP)
@@ -408,20 +408,17 @@ def mma(
 
 @gluon.jit(
     do_not_specialize=[
-        "n_heads", "n_batch_heads", "n_tile_rows", "q_len", "kv_len", "group", "n_split_rows", "num_splits",
+        "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "group", "n_split_lines", "num_splits",
         "n_in_turn",
     ]
 )  # fmt: skip
 def hopper_forward_kernel(
-    # inputs; Pointers describes those that may be None
-    q_desc, k_desc, v_desc, records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr, kv_lengths_ptr, sinks_ptr,
-    slopes_ptr, tile_counter_ptr,
-    # outputs
-    out_desc, lse_ptr, splits_ptr,
+    # TMA descriptors; forward_producer.Pointers
+    q_desc, k_desc, v_desc, out_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
-    # sizes, see Sizes
-    n_heads, n_batch_heads, n_tile_rows, q_len, kv_len, group, n_split_rows, num_splits, n_in_turn, scale_log2,
+    # forward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
     # compile time; SIGN of the scale
@@ -451,28 +448,8 @@ def hopper_forward_kernel(
         v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS),
     )
     fence_async_shared()
-    ptrs = Pointers(
-        records_ptr=records_ptr,
-        indices_ptr=indices_ptr,
-        bitmask_ids_ptr=bitmask_ids_ptr,
-        bitmasks_ptr=bitmasks_ptr,
-        kv_lengths_ptr=kv_lengths_ptr,
-        lse_ptr=lse_ptr,
-        tile_counter_ptr=tile_counter_ptr,
-        splits_ptr=splits_ptr,
-    )
-    sizes = Sizes(
-        n_heads=n_heads,
-        n_batch_heads=n_batch_heads,
-        n_tile_rows=n_tile_rows,
-        q_len=q_len,
-        kv_len=kv_len,
-        n_split_rows=n_split_rows,
-        num_splits=num_splits,
-        n_in_turn=n_in_turn,
-        group=group,
-    )
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=sinks_ptr, slopes_ptr=slopes_ptr)
+    sizes = Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group)
+    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=ptrs.sinks_ptr, slopes_ptr=ptrs.slopes_ptr)
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
     if WARPGROUPS == 2:
@@ -556,11 +533,11 @@ def forward_launches(
         "record_strides": strides_of_records(records_shape),
         "n_heads": heads,
         "n_batch_heads": n_batch_heads,
-        "n_tile_rows": n_tile_rows,
+        "n_lines": n_tile_rows,
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
-        "n_split_rows": split.n_split_lines,
+        "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
         **mods.arguments(scale, is_forward=True),
@@ -578,12 +555,11 @@ def forward_launches(
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
     # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed
     n_work_tiles = split.n_programs(-(-q_len // TILE_SIDE), n_batch_heads)
-    combined = {**arguments, "n_lines": n_tile_rows, "n_split_lines": split.n_split_lines}
     return ForwardLaunches(
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         kernel=Launch(hopper_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        combine=combine_rows(split, records_shape, out.spec, combined, dim_v),
+        combine=combine_rows(split, records_shape, out.spec, arguments, dim_v),
         n_split_floats=split.floats(dim_v + 1, n_batch_heads),
         has_tile_counter=n_work_tiles > n_sms,
     )
@@ -624,7 +600,7 @@ def forward(
     tile_counter = torch.zeros(1, dtype=torch.int32, device=device) if launch.has_tile_counter else None
     splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
     sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
-    launch.kernel(q, k, v, *lists, kv_lengths, sinks, slopes, tile_counter, out, lse, splits)
+    launch.kernel(q, k, v, out, Pointers(*lists, kv_lengths, sinks, slopes, lse, tile_counter, splits))
     if launch.combine is not None:
         launch.combine(splits, lists[0], out, lse)
     return out.contiguous(), lse

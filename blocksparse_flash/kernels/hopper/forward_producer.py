@@ -57,6 +57,7 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile row; all None without a layout
     kv_lengths_ptr    number of keys of each batch element; None: kv_len
+    sinks_ptr, slopes_ptr  see score_mods.ScoreMods
     lse_ptr           output (batch, heads, q_len)
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile rows; None: no tile row is split
@@ -67,6 +68,8 @@ class Pointers(NamedTuple):
     bitmask_ids_ptr: Any
     bitmasks_ptr: Any
     kv_lengths_ptr: Any
+    sinks_ptr: Any
+    slopes_ptr: Any
     lse_ptr: Any
     tile_counter_ptr: Any
     splits_ptr: Any
@@ -75,16 +78,16 @@ class Pointers(NamedTuple):
 class Sizes(NamedTuple):
     """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per KV head.
 
-    The first n_split_rows tile rows of each head, in launch order, are computed by num_splits programs each.
+    The first n_split_lines tile rows of each head, in launch order, are computed by num_splits programs each.
     n_in_turn: heads whose tile rows are taken in turn without a layout.
     """
 
     n_heads: Any
     n_batch_heads: Any
-    n_tile_rows: Any
+    n_lines: Any
     q_len: Any
     kv_len: Any
-    n_split_rows: Any
+    n_split_lines: Any
     num_splits: Any
     n_in_turn: Any
     group: Any
@@ -133,7 +136,7 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
     if ptrs.splits_ptr is not None:
         batch_head, i_launch, i_split = find_split(
-            ptrs.records_ptr, i_work, sizes.n_tile_rows, sizes.n_batch_heads, sizes.n_split_rows, sizes.num_splits
+            ptrs.records_ptr, i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_split_lines, sizes.num_splits
         )
         p_record = ptrs.records_ptr
         if ptrs.records_ptr is not None:
@@ -143,14 +146,14 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
             ptrs.records_ptr,
             record_strides,
             i_work,
-            n_lines=sizes.n_tile_rows,
+            n_lines=sizes.n_lines,
             n_heads=sizes.n_heads,
             n_batch_heads=sizes.n_batch_heads,
             SPLIT=1,
             GROUP=1,
         )
     else:
-        batch_head, i_launch = find_line(i_work, sizes.n_tile_rows, sizes.n_batch_heads, sizes.n_in_turn)
+        batch_head, i_launch = find_line(i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_in_turn)
     if ptrs.records_ptr is not None:
         q_start, begin = gl.load(p_record + NUMBER) * TILE, gl.load(p_record + BEGIN)
         n_tiles, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
@@ -160,7 +163,7 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
         n_steps, n_partial = n_tiles * STEPS_PER_TILE, n_partial * STEPS_PER_TILE
     else:
         # last tile row first: under a causal mask it is the longest
-        q_start = (sizes.n_tile_rows - 1 - i_launch) * BLOCK_Q
+        q_start = (sizes.n_lines - 1 - i_launch) * BLOCK_Q
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         # full steps are 0 .. begin - 1, partial ones begin .. n_steps - 1
         begin, n_steps = dense_kv_steps(
@@ -172,7 +175,7 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
             first, n_steps, n_full = split_steps(n_steps, begin, i_split, sizes.num_splits)
             begin, n_partial = first + n_full, n_steps - n_full
     if ptrs.splits_ptr is not None:
-        i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_rows)
+        i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_lines)
         target = gl.where(i_split < 0, batch_head, sizes.n_batch_heads + i_block)
     else:
         target = batch_head
@@ -244,9 +247,9 @@ def load(
     """Entry point of the producer warp."""
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
-    n_work = sizes.n_tile_rows * sizes.n_batch_heads
+    n_work = sizes.n_lines * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
-        n_work = n_work + sizes.n_split_rows * (sizes.num_splits - 1) * sizes.n_batch_heads
+        n_work = n_work + sizes.n_split_lines * (sizes.num_splits - 1) * sizes.n_batch_heads
     i_work = gl.program_id(0)
     # work tiles and steps so far: they choose the stages
     i_tile = 0

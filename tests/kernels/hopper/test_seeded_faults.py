@@ -272,7 +272,7 @@ BACKWARD_FAULTS = {
     "dp not waited for": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
-    "partial step computed as a full step": Change(BACKWARD, "MASKED=True", "MASKED=False"),
+    "partial step computed as a full step": Change(BACKWARD, "MASKED=not FULL", "MASKED=False"),
 }
 # faults of three consumer warpgroups
 THREE_WARPGROUP_FAULTS = {
@@ -407,7 +407,7 @@ SCORE_MOD_FAULTS = {
     ),
     "sink of the wrong head": Change(FORWARD, "mods, batch_head % sizes.n_heads, has_sink)", "mods, 0, has_sink)"),
     "out not decayed by the sink": Change(MODS, ", b_decay / b_sum", ", 1.0 / b_sum"),
-    "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_rows)", "(1 << 30)"),
+    "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_lines)", "(1 << 30)"),
     "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
     "ds without the derivative of the softcap": Change(MODS, " * (1.0 - b_tanh * b_tanh)", ""),
     "positions of the tile column left out": Change(
