@@ -10,7 +10,7 @@ import torch
 
 from .. import philox, plan_format, score_mods
 from ..runtime.launch import Config, axis_strides, cache_key_of, device_limits
-from ..runtime.tensor_spec import TensorSpec, spec_of, tma_can_load
+from ..runtime.tensor_spec import TensorSpec, TensorSpecs, spec_of, tma_can_load
 from ..score_mods import Scores
 from .inputs import BackwardInputs as BackwardInputs
 from .schedule import padded_dim
@@ -22,14 +22,11 @@ TILE = plan_format.TILE
 MIN_TMA_ELEMENTS = 1 << 20
 
 Shape = tuple[int, ...]
+# records, indices, bitmask ids and bitmasks of one direction of a plan; Nones without a plan
+TileLists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 # cache key of one direction of a plan: shape of its records (None without a plan), and which of its tensors are aligned
 # (() if all are)
 PlanSpecs = tuple[Shape | None, tuple[bool, ...]]
-
-
-def allows_tf32(dtype: torch.dtype) -> bool:
-    """Whether products use TF32, by torch's matmul precision (which its older switches set too); otherwise IEEE."""
-    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def wants_descriptors(major: int, *tensors: TensorSpec) -> bool:
@@ -111,7 +108,9 @@ def options_of(
     index = q.device.index
     keys = tuple([cache_key_of(other) for other in others])
     tile = plan_format.tile_of(plan)
-    return Options(scale, causal, dropout_p, allows_tf32(q.dtype), index, *device_limits(index), keys, tile)
+    # torch's older switches set it too
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return Options(scale, causal, dropout_p, tf32, index, *device_limits(index), keys, tile)
 
 
 def sign(scale: float) -> int:
@@ -133,6 +132,7 @@ class Constants(NamedTuple):
     TMA              whether q, k, v and dout are TMA descriptors
     DIM, DIM_V       HEAD_DIM and V_DIM, padded
     SIGN             of the scale, in kernels that take a maximum
+    CHANGED          whether score mods apply between product and mask
     CELL_Q, CELL_KV  queries and keys of a bias cell; 0 without a bias
     """
 
@@ -146,6 +146,7 @@ class Constants(NamedTuple):
     DIM: int
     DIM_V: int
     TILE: int
+    CHANGED: bool
     SIGN: int = 1
     CELL_Q: int = 0
     CELL_KV: int = 0
@@ -181,6 +182,7 @@ class Strides(NamedTuple):
 
 def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options) -> Constants:
     """The constants that do not depend on lengths, configuration or scale."""
+    cell = None if options.scores is None else options.scores.bias_cell
     return Constants(
         GROUP=group,
         CAUSAL=options.causal,
@@ -192,6 +194,9 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
         DIM=padded_dim("triton", head_dim),
         DIM_V=padded_dim("triton", v_dim),
         TILE=options.tile,
+        CHANGED=options.modifies_scores,
+        CELL_Q=cell[0] if cell else 0,
+        CELL_KV=cell[1] if cell else 0,
     )
 
 
@@ -221,35 +226,31 @@ def softcap_arguments(options: Options, scale: float) -> dict[str, Any]:
     return {"cap": scores.softcap * LOG2_E, "scale_log2": scale / scores.softcap}
 
 
-def bias_arguments(options: Options, direction: int) -> tuple[Shape | None, tuple[int, int]]:
-    """Strides of the bias tables, and queries and keys of a bias cell; None and zeros without a bias.
-
-    direction  0 for a kernel over tile rows, 1 over tile columns
-    """
-    scores = options.scores
-    tables = None if scores is None else scores.tables[direction]
-    if scores is None or scores.bias_cell is None or tables is None:
-        return None, (0, 0)
-    return axis_strides(tables.shape), scores.bias_cell
-
-
-def pair_bias_strides(options: Options) -> dict[str, Any]:
-    """The fields of `Strides` for pair_bias; none without one."""
-    bias = None if options.scores is None else options.scores.pair_bias
-    if bias is None:
-        return {}
-    names = "pair_batch", "pair_head", "pair_q", "pair_kv"
-    sizes = zip(names, bias.shape, bias.strides, strict=True)
-    return {name: 0 if size == 1 else stride for name, size, stride in sizes}
-
-
 def strides_of_records(record_shape: Shape | None) -> tuple[int, int]:
     """(batch, head) strides of a plan's records; 0 along a broadcast dimension and without a plan."""
     return (0, 0) if record_shape is None else axis_strides(record_shape)
 
 
-def tile_lists(plan: list[torch.Tensor], first: int) -> tuple[torch.Tensor | None, ...]:
-    """Records, indices, bitmask ids and bitmasks of a plan's rows (first = 0) or columns (3); Nones without a plan."""
+def strides_of(specs: TensorSpecs, options: Options, record_shape: Shape | None, direction: int = 0) -> Strides:
+    """The strides of a kernel over tile rows (direction 0) or tile columns (1); without sums.
+
+    specs  of q, k and v, or also of dout
+    """
+    tables = bias = None
+    if options.scores is not None:
+        tables, bias = options.scores.tables[direction], options.scores.pair_bias
+    of_pairs: dict[str, Any] = {}
+    if bias is not None:
+        names = "pair_batch", "pair_head", "pair_q", "pair_kv"
+        sizes = zip(names, bias.shape, bias.strides, strict=True)
+        of_pairs = {name: 0 if size == 1 else stride for name, size, stride in sizes}
+    of_tables = None if tables is None else axis_strides(tables.shape)
+    q, k, v, *dout = (spec.strides[:3] for spec in specs.tensors)
+    return Strides(q, k, v, dout[0] if dout else None, strides_of_records(record_shape), of_tables, **of_pairs)
+
+
+def tile_lists(plan: list[torch.Tensor], first: int) -> TileLists:
+    """The lists of a plan's tile rows (first = 0) or tile columns (3)."""
     return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
 
 

@@ -59,7 +59,7 @@ from ..separate_dq import is_dq_separate
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
-from ..triton.tile import TILE
+from ..triton.tile import TILE, clamped_kv_len
 from .backward_postprocess import postprocess_launch
 from .backward_producer import (
     STAGES,
@@ -82,7 +82,6 @@ from .registers import (
     WARPGROUP_ROWS,
     accumulator,
     atomic_add_sum,
-    clamped_kv_len,
     in_register_order,
     reinterpret,
     store_split,

@@ -27,6 +27,7 @@ from ..triton.tile import (
     N_TILES,
     NUMBER,
     TILE,
+    clamped_kv_len,
     dense_q_steps,
     find_line_record,
     find_split,
@@ -37,7 +38,7 @@ from ..triton.tile import (
 )
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
-from .registers import clamped_kv_len, load_int
+from .registers import load_int
 from .tma import tma_load
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 

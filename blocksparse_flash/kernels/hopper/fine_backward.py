@@ -44,7 +44,7 @@ from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
-from ..triton.tile import NUMBER, find_line_record
+from ..triton.tile import NUMBER, clamped_kv_len, find_line_record
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import mask_columns, transposed_mask
 from .fine_tiles import (
@@ -59,7 +59,7 @@ from .fine_tiles import (
     tiles_of,
     zero_rows_from,
 )
-from .registers import accumulator, clamped_kv_len, store_split
+from .registers import accumulator, store_split
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
 from .tma import DescriptorFactory, tma_padded_memory, tma_store, to_tma_loadable
 

@@ -31,13 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...plan_format import pieces_of
-from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
+from ...runtime.launch import Launch, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
 from ..triton.combine_splits import combine_rows
-from ..triton.tile import LN_2, NUMBER
+from ..triton.tile import LN_2, NUMBER, clamped_kv_len
 from .barriers import allocate_mbarriers, thread_barrier
 from .bitmask import mask_columns
 from .fine_tiles import (
@@ -52,7 +52,8 @@ from .fine_tiles import (
     tiles_of,
     zero_rows_from,
 )
-from .registers import accumulator, clamped_kv_len, store_split
+from .forward import ForwardLaunches
+from .registers import accumulator, store_split
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_store, to_tma_loadable
@@ -83,24 +84,6 @@ def config(dim: int, *, is_gathered: bool, modifies_scores: bool) -> Config:
 
 
 # ---- one step ----
-
-
-class Pointers(NamedTuple):
-    """Global memory: the plan by tile row, number of keys of each batch element (None: kv_len), and the output lse.
-
-    sinks_ptr, slopes_ptr  see score_mods.ScoreMods
-    splits_ptr  float32 workspace of split tile rows; None: no tile row is split
-    """
-
-    records_ptr: Any
-    indices_ptr: Any
-    bitmask_ids_ptr: Any
-    bitmasks_ptr: Any
-    kv_lengths_ptr: Any
-    sinks_ptr: Any
-    slopes_ptr: Any
-    lse_ptr: Any
-    splits_ptr: Any
 
 
 class Buffers(NamedTuple):
@@ -191,7 +174,7 @@ def step(
     ]
 )  # fmt: skip
 def fine_forward_kernel(
-    # TMA descriptors; Pointers
+    # TMA descriptors; forward_producer.Pointers
     q_desc, k_desc, v_desc, out_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
@@ -274,16 +257,6 @@ def fine_forward_kernel(
 # ---- launch ----
 
 
-class ForwardLaunches(NamedTuple):
-    """The launches of a forward and its memory, as in forward.ForwardLaunches."""
-
-    out: Memory
-    lse: Memory
-    kernel: Launch
-    combine: Launch | None
-    n_split_floats: int
-
-
 @functools.lru_cache(maxsize=1024)
 def forward_launches(
     specs: TensorSpecs,
@@ -337,6 +310,7 @@ def forward_launches(
         kernel=Launch(fine_forward_kernel, (n_programs,), arguments, descriptor_factories),
         combine=combine_rows(split, lists[0], out.spec, arguments, dim_v),
         n_split_floats=split.floats(dim_v + 1, batch * heads),
+        has_tile_counter=False,
     )
 
 
@@ -362,15 +336,8 @@ def forward(
     assert not causal, "the plan contains it"
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
-    lists, empty = tile_lists(plan, 0), allocator(q)
-    n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
+    lists, n_at_once = tile_lists(plan, 0), PROGRAMS_PER_SM * num_sms(q.device.index)
     split = split_of(plan, 0, q.shape, k.shape, False, n_at_once)
     lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores)
-    launch = forward_launches(specs, plan_specs_of(lists), split, lengths, scale, pieces_of(plan)[0], mods)
-    out, lse = empty(*launch.out), empty(*launch.lse)
-    splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
-    sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
-    launch.kernel(q, k, v, out, Pointers(*lists, kv_lengths, sinks, slopes, lse, splits))
-    if launch.combine is not None:
-        launch.combine(splits, lists[0], out, lse)
-    return out.contiguous(), lse
+    launches = forward_launches(specs, plan_specs_of(lists), split, lengths, scale, pieces_of(plan)[0], mods)
+    return launches.run(q, k, v, lists, kv_lengths, scores)

@@ -42,10 +42,10 @@ from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguou
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
+from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import Split, heads_in_turn, padded_dim, split_of
 from ..triton.combine_splits import combine_rows
-from ..triton.tile import LN_2, TILE
+from ..triton.tile import LN_2, TILE, clamped_kv_len
 from .barriers import (
     allocate_pipeline,
     consumer_release,
@@ -65,7 +65,7 @@ from .forward_producer import (
     q_buffer_and_phase,
     read_work_tile,
 )
-from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, clamped_kv_len, pin, store_split, zero_tail
+from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, pin, store_split, zero_tail
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_store, to_tma_loadable
@@ -495,6 +495,27 @@ class ForwardLaunches(NamedTuple):
     n_split_floats: int
     has_tile_counter: bool
 
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lists: TileLists,
+        kv_lengths: torch.Tensor | None,
+        scores: Scores | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse. lists: the plan's tile rows."""
+        empty = allocator(q)
+        out, lse = empty(*self.out), empty(*self.lse)
+        # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
+        tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.has_tile_counter else None
+        splits = None if self.combine is None else lse.new_empty(self.n_split_floats)
+        sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
+        self.kernel(q, k, v, out, Pointers(*lists, kv_lengths, sinks, slopes, lse, tile_counter, splits))
+        if self.combine is not None:
+            self.combine(splits, lists[0], out, lse)
+        return out.contiguous(), lse
+
 
 @functools.lru_cache(maxsize=1024)
 def forward_launches(
@@ -589,18 +610,8 @@ def forward(
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
     q_spec, k_spec, _ = specs.tensors
-    device, lists, empty = q.device, tile_lists(plan, 0), allocator(q)
-    index = device.index
+    lists, index = tile_lists(plan, 0), q.device.index
     split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
-    mods = mod_specs_of(scores)
-    lengths = cache_key_of(kv_lengths)
-    launch = forward_launches(specs, plan_specs_of(lists), lengths, split, scale, causal, index, mods)
-    out, lse = empty(*launch.out), empty(*launch.lse)
-    # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
-    tile_counter = torch.zeros(1, dtype=torch.int32, device=device) if launch.has_tile_counter else None
-    splits = None if launch.combine is None else lse.new_empty(launch.n_split_floats)
-    sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
-    launch.kernel(q, k, v, out, Pointers(*lists, kv_lengths, sinks, slopes, lse, tile_counter, splits))
-    if launch.combine is not None:
-        launch.combine(splits, lists[0], out, lse)
-    return out.contiguous(), lse
+    lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores)
+    launches = forward_launches(specs, plan_specs_of(lists), lengths, split, scale, causal, index, mods)
+    return launches.run(q, k, v, lists, kv_lengths, scores)

@@ -32,6 +32,7 @@ from ..triton.tile import (
     N_TILES,
     NUMBER,
     TILE,
+    clamped_kv_len,
     dense_kv_steps,
     find_split,
     find_work_record,
@@ -41,7 +42,7 @@ from ..triton.tile import (
 )
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
-from .registers import WARPGROUP_ROWS, clamped_kv_len, load_int
+from .registers import WARPGROUP_ROWS, load_int
 from .tma import tma_load
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 

@@ -123,15 +123,6 @@ def store_split(ptr, b_sum, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def clamped_kv_len(kv_lengths_ptr, i_batch, kv_len):
-    """Number of keys of a batch element, clamped to 0 .. kv_len: the host never reads lengths on the GPU."""
-    if kv_lengths_ptr is None:
-        return kv_len
-    else:
-        return gl.minimum(gl.maximum(gl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(gl.int32)
-
-
-@gluon.jit
 def zero_tail(tile, kv_start, limit, WARPGROUP: gl.constexpr):
     """Zeroes keys or values from `limit` on, which may hold NaN. Both of two warpgroups must call it.
 

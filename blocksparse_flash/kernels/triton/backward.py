@@ -28,16 +28,14 @@ from ..arguments import (
     Options,
     PlanSpecs,
     Shape,
-    Strides,
-    bias_arguments,
     constants,
     device_seed,
     dropout_arguments,
     options_of,
-    pair_bias_strides,
     plan_specs_of,
     score_specs_of,
     softcap_arguments,
+    strides_of,
     strides_of_records,
     tile_lists,
     wants_descriptors,
@@ -233,7 +231,6 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
     queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
 
-    strides = Strides(q.strides[:3], k.strides[:3], v.strides[:3], dout.strides[:3], **pair_bias_strides(options))
     common = {
         "q_len": q_len,
         "kv_len": kv_len,
@@ -246,18 +243,15 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     def launch_over(kernel: Any, chosen: Config, direction: int, heads: int, length: int, sums: Shape | None) -> Launch:
         record_shape, block = (rows[0], chosen.block_q) if direction == 0 else (cols[0], chosen.block_kv)
         n_lines, n_programs = lines_and_programs(record_shape, length, block, options.tile, batch * heads)
-        table_strides, (cell_q, cell_kv) = bias_arguments(options, direction)
         rest = {
             **common,
-            "strides": strides._replace(
-                records=strides_of_records(record_shape), tables=table_strides, sums=sums and axis_strides(sums)
-            ),
+            "strides": strides_of(specs, options, record_shape, direction)._replace(sums=sums and axis_strides(sums)),
             "n_heads": heads,
             "n_batch_heads": batch * heads,
             "n_lines": n_lines,
             **dropout_arguments(options.dropout_p),
             **softcap_arguments(options, options.scale),
-            "C": fixed._replace(CELL_Q=cell_q, CELL_KV=cell_kv).with_blocks(chosen),
+            "C": fixed.with_blocks(chosen),
             **chosen.launch_options,
         }
         return Launch(kernel, (n_programs,), rest, descriptor_factories_of(specs, chosen, dim, dim_v) if tma else None)
@@ -272,10 +266,10 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
-        joint = joint_launch(specs, (rows[0], cols[0]), common, strides, fixed, options)
+        joint = joint_launch(specs, (rows[0], cols[0]), common, fixed, options)
     of_pairs = None
     if options.scores is not None and options.scores.pair_bias is not None and options.scores.wanted[3]:
-        of_pairs = pair_bias_launch(specs, rows[0], strides, fixed, options)
+        of_pairs = pair_bias_launch(specs, rows[0], fixed, options)
     return BackwardLaunches(preprocess, keys, queries, joint, tuple(memory), shape, of_pairs)
 
 
@@ -283,7 +277,6 @@ def joint_launch(
     specs: TensorSpecs,
     lists: tuple[Shape | None, Shape | None],
     common: dict[str, Any],
-    strides: Strides,
     fixed: Constants,
     options: Options,
 ) -> Launch | None:
@@ -313,7 +306,7 @@ def joint_launch(
         return None
     rest = {
         **common,
-        "strides": strides._replace(records=strides_of_records(cols)),
+        "strides": strides_of(specs, options, cols),
         "row_record_strides": strides_of_records(rows),
         "n_heads": heads,
         "n_batch_heads": batch * heads,

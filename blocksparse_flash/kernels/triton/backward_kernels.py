@@ -9,20 +9,21 @@ import triton.language as tl
 
 from ..arguments import Strides
 from .backward_preprocess import load_lse_delta
-from .score_mods import apply_score_mods, distances, store_sums
+from .score_mods import apply_score_mods, distances, load_slope, store_sums
 from .tile import (
     BEGIN,
-    LOG2_E,
     N_TILES,
     NUMBER,
-    PARTIAL,
     add_product,
     attending_pairs,
-    dense_kv_steps,
+    begin_step,
+    bitmask_of,
+    clamped_kv_len,
     dense_q_steps,
     find_line_record,
     find_work_record,
     kept_pairs,
+    kv_steps,
     load_tile,
     product,
     store_tile,
@@ -82,9 +83,6 @@ def keys_program(
     q_len, kv_len, scale_log2, cap = sizes.q_len, sizes.kv_len, factors.scale_log2, factors.cap
     HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = (
-        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
-    )
     STEPS: tl.constexpr = C.TILE // BLOCK_Q
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
@@ -97,9 +95,7 @@ def keys_program(
         kv_start = pid % sizes.n_lines * BLOCK_KV
     i_batch = batch_head // sizes.n_heads
     i_kv_head = batch_head % sizes.n_heads
-    limit = kv_len
-    if LIMITED:
-        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+    limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
 
     b_k = load_tile(
         k_ref, strides.k, i_batch, i_kv_head, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM, TMA=C.TMA, LIMITED=LIMITED
@@ -111,38 +107,28 @@ def keys_program(
     b_dk_lost = tl.zeros([BLOCK_KV, DIM], tl.float32)
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
-    factor = scale_log2
-    if CHANGED:
-        factor = 1.0
+    factor = 1.0 if C.CHANGED else scale_log2
 
     for i_member in tl.range(0, C.GROUP):
         i_head = i_kv_head * C.GROUP + i_member
         i_q_axis = i_batch * sizes.n_heads * C.GROUP + i_head
-        slope = 0.0
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + i_head) * LOG2_E
+        slope = load_slope(slopes_ptr, i_head)
         # steps of BLOCK_Q queries: the partial tiles of the column, then the full ones
         if HAS_LAYOUT:
             p_member = p_record
             if C.GROUP > 1:
                 # heads of a group may have different layouts, hence launch orders
                 p_member = find_line_record(tiles.records, strides.records, i_batch, i_head, kv_start // C.TILE)
-            first = tl.load(p_member + BEGIN) * STEPS
+            first, full = tl.load(p_member + BEGIN) * STEPS, 0
             end = first + tl.load(p_member + N_TILES) * STEPS
             q_next = tile_start(tiles.indices, first, BLOCK_Q, C.TILE)
         else:
             first, full, end = dense_q_steps(kv_start, q_len, kv_len, C.CAUSAL, BLOCK_Q, BLOCK_KV)
-            n_full = q_len // BLOCK_Q
             q_next = first * BLOCK_Q
+        n_full = q_len // BLOCK_Q
         for i_step in tl.range(first, end):
-            q_start = q_next
-            if HAS_LAYOUT:
-                is_partial = q_start < 0
-                q_start = q_start & (PARTIAL * C.TILE - 1)
-                q_next = tile_start(tiles.indices, i_step + 1, BLOCK_Q, C.TILE)
-            else:
-                is_partial = (i_step < full) | (i_step >= n_full)
-                q_next = q_start + BLOCK_Q
+            is_masked = (i_step < full) | (i_step >= n_full)
+            q_start, is_partial, q_next = begin_step(tiles.indices, q_next, i_step, is_masked, BLOCK_Q, C.TILE)
             # [BLOCK_Q, DIM]
             b_q = load_tile(
                 q_ref, strides.q, i_batch, i_head, q_start, q_len, C.HEAD_DIM, BLOCK_Q, DIM, TMA=C.TMA, LIMITED=False
@@ -151,7 +137,7 @@ def keys_program(
             b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_q_axis, q_start, sizes.n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
-            if CHANGED:
+            if C.CHANGED:
                 b_scores, b_tanh = apply_score_mods(
                     b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                     i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
@@ -162,13 +148,10 @@ def keys_program(
                 m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
                 b_p = tl.where(m_kv[:, None], b_p, 0.0)
             if is_partial:
-                i_bitmask = 0
-                if HAS_LAYOUT:
-                    i_bitmask = tl.load(tiles.ids + i_step // STEPS)
                 m_pairs = attending_pairs(
-                    tiles.words, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                    HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, True,
-                )  # fmt: skip
+                    tiles.words, bitmask_of(tiles.ids, i_step // STEPS), q_start, kv_start, q_len, kv_len, limit,
+                    C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, True,
+                )
                 b_p = tl.where(m_pairs, b_p, 0.0)
             # [BLOCK_Q, DIM_V]
             b_dout = load_tile(
@@ -218,9 +201,6 @@ def queries_program(
     q_len, kv_len, scale_log2, cap = sizes.q_len, sizes.kv_len, factors.scale_log2, factors.cap
     HAS_LAYOUT: tl.constexpr = tiles.records is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = (
-        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
-    )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
@@ -233,9 +213,7 @@ def queries_program(
     i_batch = batch_head // sizes.n_heads
     i_head = batch_head % sizes.n_heads
     i_kv_head = i_head // C.GROUP
-    limit = kv_len
-    if LIMITED:
-        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+    limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
 
     b_q = load_tile(
         q_ref, strides.q, i_batch, i_head, q_start, q_len, C.HEAD_DIM, BLOCK_Q, DIM, TMA=C.TMA, LIMITED=False
@@ -246,33 +224,18 @@ def queries_program(
     b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, sizes.n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
-    factor = scale_log2
-    slope = 0.0
-    if CHANGED:
-        factor = 1.0
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + i_head) * LOG2_E
-        if dslopes_ptr is not None:
-            b_dslope = tl.zeros([BLOCK_Q], tl.float32)
+    factor = 1.0 if C.CHANGED else scale_log2
+    slope = load_slope(slopes_ptr, i_head)
+    if dslopes_ptr is not None:
+        b_dslope = tl.zeros([BLOCK_Q], tl.float32)
 
-    # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones, as in the forward
-    if HAS_LAYOUT:
-        first = tl.load(p_record + BEGIN) * STEPS
-        end = first + tl.load(p_record + N_TILES) * STEPS
-        kv_next = tile_start(tiles.indices, first, BLOCK_KV, C.TILE)
-    else:
-        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)
-        first = 0
-        kv_next = 0
+    p_tiles = p_record if HAS_LAYOUT else None
+    first, end, n_full = kv_steps(
+        tiles.indices, p_tiles, q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE
+    )
+    kv_next = tile_start(tiles.indices, first, BLOCK_KV, C.TILE) if HAS_LAYOUT else 0
     for i_step in tl.range(first, end):
-        kv_start = kv_next
-        if HAS_LAYOUT:
-            is_partial = kv_start < 0
-            kv_start = kv_start & (PARTIAL * C.TILE - 1)
-            kv_next = tile_start(tiles.indices, i_step + 1, BLOCK_KV, C.TILE)
-        else:
-            is_partial = i_step >= n_full
-            kv_next = kv_start + BLOCK_KV
+        kv_start, is_partial, kv_next = begin_step(tiles.indices, kv_next, i_step, i_step >= n_full, BLOCK_KV, C.TILE)
         # [BLOCK_KV, DIM], [BLOCK_KV, DIM_V]
         b_k = load_tile(
             k_ref, strides.k, i_batch, i_kv_head, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM, TMA=C.TMA, LIMITED=LIMITED
@@ -282,7 +245,7 @@ def queries_program(
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
-        if CHANGED:
+        if C.CHANGED:
             b_scores, b_tanh = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
@@ -294,13 +257,10 @@ def queries_program(
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_p = tl.where(m_kv[None, :], b_p, 0.0)
         if is_partial:
-            i_bitmask = 0
-            if HAS_LAYOUT:
-                i_bitmask = tl.load(tiles.ids + i_step // STEPS)
             m_pairs = attending_pairs(
-                tiles.words, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
-            )  # fmt: skip
+                tiles.words, bitmask_of(tiles.ids, i_step // STEPS), q_start, kv_start, q_len, kv_len, limit,
+                C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
+            )
             b_p = tl.where(m_pairs, b_p, 0.0)
         if C.DROPOUT:
             m_kept = kept_pairs(

@@ -24,42 +24,40 @@ from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
     PlanSpecs,
-    Strides,
-    bias_arguments,
     columns_of_values,
     constants,
     device_seed,
     dropout_arguments,
     options_of,
-    pair_bias_strides,
     plan_specs_of,
     scale_log2,
     score_specs_of,
     sign,
     softcap_arguments,
-    strides_of_records,
+    strides_of,
     tile_lists,
     wants_descriptors,
 )
 from . import split_kv
-from .score_mods import apply_score_mods
+from .score_mods import apply_score_mods, load_slope
 from .tile import (
-    BEGIN,
     LN_2,
-    LOG2_E,
-    N_TILES,
     NUMBER,
-    PARTIAL,
     add_product,
     attending_pairs,
-    dense_kv_steps,
+    begin_step,
+    bitmask_of,
+    clamped_kv_len,
     find_work_record,
     kept_pairs,
+    kv_steps,
     load_tile,
     product,
+    softmax_step,
     store_tile,
     tile_start,
     with_sign,
+    with_sink,
 )
 
 # most 128-query blocks per SM for which dense causal calls use blocks of 64
@@ -136,9 +134,6 @@ def forward_kernel(
     PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = (
-        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
-    )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
     if HAS_LAYOUT:
         batch_head, p_record, i_split = find_work_record(
@@ -152,10 +147,7 @@ def forward_kernel(
     i_batch = batch_head // n_heads
     i_head = batch_head % n_heads
     i_kv_head = i_head // C.GROUP
-    limit = kv_len
-    if LIMITED:
-        # lengths on the GPU are not validated on the host, so values out of range are clamped here
-        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+    limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
 
     # [BLOCK_Q, DIM]
     b_q = load_tile(
@@ -167,67 +159,39 @@ def forward_kernel(
     b_max = tl.full([BLOCK_Q], -3.0e38, tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
-        # the sink is a key without a value; a sink of -inf has no effect
-        sink = tl.load(sinks_ptr + i_head) * LOG2_E
-        b_max = tl.maximum(b_max, sink)
-        b_sum += tl.where(sink == float("-inf"), 0.0, 1.0)
-    factor = scale_log2
-    slope = 0.0
-    if CHANGED:
-        factor = 1.0
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + i_head) * LOG2_E
+        b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head)
+    factor = 1.0 if C.CHANGED else scale_log2
+    slope = load_slope(slopes_ptr, i_head)
 
-    # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
-    if HAS_LAYOUT:
-        first = tl.load(p_record + BEGIN) * STEPS
-        end = first + tl.load(p_record + N_TILES) * STEPS
-        kv_next = tile_start(indices_ptr, first, BLOCK_KV, C.TILE)
-    else:
-        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV)
-        first = 0
-        kv_next = 0
+    p_tiles = p_record if HAS_LAYOUT else None
+    first, end, n_full = kv_steps(
+        indices_ptr, p_tiles, q_start, q_len, kv_len, limit, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE
+    )
+    kv_next = tile_start(indices_ptr, first, BLOCK_KV, C.TILE) if HAS_LAYOUT else 0
     for i_step in tl.range(first, end):
-        # the next index is loaded a step ahead: in its own step it would take a pipeline stage from the keys
-        kv_start = kv_next
-        if HAS_LAYOUT:
-            is_partial = kv_start < 0
-            kv_start = kv_start & (PARTIAL * C.TILE - 1)
-            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, C.TILE)
-        else:
-            is_partial = i_step >= n_full
-            kv_next = kv_start + BLOCK_KV
+        kv_start, is_partial, kv_next = begin_step(indices_ptr, kv_next, i_step, i_step >= n_full, BLOCK_KV, C.TILE)
         # [BLOCK_KV, DIM]
         b_k = load_tile(
             k_ref, strides.k, i_batch, i_kv_head, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM, TMA=C.TMA, LIMITED=LIMITED
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
-        if CHANGED:
+        if C.CHANGED:
             b_scores, _ = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
                 CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
             )
         if is_partial:
-            i_bitmask = 0
-            if HAS_LAYOUT:
-                i_bitmask = tl.load(ids_ptr + i_step // STEPS)
             m_pairs = attending_pairs(
-                words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
+                words_ptr, bitmask_of(ids_ptr, i_step // STEPS), q_start, kv_start, q_len, kv_len, limit,
+                C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
             )
             b_scores = tl.where(m_pairs, b_scores, float("-inf"))
         if LIMITED and HAS_LAYOUT:
             m_kv = kv_start + tl.arange(0, BLOCK_KV) < limit
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
-        b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
-        b_decay = tl.math.exp2(b_max - b_new_max)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_out = b_out * b_decay[:, None]
-        b_lost = b_lost * b_decay[:, None]
-        b_max = b_new_max
+        b_p, b_max, b_sum, b_out, b_lost = softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost)
         if C.DROPOUT:
             m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_p = tl.where(m_kept, b_p, 0.0)
@@ -271,16 +235,8 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
     ).within(options.tile)
     n_lines = record_shape[2] if record_shape else -(-q_len // chosen.block_q)
     split = options.tile // chosen.block_q if record_shape else 1
-    table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     rest = {
-        "strides": Strides(
-            q.strides[:3],
-            k.strides[:3],
-            v.strides[:3],
-            records=strides_of_records(record_shape),
-            tables=table_strides,
-            **pair_bias_strides(options),
-        ),
+        "strides": strides_of(specs, options, record_shape),
         "n_heads": heads,
         "n_batch_heads": batch * heads,
         "n_lines": n_lines,
@@ -289,7 +245,7 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
         "scale_log2": scale_log2(options.scale),
         **dropout_arguments(options.dropout_p),
         **softcap_arguments(options, abs(options.scale)),
-        "C": fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv).with_blocks(chosen),
+        "C": fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale)).with_blocks(chosen),
         **chosen.launch_options,
     }
     descriptor_factories = {}

@@ -35,8 +35,8 @@ from ..arguments import (
 from ..inputs import Pages
 from . import split_kv
 from .score_mods import capped_scores
-from .split_kv import combine_row, load_packed_queries, softmax_step, store_rows, with_sink
-from .tile import add_product, head_base, product, split_range, with_sign
+from .split_kv import combine_row, load_packed_queries, store_rows
+from .tile import add_product, head_base, product, softmax_step, split_range, with_sign, with_sink
 
 # entries per program of look_up_kernel
 ENTRIES = 64
@@ -195,9 +195,7 @@ def paged_kernel(
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head + tl.minimum(o_row // q_len, PACKED - 1))
-    factor = scale_log2
-    if cap is not None:
-        factor = 1.0
+    factor = scale_log2 if cap is None else 1.0
 
     # steps of BLOCK_KV keys
     last = n_entries - 1 if SELECTS else tl.maximum(limit - 1, 0) // PAGE

@@ -12,27 +12,23 @@ import triton.language as tl
 from ...runtime.launch import Config, Launch, Memory, contiguous
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import (
-    LOG2_E as LOG2_E_VALUE,
-)
-from ..arguments import TILE as TILE_SIDE
-from ..arguments import (
+    LOG2_E,
     Constants,
     Options,
     Shape,
-    Strides,
-    bias_arguments,
     dropout_arguments,
     softcap_arguments,
-    strides_of_records,
+    strides_of,
 )
+from ..arguments import TILE as TILE_SIDE
 from .backward_preprocess import load_lse_delta
-from .score_mods import apply_score_mods, load_pair_bias_tile
+from .score_mods import apply_score_mods, load_pair_bias_tile, load_slope
 from .tile import (
     BEGIN,
-    LOG2_E,
     N_TILES,
     PARTIAL,
     attending_pairs,
+    clamped_kv_len,
     find_line_record,
     kept_pairs,
     load_tile,
@@ -115,9 +111,7 @@ def pair_bias_kernel(
     for i_member in tl.range(0, batches * heads):
         i_batch = first_batch + i_member // heads
         i_head = first_head + i_member % heads
-        limit = kv_len
-        if LIMITED:
-            limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+        limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
         if HAS_LAYOUT and not ONE_PLAN:
             i_tile = find_tile(indices_ptr, find_line_record(
                 records_ptr, strides.records, i_batch, i_head, q_start // C.TILE
@@ -134,9 +128,7 @@ def pair_bias_kernel(
                 TMA=False, LIMITED=LIMITED,
             )
             b_scores = product(b_q, tl.trans(b_k), PRECISION)
-            slope = 0.0
-            if slopes_ptr is not None:
-                slope = tl.load(slopes_ptr + i_head) * LOG2_E
+            slope = load_slope(slopes_ptr, i_head)
             b_scores, _ = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, None, strides, i_batch, i_head,
                 i_tile=i_tile, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
@@ -156,7 +148,7 @@ def pair_bias_kernel(
             if is_partial:
                 m_pairs = attending_pairs(
                     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-                    HAS_LAYOUT, C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
+                    C.CAUSAL, BLOCK_Q, BLOCK_KV, C.TILE, False,
                 )
                 b_p = tl.where(m_pairs, b_p, 0.0)
             b_dout = load_tile(
@@ -182,7 +174,7 @@ def pair_bias_kernel(
 
 
 def pair_bias_launch(
-    specs: TensorSpecs, record_shape: Shape | None, strides: Strides, fixed: Constants, options: Options
+    specs: TensorSpecs, record_shape: Shape | None, fixed: Constants, options: Options
 ) -> tuple[Launch, Memory]:
     """The launch that computes the gradient of pair_bias, and its memory.
 
@@ -194,22 +186,21 @@ def pair_bias_launch(
     bias = options.scores.pair_bias
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     chosen = config(max(fixed.DIM, fixed.DIM_V), q.dtype.itemsize, major=options.major)
-    table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
     n_blocks = -(-q_len // chosen.block_q) * -(-kv_len // chosen.block_kv)
     rest = {
-        "strides": strides._replace(records=strides_of_records(record_shape), tables=table_strides),
+        "strides": strides_of(specs, options, record_shape),
         "n_batch": batch,
         "n_heads": heads,
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": -(-q_len // TILE_SIDE) * TILE_SIDE,
-        "scale_log2": options.scale * LOG2_E_VALUE,
+        "scale_log2": options.scale * LOG2_E,
         **dropout_arguments(options.dropout_p),
         **softcap_arguments(options, options.scale),
         "ONE_BATCH": bias.shape[0] == 1,
         "ONE_HEAD": bias.shape[1] == 1,
         "ONE_PLAN": record_shape is None or record_shape[:2] == (1, 1),
-        "C": fixed._replace(TMA=False, CELL_Q=cell_q, CELL_KV=cell_kv).with_blocks(chosen),
+        "C": fixed._replace(TMA=False).with_blocks(chosen),
         **chosen.launch_options,
     }
     launch = Launch(pair_bias_kernel, (n_blocks * bias.shape[0] * bias.shape[1],), rest)

@@ -28,6 +28,15 @@ def tanh(b_x):
 
 
 @triton.jit
+def load_slope(slopes_ptr, o_head):
+    """The slopes of heads in base 2; 0 without slopes."""
+    if slopes_ptr is None:
+        return 0.0
+    else:
+        return tl.load(slopes_ptr + o_head) * LOG2_E
+
+
+@triton.jit
 def query_distances(o_q, near, BLOCK_KV: tl.constexpr, T: tl.constexpr):
     """|o_q + near - o_kv| for keys 0 .. BLOCK_KV - 1: float32 [queries, BLOCK_KV], or [BLOCK_KV, queries] if T."""
     # subtracting the starts first keeps small distances exact at any position

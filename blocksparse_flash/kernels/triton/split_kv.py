@@ -27,38 +27,35 @@ from ...score_mods import Scores
 from ..arguments import (
     Options,
     PlanSpecs,
-    Strides,
-    bias_arguments,
     columns_of_values,
     constants,
     options_of,
-    pair_bias_strides,
     plan_specs_of,
     scale_log2,
     score_specs_of,
     sign,
     softcap_arguments,
-    strides_of_records,
+    strides_of,
     tile_lists,
 )
 from .combine_splits import combine_end, combine_step
-from .score_mods import apply_row_score_mods
+from .score_mods import apply_row_score_mods, load_slope
 from .tile import (
-    BEGIN,
     LN_2,
-    LOG2_E,
-    N_TILES,
-    PARTIAL,
     add_product,
-    dense_kv_steps,
+    begin_step,
+    clamped_kv_len,
     head_base,
+    kv_steps,
     load_tile,
     product,
     query_pairs,
+    softmax_step,
     split_range,
     store_tile,
     tile_start,
     with_sign,
+    with_sink,
 )
 
 # most queries per head; they lie in one tile row
@@ -110,13 +107,6 @@ def num_splits(n_tiles: int, n_programs: int, n_sms: int) -> int:
 
 # fmt: off
 @triton.jit
-def with_sink(b_max, b_sum, sinks_ptr, o_head):
-    """Running maximum and sum after the sinks of heads o_head; a sink of -inf has no effect."""
-    b_sink = tl.load(sinks_ptr + o_head) * LOG2_E
-    return tl.maximum(b_max, b_sink), b_sum + tl.where(b_sink == float("-inf"), 0.0, 1.0)
-
-
-@triton.jit
 def load_packed_queries(
     q_ptr, stride_q, i_batch, i_head, i_block, q_len, PACKED: tl.constexpr, C: tl.constexpr
 ):
@@ -132,16 +122,6 @@ def load_packed_queries(
     p_q = head_base(q_ptr, stride_q, i_batch, i_head + o_row // q_len) + o_q.to(tl.int64) * stride_q[2]
     m_q = (o_row < PACKED * q_len)[:, None] & (o_dim < C.HEAD_DIM)[None, :]
     return o_row, o_q, tl.load(p_q[:, None] + o_dim[None, :], mask=m_q, other=0.0)
-
-
-@triton.jit
-def softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost):
-    """Online softmax: the weights of scores * factor in base 2, and maximum, sum, output and lost bits after them."""
-    b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
-    b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
-    b_decay = tl.math.exp2(b_max - b_new_max)
-    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-    return b_p, b_new_max, b_sum, b_out * b_decay[:, None], b_lost * b_decay[:, None]
 
 
 @triton.jit
@@ -186,9 +166,6 @@ def split_kv_kernel(
     PRECISION: tl.constexpr = C.PRECISION
     HAS_LAYOUT: tl.constexpr = records_ptr is not None
     LIMITED: tl.constexpr = kv_lengths_ptr is not None
-    CHANGED: tl.constexpr = (
-        cap is not None or slopes_ptr is not None or tables_ptr is not None or pair_bias_ptr is not None
-    )
     STEPS: tl.constexpr = C.TILE // BLOCK_KV
     # consecutive programs are blocks of one split, so that they share keys in L2
     i_block = tl.program_id(0) % n_blocks
@@ -196,10 +173,7 @@ def split_kv_kernel(
     batch_head = tl.program_id(0) // n_blocks // n_splits * PACKED
     i_batch = batch_head // n_heads
     i_head = batch_head % n_heads
-    limit = kv_len
-    if LIMITED:
-        # lengths on the GPU are not validated on the host, so values out of range are clamped here
-        limit = tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+    limit = clamped_kv_len(kv_lengths_ptr, i_batch, kv_len)
 
     o_row, o_q, b_q = load_packed_queries(q_ptr, strides.q, i_batch, i_head, i_block, q_len, PACKED, C)
     b_out = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
@@ -211,42 +185,25 @@ def split_kv_kernel(
     o_head = tl.minimum(o_row // q_len, PACKED - 1)
     if sinks_ptr is not None:
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head + o_head)
-    factor = scale_log2
+    factor = 1.0 if C.CHANGED else scale_log2
     b_slopes = None
     o_line = None
     o_pair = None
-    if CHANGED:
-        factor = 1.0
-        if slopes_ptr is not None:
-            b_slopes = tl.load(slopes_ptr + i_head + o_head) * LOG2_E
-        if tables_ptr is not None:
-            o_line = o_head.to(tl.int64) * strides.tables[1] + o_q // C.CELL_Q * (C.TILE // C.CELL_KV)
-        if pair_bias_ptr is not None:
-            o_pair = o_head.to(tl.int64) * strides.pair_head + o_q.to(tl.int64) * strides.pair_q
+    if slopes_ptr is not None:
+        b_slopes = load_slope(slopes_ptr + i_head, o_head)
+    if tables_ptr is not None:
+        o_line = o_head.to(tl.int64) * strides.tables[1] + o_q // C.CELL_Q * (C.TILE // C.CELL_KV)
+    if pair_bias_ptr is not None:
+        o_pair = o_head.to(tl.int64) * strides.pair_head + o_q.to(tl.int64) * strides.pair_q
 
-    # steps of BLOCK_KV keys: the partial tiles of the row, then the full ones
-    n_full = 0
-    if HAS_LAYOUT:
-        p_record = head_base(records_ptr, strides.records, i_batch, i_head)
-        first = tl.load(p_record + BEGIN) * STEPS
-        end = first + tl.load(p_record + N_TILES) * STEPS
-    else:
-        n_full, end = dense_kv_steps(0, q_len, kv_len, limit, C.CAUSAL, MAX_Q, BLOCK_KV)
-        first = 0
+    p_record = head_base(records_ptr, strides.records, i_batch, i_head) if HAS_LAYOUT else None
+    first, end, n_full = kv_steps(
+        indices_ptr, p_record, 0, q_len, kv_len, limit, C.CAUSAL, MAX_Q, BLOCK_KV, C.TILE
+    )
     first, end = split_range(first, end, i_split, n_splits)
-    kv_next = first * BLOCK_KV
-    if HAS_LAYOUT:
-        kv_next = tile_start(indices_ptr, first, BLOCK_KV, C.TILE)
+    kv_next = tile_start(indices_ptr, first, BLOCK_KV, C.TILE) if HAS_LAYOUT else first * BLOCK_KV
     for i_step in tl.range(first, end):
-        # the next index is loaded a step ahead: in its own step it would take a pipeline stage from the keys
-        kv_start = kv_next
-        if HAS_LAYOUT:
-            is_partial = kv_start < 0
-            kv_start = kv_start & (PARTIAL * C.TILE - 1)
-            kv_next = tile_start(indices_ptr, i_step + 1, BLOCK_KV, C.TILE)
-        else:
-            is_partial = i_step >= n_full
-            kv_next = kv_start + BLOCK_KV
+        kv_start, is_partial, kv_next = begin_step(indices_ptr, kv_next, i_step, i_step >= n_full, BLOCK_KV, C.TILE)
         # [BLOCK_KV, DIM]
         b_k = load_tile(
             k_ptr, strides.k, i_batch, i_head // C.GROUP, kv_start, limit, C.HEAD_DIM, BLOCK_KV, DIM,
@@ -254,7 +211,7 @@ def split_kv_kernel(
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
-        if CHANGED:
+        if C.CHANGED:
             b_scores = apply_row_score_mods(
                 b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, pair_bias_ptr, strides, i_batch, i_head, o_line,
                 o_pair, i_step // STEPS, kv_start, q_len, kv_len, C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
@@ -351,7 +308,7 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
 
     n_listed  length of the plan's list of tiles
     """
-    q, k, v = specs.tensors
+    q, _, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     record_shape, _ = lists
     assert record_shape is None or record_shape[2] == 1, record_shape
@@ -374,17 +331,8 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     n_worth = n_tiles // max(1, chosen.block_q // 64)
     n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
     n_rows = batch * heads * q_len
-    table_strides, (cell_q, cell_kv) = bias_arguments(options, 0)
-    fixed = fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale), CELL_Q=cell_q, CELL_KV=cell_kv)
     rest = {
-        "strides": Strides(
-            q.strides[:3],
-            k.strides[:3],
-            v.strides[:3],
-            records=strides_of_records(record_shape),
-            tables=table_strides,
-            **pair_bias_strides(options),
-        ),
+        "strides": strides_of(specs, options, record_shape),
         "n_heads": heads,
         "n_rows": n_rows,
         "n_blocks": n_blocks,
@@ -396,7 +344,7 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
         "PACKED": packed,
         "IS_SPLIT": n_splits > 1,
         "MAX_Q": MAX_QUERIES,
-        "C": fixed.with_blocks(chosen),
+        "C": fixed._replace(DIM_V=dim_v, SIGN=sign(options.scale)).with_blocks(chosen),
         **chosen.launch_options,
     }
     split = Launch(split_kv_kernel, (n_programs * n_splits,), rest)

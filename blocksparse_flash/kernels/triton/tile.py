@@ -97,6 +97,23 @@ def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def with_sink(b_max, b_sum, sinks_ptr, o_head):
+    """Running maximum and sum after the sinks of heads o_head: keys without values. -inf has no effect."""
+    b_sink = tl.load(sinks_ptr + o_head) * LOG2_E
+    return tl.maximum(b_max, b_sink), b_sum + tl.where(b_sink == float("-inf"), 0.0, 1.0)
+
+
+@triton.jit
+def softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost):
+    """Online softmax: the weights of scores * factor in base 2, and maximum, sum, output and lost bits after them."""
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
+    b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
+    b_decay = tl.math.exp2(b_max - b_new_max)
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    return b_p, b_new_max, b_sum, b_out * b_decay[:, None], b_lost * b_decay[:, None]
+
+
+@triton.jit
 def log_sum(b_max, b_sum):
     """ln(b_sum * 2^b_max) in float32, computed in float64 to round once."""
     return ((b_max.to(tl.float64) + tl.math.log2(b_sum).to(tl.float64)) * LN_2).to(tl.float32)
@@ -207,6 +224,31 @@ def tile_start(indices_ptr, i_step, side: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def begin_step(indices_ptr, start, i_step, is_masked, SIDE: tl.constexpr, TILE: tl.constexpr):
+    """(first token, whether the step is partial, `start` of the next step); start: from `tile_start` in a layout.
+
+    The next index is loaded a step ahead: in its own step it would take a pipeline stage from the keys.
+
+    is_masked  whether the step is partial without a layout
+    """
+    if indices_ptr is None:
+        return start, is_masked, start + SIDE
+    else:
+        is_partial = start < 0
+        start = start & (PARTIAL * TILE - 1)
+        return start, is_partial, tile_start(indices_ptr, i_step + 1, SIDE, TILE)
+
+
+@triton.jit
+def clamped_kv_len(kv_lengths_ptr, i_batch, kv_len):
+    """Number of keys of a batch element, clamped to 0 .. kv_len: the host never reads lengths on the GPU."""
+    if kv_lengths_ptr is None:
+        return kv_len
+    else:
+        return tl.minimum(tl.maximum(tl.load(kv_lengths_ptr + i_batch), 0), kv_len).to(tl.int32)
+
+
+@triton.jit
 def load_words(words_ptr, o_word):
     """int32 at each offset, loaded in the layout of its use.
 
@@ -304,6 +346,25 @@ def dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL: tl.constexpr, BLOCK_Q:
 
 
 @triton.jit
+def kv_steps(
+    indices_ptr, p_record, q_start, q_len, kv_len, limit,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TILE: tl.constexpr,
+):
+    """(first, end, n_full): key steps first .. end - 1 of a tile row, the partial ones first.
+
+    Without a layout those of a block of queries, of which the steps from n_full on are partial.
+    """
+    n_full = 0
+    if indices_ptr is None:
+        first = 0
+        n_full, end = dense_kv_steps(q_start, q_len, kv_len, limit, CAUSAL, BLOCK_Q, BLOCK_KV)
+    else:
+        first = tl.load(p_record + BEGIN) * (TILE // BLOCK_KV)
+        end = first + tl.load(p_record + N_TILES) * (TILE // BLOCK_KV)
+    return first, end, n_full
+
+
+@triton.jit
 def dense_q_steps(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(first, full, end) without a layout: steps first .. end - 1 see a block of keys, from `full` on all of it."""
     end = tl.cdiv(q_len, BLOCK_Q)
@@ -316,13 +377,21 @@ def dense_q_steps(kv_start, q_len, kv_len, CAUSAL: tl.constexpr, BLOCK_Q: tl.con
 
 
 @triton.jit
+def bitmask_of(ids_ptr, i_tile):
+    """The bitmask of a list entry; 0 without a layout."""
+    if ids_ptr is None:
+        return 0
+    else:
+        return tl.load(ids_ptr + i_tile)
+
+
+@triton.jit
 def attending_pairs(
     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-    HAS_LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TILE: tl.constexpr,
-    T: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
 ):
     """[BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T: the pairs of a partial step that attend."""
-    if HAS_LAYOUT:
+    if words_ptr is not None:
         m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, TILE, T)
     else:
         o_q = q_start + tl.arange(0, BLOCK_Q)
