@@ -137,16 +137,15 @@ def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> li
     ]
 
 
-def why_not_hopper(
-    tensors: Sequence[Tensor | TensorSpec],
-    dtype: torch.dtype,
-    has_dropout: bool = False,
-    has_block_bias: bool = False,
-    has_pair_bias: bool = False,
-) -> str | None:
-    """Why `hopper` cannot run q, k, v on a GPU as they are, or None."""
-    if has_dropout or has_block_bias or has_pair_bias:
-        return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS if has_block_bias else NO_PAIR_BIAS
+def missing_option(*, has_dropout: bool = False, has_block_bias: bool = False, has_pair_bias: bool = False) -> str:
+    """Which option of a call `hopper` does not have; empty if it has all."""
+    return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS if has_block_bias else NO_PAIR_BIAS if has_pair_bias else ""
+
+
+def why_not_hopper(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, missing: str = "") -> str | None:
+    """Why `hopper` cannot run q, k, v on a GPU as they are, or None. missing: see `missing_option`."""
+    if missing:
+        return missing
     names = misaligned(tensors, dtype)
     if not names:
         return None
@@ -200,19 +199,11 @@ choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose_by_specs(
-    backend: str,
-    specs: TensorSpecs,
-    device: torch.device,
-    dtype: torch.dtype,
-    has_dropout: bool,
-    has_block_bias: bool,
-    has_pair_bias: bool,
-) -> str:
+def _choose_by_specs(backend: str, specs: TensorSpecs, device: torch.device, dtype: torch.dtype, missing: str) -> str:
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
     unfit = None
     if backend in ("auto", "hopper"):
-        unfit = why_not_hopper(specs.tensors, dtype, has_dropout, has_block_bias, has_pair_bias)
+        unfit = why_not_hopper(specs.tensors, dtype, missing)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*specs.tensors[:2])
     return choose(backend, device, dtype, unfit)
@@ -225,24 +216,22 @@ def decide(
     v: Tensor,
     dtype: torch.dtype,
     specs: TensorSpecs | None,
-    *,
-    has_dropout: bool,
-    has_block_bias: bool,
-    has_pair_bias: bool = False,
+    missing: str,
 ) -> str:
     """The backend of a call, as CallSpec has it.
 
-    dtype  in which the call computes
-    specs  of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
+    dtype    in which the call computes
+    specs    of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
+    missing  see `missing_option`
     """
     if specs is not None and q.is_cuda and isinstance(backend, str):
-        return _choose_by_specs(backend, specs, q.device, dtype, has_dropout, has_block_bias, has_pair_bias)
+        return _choose_by_specs(backend, specs, q.device, dtype, missing)
     unfit = None
     if q.is_cuda:
         # for "auto", check only what does not depend on addresses or sizes; `resolve` checks the rest when the operator
         # runs
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, has_pair_bias)
+        unfit = why_not_hopper(tensors, dtype, missing)
     chosen = choose(backend, q.device, dtype, unfit)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
@@ -296,20 +285,12 @@ def is_deterministic(deterministic: bool | None) -> bool:
 # ---- the reasons, for `explain` ----
 
 
-def explained_choice(
-    backend: str,
-    tensors: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    has_dropout: bool,
-    has_block_bias: bool,
-    has_pair_bias: bool = False,
-) -> Choice:
-    """The choice for q, k, v with its reasons."""
+def explained_choice(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, missing: str) -> Choice:
+    """The choice for q, k, v with its reasons. missing: see `missing_option`."""
     device = tensors[0].device
     unfit = None
     if device.type == "cuda":
-        unfit = why_not_hopper(tensors, dtype, has_dropout, has_block_bias, has_pair_bias)
+        unfit = why_not_hopper(tensors, dtype, missing)
     if backend == "auto" and unfit is None:
         unfit = _too_small(*tensors[:2])
     chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"

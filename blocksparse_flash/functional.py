@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,20 @@ from .runtime.tensor_spec import TensorSpecs, specs_of
 from .validation import ScoreOptions
 
 # ---- one call ----
+
+
+class _Call(NamedTuple):
+    """A checked call. specs: of q, k and v; None for a call that torch traces or transforms."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: BlockLayout | None
+    kv_lengths: Tensor | None
+    seed: int | Tensor | None
+    spec: CallSpec
+    scores: ScoreOptions | None
+    specs: TensorSpecs | None
 
 
 def _attend(
@@ -48,7 +62,6 @@ def _attend(
         )
         return packing.unpacked(out), packing.unpacked(lse)
     is_plain = is_direct and tracing.is_without_autocast(q)
-    # None for a call that torch traces or transforms
     specs = specs_of(q, k, v) if is_direct else None
     autocast = None if is_plain else validation.autocast_dtype(q)
     dtype, scale = validation.check(
@@ -59,24 +72,16 @@ def _attend(
         scores = validation.check_scores(scores, q, k, layout)
         softcap = scores.softcap or 0.0
         has_bias, has_pair_bias = scores.block_bias is not None, scores.pair_bias is not None
-    chosen = dispatch.decide(
-        backend,
-        q,
-        k,
-        v,
-        dtype,
-        specs,
-        has_dropout=dropout_p > 0,
-        has_block_bias=has_bias,
-        has_pair_bias=has_pair_bias,
-    )
+    missing = dispatch.missing_option(has_dropout=dropout_p > 0, has_block_bias=has_bias, has_pair_bias=has_pair_bias)
+    chosen = dispatch.decide(backend, q, k, v, dtype, specs, missing)
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
+    call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
     if autocast is None:
-        return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
+        return _run(call)
     # the kernels and the reference choose the type of each product themselves
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (tensor.to(validation.under_autocast(tensor.dtype, autocast)) for tensor in (q, k, v))
-        return _run(q, k, v, layout, kv_lengths, seed, spec, scores, specs and specs_of(q, k, v))
+        return _run(call._replace(q=q, k=k, v=v, specs=specs and specs_of(q, k, v)))
 
 
 def _packed(
@@ -107,18 +112,9 @@ def _packed(
     return packing
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: BlockLayout | None,
-    kv_lengths: Tensor | None,
-    seed: int | Tensor | None,
-    spec: CallSpec,
-    scores: ScoreOptions | None,
-    specs: TensorSpecs | None,
-) -> tuple[Tensor, Tensor]:
+def _run(call: _Call) -> tuple[Tensor, Tensor]:
     """Turn the seed into a tensor, choose the order of the tokens, and call the operator or the reference."""
+    q, k, v, layout, kv_lengths, seed, spec, scores, specs = call
     is_reference = spec.backend == "reference"
     if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
         raise RuntimeError(
@@ -157,6 +153,7 @@ def _run(
                 seed=None if seed is None else seed.to(q.device),
                 **_for_reference(scores, layout),
             )
+    call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
     if layout is not None and dispatch.can_reorder(
         spec.backend,
         has_dropout=seed is not None,
@@ -165,20 +162,13 @@ def _run(
     ):
         reordered = layout._reordered(_plan_device(q), spec.causal, k.shape[1])
         if reordered is not None:
-            return _run_reordered(q, k, v, reordered, spec, scores, specs)
-    return _run_planned(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
+            return _run_reordered(call, reordered)
+    return _run_planned(call)
 
 
-def _run_reordered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reordered: Reordered,
-    spec: CallSpec,
-    scores: ScoreOptions | None,
-    specs: TensorSpecs | None,
-) -> tuple[Tensor, Tensor]:
+def _run_reordered(call: _Call, reordered: Reordered) -> tuple[Tensor, Tensor]:
     """Gather the tokens in the order in which the layout has fewer tiles, and put the results back."""
+    q, k, v, specs = call.q, call.k, call.v, call.specs
     is_direct = specs is not None
     orders = (None if by is None else TokenOrder(*_constants(by, q, specs)) for by in (reordered.q, reordered.kv))
     by_q, by_kv = orders
@@ -187,27 +177,19 @@ def _run_reordered(
     if by_kv is not None:
         k, v = (gathering.gathered(tensor, by_kv, is_direct=is_direct) for tensor in (k, v))
     # the layout has only the pairs that causal=True keeps
-    spec = spec._replace(causal=False)
-    specs = specs and specs_of(q, k, v)
-    out, lse = _run_planned(q, k, v, reordered.layout, None, None, spec, scores, specs)
+    spec, specs = call.spec._replace(causal=False), specs and specs_of(q, k, v)
+    out, lse = _run_planned(call._replace(q=q, k=k, v=v, layout=reordered.layout, spec=spec, specs=specs))
     if by_q is None:
         return out, lse
-    out, lse = (gathering.put_back(result, by_q, is_direct=is_direct) for result in (out, lse.unsqueeze(3)))
+    back = TokenOrder(by_q.inverse, by_q.order)
+    out, lse = (gathering.gathered(result, back, is_direct=is_direct) for result in (out, lse.unsqueeze(3)))
     return out, lse.squeeze(3)
 
 
-def _run_planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: BlockLayout | None,
-    kv_lengths: Tensor | None,
-    seed: Tensor | None,
-    spec: CallSpec,
-    scores: ScoreOptions | None,
-    specs: TensorSpecs | None,
-) -> tuple[Tensor, Tensor]:
+def _run_planned(call: _Call) -> tuple[Tensor, Tensor]:
     """Plan the layout, and call the operator."""
+    q, k, v, layout, kv_lengths, seed, spec, scores, specs = call
+    assert not isinstance(seed, int)
     plan: list[Tensor] = []
     if layout is not None:
         device = _plan_device(q)
@@ -500,14 +482,10 @@ def explain(
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     if scores is not None:
         validation.check_scores(scores, q, k, layout)
-    choice = dispatch.explained_choice(
-        backend,
-        (q, k, v),
-        dtype,
-        has_dropout=dropout_p > 0,
-        has_block_bias=block_bias is not None,
-        has_pair_bias=pair_bias is not None,
+    missing = dispatch.missing_option(
+        has_dropout=dropout_p > 0, has_block_bias=block_bias is not None, has_pair_bias=pair_bias is not None
     )
+    choice = dispatch.explained_choice(backend, (q, k, v), dtype, missing)
     is_deterministic = dispatch.is_deterministic(deterministic)
     call = Call(
         q,
@@ -520,12 +498,7 @@ def explain(
         deterministic=is_deterministic,
         dtype=dtype,
         backend=choice.backend,
-        has_score_options=scores is not None,
-        has_softcap=softcap is not None,
-        has_block_bias=block_bias is not None,
-        has_slopes=alibi_slopes is not None,
-        has_slopes_gradient=dispatch.has_slopes_gradient(alibi_slopes),
-        pair_bias=pair_bias,
+        scores=scores,
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():

@@ -76,8 +76,3 @@ def gathered(tokens: Tensor, by: TokenOrder, *, is_direct: bool) -> Tensor:
     if is_differentiated(tokens):
         return _Gather.apply(tokens, *by, True)
     return _launch(tokens, *by)
-
-
-def put_back(tokens: Tensor, by: TokenOrder, *, is_direct: bool) -> Tensor:
-    """The inverse of `gathered`."""
-    return gathered(tokens, TokenOrder(by.inverse, by.order), is_direct=is_direct)

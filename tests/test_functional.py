@@ -1114,7 +1114,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
         options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias", "has_pair_bias")}
-        unfit = dispatch.why_not_hopper((q, k, q), dtype, **options)
+        unfit = dispatch.why_not_hopper((q, k, q), dtype, dispatch.missing_option(**options))
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)
         assert dispatch.choose("auto", device, dtype, unfit) == "triton"
@@ -1156,10 +1156,9 @@ class OnGpu(torch.Tensor):
 
 def decide(backend, q, k, *, dtype=torch.bfloat16, is_traced=False, **options):
     specs = None if is_traced else specs_of(q, k, k)
-    options = {"has_dropout": False, "has_block_bias": False} | options
     dispatch._choose_by_specs.cache_clear()
     q, k = q.as_subclass(OnGpu), k.as_subclass(OnGpu)
-    return dispatch.decide(backend, q, k, k, dtype, specs, **options)
+    return dispatch.decide(backend, q, k, k, dtype, specs, dispatch.missing_option(**options))
 
 
 @pytest.fixture

@@ -159,14 +159,13 @@ OF_SLOPES_GRADIENT = 3.2
 
 def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
     if call.backend == "triton" and device.capability == (9, 0) and call.is_half:
-        for name, is_used in (("block_bias", call.has_block_bias), ("pair_bias", call.pair_bias is not None)):
-            if is_used:
+        for name in ("block_bias", "pair_bias"):
+            if getattr(call.mods, name) is not None:
                 yield f'{name} runs on "triton", since "hopper" has none'
     if call.backend != "hopper":
         return
-    for name, is_used in (("softcap", call.has_softcap), ("alibi_slopes", call.has_slopes)):
-        if is_used:
-            forward, backward = COSTS[name]
+    for name, (forward, backward) in COSTS.items():
+        if getattr(call.mods, name) is not None:
             yield f"{name} takes {forward:.2f} times as long in the forward and {backward:.2f} in the backward"
     if call.has_slopes_gradient:
         yield (

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import can_reorder, has_fine_tiles, misaligned, tile_of
+from ..dispatch import can_reorder, has_fine_tiles, has_slopes_gradient, misaligned, tile_of
 from ..layout import BlockLayout, Reordered
 from ..plan.tile_choice import Shares
 from ..plan_format import TILE, Plan, side_of
+from ..validation import ScoreOptions
 from . import scheduling
 
 
@@ -33,13 +34,8 @@ class Call:
     deterministic: bool
     dtype: torch.dtype
     backend: str
-    has_score_options: bool = False
-    has_softcap: bool = False
-    has_block_bias: bool = False
-    has_slopes: bool = False
-    has_slopes_gradient: bool = False
+    scores: ScoreOptions | None = None
     keeps_order: bool = False
-    pair_bias: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -80,6 +76,15 @@ class Call:
     @property
     def v_dim(self) -> int:
         return self.v.shape[3]
+
+    @property
+    def mods(self) -> ScoreOptions:
+        """The score mods; Nones without any."""
+        return self.scores or ScoreOptions(None, None, None, None)
+
+    @property
+    def has_slopes_gradient(self) -> bool:
+        return has_slopes_gradient(self.mods.alibi_slopes)
 
     @property
     def is_empty(self) -> bool:
@@ -159,12 +164,13 @@ class Call:
         options = {
             "has_dropout": self.dropout_p > 0,
             "has_kv_lengths": self.has_kv_lengths,
-            "has_positions": self.has_slopes or self.has_block_bias or self.pair_bias is not None,
+            "has_positions": self.mods.has_positions,
         }
         if can_reorder(self.backend, **options):
             return ""
         names = {"has_dropout": "dropout_p", "has_kv_lengths": "kv_lengths"}
-        positions = "alibi_slopes" if self.has_slopes else "block_bias" if self.has_block_bias else "pair_bias"
+        named = "alibi_slopes", "block_bias", "pair_bias"
+        positions = next((name for name in named if getattr(self.mods, name) is not None), "")
         return next((names.get(option, positions) for option, is_used in options.items() if is_used), self.backend)
 
     @functools.cached_property
@@ -172,7 +178,7 @@ class Call:
         """The `Plan.tile`."""
         if self.layout is None or self.is_empty:
             return TILE
-        if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.has_block_bias):
+        if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.mods.block_bias is not None):
             return TILE
         is_trained = self.has_slopes_gradient
         return tile_of(self.backend, self.shares, self.head_dim, self.v_dim, has_slopes_gradient=is_trained)

@@ -130,7 +130,7 @@ def unmeasured(call: Call) -> str:
         return f"{call.dtype} was not measured"
     if call.dropout_p > 0:
         return "dropout was not measured"
-    if call.has_score_options:
+    if call.scores is not None:
         return "sinks, softcap, alibi_slopes, block_bias and pair_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
@@ -161,7 +161,8 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
             f'"{call.kernels}" was not measured at a head dimension of {padded_dim(call.kernels, dim)} or wider on a '
             f"GPU of compute capability {device.capability[0]}.{device.capability[1]}"
         )
-    if not all(prediction.can_scale(each, device) for each in used):
+    is_known = device.clock > 0 and device.bandwidth > 0
+    if not (is_known or all(prediction.is_same(each.device, device) for each in used)):
         return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
     mine, dense = _times(call, device, *used), _times(dense_call, device, *dense_used)
     said = [caveat for each in used for caveat in prediction.caveats(each, device, dim)]

@@ -52,7 +52,8 @@ def _sizes(call: Call) -> dict[str, int]:
 
 def _pair_bias(call: Call) -> int:
     """Bytes of pair_bias, as if all of its tiles were stored."""
-    return 0 if call.pair_bias is None else call.pair_bias.numel() * call.pair_bias.element_size()
+    bias = call.mods.pair_bias
+    return 0 if bias is None else bias.numel() * bias.element_size()
 
 
 def _padded(count: int) -> int:
@@ -181,7 +182,8 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
     of_pairs, results = _pair_bias(call), inputs
     reads += of_pairs
-    if call.pair_bias is not None and call.pair_bias.requires_grad and torch.is_grad_enabled():
+    bias = call.mods.pair_bias
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
         results += of_pairs
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, results, 0 if call.is_empty else None, 0, 0)

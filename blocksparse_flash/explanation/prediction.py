@@ -187,21 +187,16 @@ def find(
         and one.device.capability == device.capability
         and one.head_dim >= head_dim
     ]
-    return min(fitting, key=lambda one: (not _is_same(one.device, device), one.head_dim), default=None)
+    return min(fitting, key=lambda one: (not is_same(one.device, device), one.head_dim), default=None)
 
 
-def _is_same(one: Device, other: Device) -> bool:
+def is_same(one: Device, other: Device) -> bool:
     return (one.name, one.n_sms) == (other.name, other.n_sms)
-
-
-def can_scale(found: Calibration, device: Device) -> bool:
-    """Whether the GPU is the measured one, or its clock and bandwidth are known."""
-    return _is_same(found.device, device) or (device.clock > 0 and device.bandwidth > 0)
 
 
 def on_device(found: Calibration, device: Device) -> tuple[Rates, Device]:
     """Rates and properties of this GPU: as measured, or the rates scaled by its clock if another GPU was measured."""
-    if _is_same(found.device, device):
+    if is_same(found.device, device):
         return found.rates, found.device
     slower = found.device.clock / device.clock
     kernels = tuple(kernel._replace(tile_us=kernel.tile_us * slower) for kernel in found.rates.kernels)
@@ -218,7 +213,7 @@ def basis(used: tuple[Calibration, ...]) -> str:
 def caveats(used: Calibration, device: Device, head_dim: int) -> tuple[str, ...]:
     """What the model was not fitted to: this GPU, this head dimension as padded."""
     said, head_dim = [], padded_dim(used.backend, head_dim)
-    if not _is_same(used.device, device):
+    if not is_same(used.device, device):
         said.append(
             f"the model was not fitted to this {device.name}: scaled from {used.device.name} by {device.n_sms} "
             f"SMs at {device.clock:.0f} MHz and {device.bandwidth:.0f} GB/s"

@@ -17,6 +17,7 @@ from blocksparse_flash import BlockLayout, explain, explanation
 from blocksparse_flash.explanation import cost, memory, prediction, scheduling
 from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.explanation.prediction import Device
+from blocksparse_flash.validation import ScoreOptions
 from tests.support import cases
 
 H200 = Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)
@@ -47,6 +48,10 @@ def call(
         "deterministic": False, "dtype": dtype, "backend": "triton",
     }  # fmt: skip
     return OnGpu(**{**options, **changes})
+
+
+def mods(**given: Any) -> ScoreOptions:
+    return ScoreOptions(**{**dict.fromkeys(ScoreOptions._fields), **given})
 
 
 @pytest.fixture
@@ -221,7 +226,7 @@ def test_dq_is_added_by_tile_columns_of_hopper_alone() -> None:
     for other in (
         call(),
         call(backend="hopper", deterministic=True),
-        call(backend="hopper", has_slopes=True, has_slopes_gradient=True),
+        call(backend="hopper", scores=mods(alibi_slopes=torch.ones(16, requires_grad=True))),
         call((1, 2, 512, 256), backend="hopper"),
         call(backend="hopper", layout=masks.random(16384, density=0.1, block_size=64, seed=0)),
     ):
@@ -283,13 +288,13 @@ ADVICE = {
     "each head of k and v is repeated 4 times": lambda: with_keys(
         torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)
     ),
-    "softcap takes 1.93 times as long": lambda: call(backend="hopper", has_score_options=True, has_softcap=True),
-    "alibi_slopes takes 1.17 times as long": lambda: call(backend="hopper", has_score_options=True, has_slopes=True),
+    "softcap takes 1.93 times as long": lambda: call(backend="hopper", scores=mods(softcap=30.0)),
+    "alibi_slopes takes 1.17 times as long": lambda: call(backend="hopper", scores=mods(alibi_slopes=torch.ones(16))),
     "alibi_slopes.detach()": lambda: call(
-        backend="hopper", has_score_options=True, has_slopes=True, has_slopes_gradient=True
+        backend="hopper", scores=mods(alibi_slopes=torch.ones(16, requires_grad=True))
     ),
-    'pair_bias runs on "triton"': lambda: call(has_score_options=True, pair_bias=torch.zeros(1, 1, 1, 1)),
-    'block_bias runs on "triton"': lambda: call(layout=window(), has_score_options=True, has_block_bias=True),
+    'pair_bias runs on "triton"': lambda: call(scores=mods(pair_bias=torch.zeros(1, 1, 1, 1))),
+    'block_bias runs on "triton"': lambda: call(layout=window(), scores=mods(block_bias=torch.zeros(1))),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
 
@@ -327,8 +332,8 @@ def test_a_good_call_needs_no_advice(on: Any) -> None:
         call(causal=True),
         call((4, 16, 4096, 64), kv_heads=4),
         call((1, 16, 4096, 64), layout=masks.causal(4096)),
-        call(has_score_options=True, has_softcap=True, has_slopes=True),
-        call(backend="hopper", has_score_options=True),
+        call(scores=mods(softcap=30.0, alibi_slopes=torch.ones(16))),
+        call(backend="hopper", scores=mods(sinks=torch.ones(16))),
     ):
         assert on(gpu_call).advice == ()
 
