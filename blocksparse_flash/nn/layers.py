@@ -15,8 +15,8 @@ from .. import packed
 from ..blocks.checks import boolean
 from ..functional import attention
 from ..layout import BlockLayout
-from ..validation import MAX_HEAD_DIM, checked_softcap
-from .arguments import Layout, check_tensor, checked_layout, positive_int, probability, rotary_base
+from ..validation import checked_softcap
+from .arguments import Heads, Layout, check_tensor, checked_layout, positive_int, probability
 from .document_blocks import document_table
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
@@ -73,21 +73,8 @@ class SelfAttention(HoldsLayout):
         alibi: bool = False,
     ) -> None:
         super().__init__()
-        self.embed_dim = positive_int("embed_dim", embed_dim)
-        self.num_heads = positive_int("num_heads", num_heads)
-        self.kv_heads = num_heads if kv_heads is None else positive_int("kv_heads", kv_heads)
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim must be a multiple of num_heads unless head_dim is given, got {embed_dim} and {num_heads}"
-            )
-        if num_heads % self.kv_heads:
-            raise ValueError(f"num_heads must be a multiple of kv_heads, got {num_heads} and {kv_heads}")
-        self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
-        if rope is not None and self.head_dim % 2:
-            raise ValueError(f"rope rotates pairs of features, so head_dim must be even, got {self.head_dim}")
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}: take more heads")
-        self.rope = None if rope is None else rotary_base("rope", rope)
+        sizes = Heads.of(embed_dim, num_heads, kv_heads, head_dim, rope)
+        self.embed_dim, self.num_heads, self.kv_heads, self.head_dim, self.rope = sizes
         self.causal, self.dropout_p = boolean(causal, "causal"), probability("dropout_p", dropout_p, below_one=True)
         self.layout = checked_layout(layout)
         if isinstance(layout, BlockLayout) and (layout.q_len != layout.kv_len or layout.shape[1] not in (1, num_heads)):
