@@ -99,11 +99,6 @@ class Scores(NamedTuple):
         weight = torch.exp(self.sinks[:, None] - lse).nan_to_num(0.0)
         return -(weight * delta).sum(dim=(0, 2), dtype=torch.float64).to(self.sinks.dtype)
 
-    def slopes_gradient(self, sums: Tensor) -> Tensor:
-        """The gradient of the slopes, from sums of -ds * distance, (batch, heads, q_len)."""
-        assert self.alibi_slopes is not None
-        return sums.sum(dim=(0, 2), dtype=torch.float64).to(self.alibi_slopes.dtype)
-
     def gradients(
         self,
         wanted: Sequence[bool],
@@ -113,9 +108,14 @@ class Scores(NamedTuple):
         of_bias: Tensor | None,
         dpair_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of sinks, slopes, block bias and pair bias; empty where they are not wanted."""
+        """The gradients of sinks, slopes, block bias and pair bias; empty where they are not wanted.
+
+        of_slopes, of_bias  sums of -ds * distance, (batch, heads, q_len), and sums of ds: see `sums_shape`
+        """
         dsinks = self.sinks_gradient(lse, delta) if wanted[0] else lse.new_empty(0)
-        dslopes = lse.new_empty(0) if of_slopes is None else self.slopes_gradient(of_slopes)
+        dslopes = lse.new_empty(0)
+        if of_slopes is not None and self.alibi_slopes is not None:
+            dslopes = of_slopes.sum(dim=(0, 2), dtype=torch.float64).to(self.alibi_slopes.dtype)
         dblock_bias = lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias)
         return dsinks, dslopes, dblock_bias, lse.new_empty(0) if dpair_bias is None else dpair_bias
 

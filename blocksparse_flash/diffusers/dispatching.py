@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +19,8 @@ BACKEND_NAME = "blocksparse_flash"
 TESTED = "0.36 to 0.42"
 
 
-class Attention(Protocol):
-    """What a layer does with its calls of attention."""
-
-    # the processor's backend before `connect`
-    own_backend: Any
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor | None:
-        """q, k and v (batch, heads, length, head_dim) to the result of q's shape; None leaves the call to diffusers."""
-        ...
-
-
 class _Running(threading.local):
-    """The layer that runs in this thread."""
+    """The layer that runs in this thread, a `using._Call`."""
 
     attention: Any = None
 
@@ -112,22 +92,8 @@ class _Intercepting(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention:
             return function(*args, **kwargs)
-        out = self._attend(*args, **kwargs)
+        out = self.attention.attend(*args, **kwargs)
         return function(*args, **kwargs) if out is None else out
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,  # noqa: ARG002
-    ) -> Tensor | None:
-        out: Tensor | None = self.attention.attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return out
 
 
 @functools.cache

@@ -226,33 +226,29 @@ class _Call:
 
     def attend(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: ARG002  `attention` needs no permission
     ) -> Tensor | None:
-        """As `dispatching.Attention`."""
+        """As torch's scaled_dot_product_attention; None leaves the call to diffusers."""
         self.was_called = True
         use = self.layer.use
-        if use.is_dense or q.shape[2] != k.shape[2] or q.shape[2] == self.cross_len:
+        if use.is_dense or query.shape[2] != key.shape[2] or query.shape[2] == self.cross_len:
             return None
-        for name, value, expected in (("dropout_p", dropout_p, 0.0), ("is_causal", is_causal, False)):
-            if value != expected:
-                raise ValueError(f"{name} must be {expected}, got {value} in {self.layer.name}: {_OWN}")
+        for name, given, expected in (("dropout_p", dropout_p, 0.0), ("is_causal", is_causal, False)):
+            if given != expected:
+                raise ValueError(f"{name} must be {expected}, got {given} in {self.layer.name}: {_OWN}")
         if self.layer.text and self.cross_len is not None and use._tokens not in (None, self.cross_len):
             raise ValueError(
                 f"{self.layer.name} has {self.cross_len} tokens beside the text, but the layout is for {use._tokens}: "
                 "give `use` a layout of the grid that this resolution has"
             )
-        return use._attend(q, k, v, mask, scale, self.layer)
-
-
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention modules of a model: those that have a processor."""
-    return {name: module for name, module in model.named_modules() if getattr(module, "processor", None) is not None}
+        return use._attend(query, key, value, attn_mask, scale, self.layer)
 
 
 def _argument(parameters: list[str], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -449,7 +445,9 @@ def use(
         place = text or TEXT_PLACES.get(type(model).__name__)
         if text is not None and text != TEXT_PLACES.get(type(model).__name__, text):
             raise ValueError(f"text must be {TEXT_PLACES[type(model).__name__]!r} or None for {type(model).__name__}")
-        attentions = _attentions(model)
+        attentions = {
+            name: each for name, each in model.named_modules() if getattr(each, "processor", None) is not None
+        }
         is_dense = {name: dense_layers is not None and bool(re.search(dense_layers, name)) for name in attentions}
         for name, module in attentions.items():
             if re.search(layers, name) and not is_dense[name]:

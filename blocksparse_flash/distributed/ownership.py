@@ -109,7 +109,7 @@ def _cuthill_mckee(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array
 
 def _tuned(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
     start = owners("contiguous", layers, n_tiles, n_ranks)
-    layers = [_without_far_rows(pairs, n_tiles) for pairs in layers]
+    layers = [pairs.where((np.bincount(pairs.row) <= FAR * n_tiles)[pairs.row]) for pairs in layers]
     if n_ranks == 1 or not any(len(pairs.row) for pairs in layers):
         return start
     other = _cuthill_mckee(layers, n_tiles, n_ranks)
@@ -121,11 +121,6 @@ def _tuned(layers: Sequence[Pairs], n_tiles: int, n_ranks: int) -> Array:
         return int(counts.max()), int(counts.sum())
 
     return min(start, found, key=burden)
-
-
-def _without_far_rows(pairs: Pairs, n_tiles: int) -> Pairs:
-    """Drops rows that reach nearly every tile, since no order helps them."""
-    return pairs.where((np.bincount(pairs.row, minlength=n_tiles) <= FAR * n_tiles)[pairs.row])
 
 
 def _swapped(layers: Sequence[Pairs], owner: Array) -> Array:

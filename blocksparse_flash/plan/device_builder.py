@@ -37,13 +37,13 @@ def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool
 
 
 @functools.lru_cache(maxsize=256)
-def _builder(frame: Frame) -> Callable[..., list[torch.Tensor]]:
-    """The builder of the plan's tensors; cached, since importing it again takes microseconds."""
+def _builder(frame: Frame) -> Callable[[torch.Tensor, tuple[int, int, int]], list[torch.Tensor]]:
+    """(indptr and indices, lengths of the lists) -> the plan's tensors; cached, since imports take microseconds."""
     from ..kernels.triton import block_selection, plan_builder
 
     rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-    grid = plan_builder.Grid(rows, causal=False)
-    return functools.partial(plan_builder.build_from_blocks, grid=grid, batch_heads=(frame.batch, frame.heads))
+    grid, axes = plan_builder.Grid(rows, causal=False), (frame.batch, frame.heads)
+    return lambda listed, n: plan_builder.build_from_bits(block_selection.of_rows(listed, rows), grid, axes, n)
 
 
 def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:
@@ -57,7 +57,7 @@ def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *
     _, n_col_ids = list_lengths(nnz, n_split_cols, of_rows=False)
     with tracing.on_device(device):
         listed = sent_flat((tiles.indptr, tiles.cols), device)
-        plan = with_dynamic_lengths(Plan._make(_builder(frame)(listed, lengths=(n_indices, n_row_ids, n_col_ids))))
+        plan = with_dynamic_lengths(Plan._make(_builder(frame)(listed, (n_indices, n_row_ids, n_col_ids))))
         if not non_blocking and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     return plan

@@ -401,8 +401,7 @@ def direct(**options: Any) -> None:
     model = model_of("Wan")
     call = using._Call(using._Layer("blocks.0.attn1", use(model, layout_of(VIDEO)), None), None, None, None)
     q = torch.zeros(1, 2, 72, 16)
-    arguments = {"mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, **options}
-    call.attend(q, q, q, **arguments)
+    call.attend(q, q, q, **options)
 
 
 def run(
@@ -433,8 +432,8 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: run("Flux", masks.local(32, window=8)),
         r"attn has 48 tokens beside the text, but the layout is for 32",
     ),
-    "scores": (lambda: direct(mask=torch.zeros(72, 72)), "attn_mask must be bool or None, got torch.float32"),
-    "pairs": (lambda: direct(mask=torch.eye(72) > 0), "attn_mask must be one of padded keys"),
+    "scores": (lambda: direct(attn_mask=torch.zeros(72, 72)), "attn_mask must be bool or None, got torch.float32"),
+    "pairs": (lambda: direct(attn_mask=torch.eye(72) > 0), "attn_mask must be one of padded keys"),
     "dropout": (lambda: direct(dropout_p=0.5), "dropout_p must be 0.0, got 0.5"),
     "causal": (lambda: direct(is_causal=True), "is_causal must be False, got True"),
     "text alone": (
@@ -466,8 +465,8 @@ def test_masks_of_image_tokens() -> None:
     is_key = torch.ones(1, 1, 1, 72, dtype=torch.bool)
     is_key[..., 5] = False
     with pytest.raises(ValueError, match="attn_mask must mask only text, at its end"):
-        direct(mask=is_key)
-    direct(mask=torch.ones(72, 72, dtype=torch.bool))
+        direct(attn_mask=is_key)
+    direct(attn_mask=torch.ones(72, 72, dtype=torch.bool))
 
 
 def test_unknown_versions(monkeypatch: pytest.MonkeyPatch) -> None:

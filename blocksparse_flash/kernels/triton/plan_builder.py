@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
-from .block_selection import CHUNK, Rows, fill_tail, of_rows, sums_before
+from .block_selection import CHUNK, Rows, fill_tail, sums_before
 from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
 
 # tile rows (or columns) of a program, tiles of a step; with 128 tiles list_kernel spills on sm80
@@ -692,10 +692,3 @@ def build_from_bits(
     launches.counts(bits, documents, counts, words)
     launches.lists(bits, documents, counts, *sides[0], *sides[1], n_indices)
     return [*sides[0], *sides[1], words]
-
-
-def build_from_blocks(
-    listed: torch.Tensor, *, grid: Grid, batch_heads: tuple[int, int], lengths: tuple[int, int, int]
-) -> list[torch.Tensor]:
-    """`build_from_bits` of blocks given by indptr and indices, concatenated: see block_selection.of_rows."""
-    return build_from_bits(of_rows(listed, grid.rows), grid, batch_heads, lengths)
