@@ -158,6 +158,36 @@ class Constants(NamedTuple):
         return self._replace(BLOCK_Q=chosen.block_q, BLOCK_KV=chosen.block_kv)
 
 
+class Tuning(NamedTuple):
+    """What the launch tables of the Triton kernels choose by.
+
+    dim, smaller_dim  padded head dimensions: the larger one of q and v, and the smaller one
+    element_size      bytes of an element of q
+    major             of the compute capability
+    tma               whether TMA loads the inputs
+    shared_memory     bytes available to a program
+    modifies_scores   see Options
+    group             query heads per KV head
+    """
+
+    dim: int
+    element_size: int
+    major: int
+    tma: bool
+    dropout: bool
+    shared_memory: int
+    modifies_scores: bool = False
+    smaller_dim: int = 0
+    group: int = 1
+
+
+def tuning_of(fixed: Constants, element_size: int, options: Options) -> Tuning:
+    """What the launch of a kernel with these constants and options is chosen by."""
+    dims = sorted((fixed.DIM, fixed.DIM_V))
+    limits = options.major, fixed.TMA, fixed.DROPOUT, options.shared_memory
+    return Tuning(dims[1], element_size, *limits, options.modifies_scores, dims[0], fixed.GROUP)
+
+
 class Strides(NamedTuple):
     """Strides of the tensors of a Triton kernel, in elements; None for tensors that it does not take.
 

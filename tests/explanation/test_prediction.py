@@ -148,14 +148,15 @@ def test_calibrated_kernels_equal_the_launch_tables() -> None:
     The joint launch of dk, dv and dq counts as two launches in sequence.
     """
     pytest.importorskip("triton", reason="needs Triton")
+    from blocksparse_flash.kernels.arguments import Tuning
     from blocksparse_flash.kernels.triton import backward, forward
 
-    options = {"major": 9, "tma": True, "dropout": False, "shared_memory": 232448}
     for dim in (64, 128):
-        rows, cols = forward.config(dim, 2, **options).block_q, backward.config_keys(dim, 2, **options).block_kv
-        queries = backward.config_queries(dim, 2, **options).block_q
+        made = Tuning(dim, 2, 9, True, False, 232448)
+        rows, cols = forward.config(made).block_q, backward.config_keys(made).block_kv
+        queries = backward.config_queries(made).block_q
         if dim == 128:
-            joint_keys, joint_queries = backward.config_joint(dim, 2, major=9, tma=True, dropout=False)
+            joint_keys, joint_queries = backward.config_joint(made)
             assert (joint_keys.block_kv, joint_queries.block_q) == (cols, queries)
         tile = scheduling.TILE
         assert [kernel[:2] for kernel in calibrate.KERNELS["triton", dim, "fwd"]] == [("rows", tile // rows)]

@@ -22,6 +22,7 @@ import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
 from blocksparse_flash.kernels import arguments
+from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
@@ -373,24 +374,24 @@ def known(gpu: Gpu) -> set[Key]:
 
 def _known_portable(gpu: Gpu) -> Iterator[Key]:
     flags = (False, True)
-    on = {"major": gpu.major, "shared_memory": gpu.shared_memory}
     for dim, size, tile in itertools.product(DIMS, (2, 4), (TILE, FINE_TILE)):
         if tile == FINE_TILE and dim > MAX_FINE_HEAD_DIM:
             continue
         for tma, dropout, modifies_scores in itertools.product(
             flags[: 1 + (size == 2 and gpu.major >= 9)], flags, flags
         ):
-            options = {"tma": tma, "dropout": dropout, "modifies_scores": modifies_scores}
-            found = [("forward", forward.config(dim, size, **options, **on, narrow=narrow)) for narrow in flags]
+            made = Tuning(dim, size, gpu.major, tma, dropout, gpu.shared_memory, modifies_scores)
+            found = [("forward", forward.config(made, narrow=narrow)) for narrow in flags]
             for smaller_dim in (min(dim, 128), dim):
-                found.append(("keys", backward.config_keys(dim, size, **options, **on, smaller_dim=smaller_dim)))
-                found.append(("queries", backward.config_queries(dim, size, **options, **on, smaller_dim=smaller_dim)))
+                narrower = made._replace(smaller_dim=smaller_dim)
+                found.append(("keys", backward.config_keys(narrower)))
+                found.append(("queries", backward.config_queries(narrower)))
             # smaller tiles always have narrow blocks
             for name, each in found[tile == FINE_TILE :]:
                 yield name, dim, size, tma, tile, *dataclasses.astuple(each.within(tile))
             yield "pair_bias", dim, size, *dataclasses.astuple(pair_bias_gradient.config(dim, size, major=gpu.major))
             for group in (1, 2):
-                both = backward.config_joint(dim, size, major=gpu.major, group=group, **options)
+                both = backward.config_joint(made._replace(group=group))
                 if both:
                     keys, queries = both
                     blocks = keys.block_q, keys.block_kv, queries.block_q, queries.block_kv

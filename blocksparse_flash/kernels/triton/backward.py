@@ -28,6 +28,7 @@ from ..arguments import (
     Options,
     PlanSpecs,
     Shape,
+    Tuning,
     constants,
     device_seed,
     dropout_arguments,
@@ -38,6 +39,7 @@ from ..arguments import (
     strides_of,
     strides_of_records,
     tile_lists,
+    tuning_of,
     wants_descriptors,
 )
 from ..arguments import TILE as TILE_SIDE
@@ -52,24 +54,13 @@ JOINT_PROGRAMS = 8
 TRIANGLE_PROGRAMS = 64
 
 
-def config_keys(
-    dim: int,
-    element_size: int,
-    *,
-    major: int,
-    tma: bool,
-    dropout: bool,
-    shared_memory: int,
-    modifies_scores: bool = False,
-    smaller_dim: int = 0,
-) -> Config:
+def config_keys(call: Tuning) -> Config:
     """Launch configuration of dk and dv: a program owns block_kv keys and iterates over steps of block_q queries.
-
-    dim, smaller_dim  padded head dimensions: the larger one of q and v, and the smaller one
 
     Timed on an H200 only, see TUNING.md: 7.5 ms dense at head_dim 128, 9.4 ms at 64 (16,384 tokens). Elsewhere (sm80,
     sm100, score mods) the nearest configuration that neither spills nor serializes wgmma.
     """
+    dim, element_size, major, tma, dropout, shared_memory, modifies_scores, smaller_dim, _ = call
     if element_size == 4:
         return Config(32, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
     if dim <= 128 and modifies_scores:
@@ -91,21 +82,12 @@ def config_keys(
     return Config(32, 32, 4, 1) if shared_memory < 160 * 1024 else Config(32, 64, 8, 2)
 
 
-def config_queries(
-    dim: int,
-    element_size: int,
-    *,
-    major: int,
-    tma: bool,
-    dropout: bool,
-    shared_memory: int,
-    modifies_scores: bool = False,
-    smaller_dim: int = 0,
-) -> Config:
+def config_queries(call: Tuning) -> Config:
     """Launch configuration of dq: a program owns block_q queries and iterates over steps of block_kv keys.
 
     As for `config_keys`: 5.4 ms dense at head_dim 128, 5.0 ms at 64.
     """
+    dim, element_size, major, tma, dropout, shared_memory, modifies_scores, smaller_dim, _ = call
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
@@ -124,20 +106,12 @@ def config_queries(
     return Config(32, 32, 4, 1) if small else Config(64, 32, 8, 2)
 
 
-def config_joint(
-    dim: int,
-    element_size: int,
-    *,
-    major: int,
-    tma: bool,
-    dropout: bool,
-    modifies_scores: bool = False,
-    group: int = 1,
-) -> tuple[Config, Config] | None:
+def config_joint(call: Tuning) -> tuple[Config, Config] | None:
     """Configurations of keys and of queries in the joint launch; None where it is not used.
 
     At head_dim 128, grouped heads spill 40 bytes (664 with lengths), and lengths make ptxas serialize wgmma.
     """
+    dim, element_size, major, tma, dropout, _, modifies_scores, _, group = call
     if major != 9 or element_size != 2 or dim > 128 or group > 1 or dropout or modifies_scores:
         return None
     if tma:
@@ -220,16 +194,8 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     dim, dim_v = fixed.DIM, fixed.DIM_V
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     preprocess = preprocess_launch(dout, n_padded)
-    wanted: dict[str, Any] = {
-        "major": options.major,
-        "tma": tma,
-        "dropout": options.dropout_p > 0,
-        "shared_memory": options.shared_memory,
-        "modifies_scores": options.modifies_scores,
-        "smaller_dim": min(dim, dim_v),
-    }
-    keys_config = config_keys(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
-    queries_config = config_queries(max(dim, dim_v), q.dtype.itemsize, **wanted).within(options.tile)
+    call = tuning_of(fixed, q.dtype.itemsize, options)
+    keys_config, queries_config = config_keys(call).within(options.tile), config_queries(call).within(options.tile)
 
     common = {
         "q_len": q_len,
@@ -286,17 +252,9 @@ def joint_launch(
     common  arguments shared by the kernels
     """
     q, k, _, _ = specs.tensors
-    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     dim, dim_v, tma = fixed.DIM, fixed.DIM_V, fixed.TMA
-    chosen = config_joint(
-        max(dim, dim_v),
-        q.dtype.itemsize,
-        major=options.major,
-        tma=tma,
-        dropout=options.dropout_p > 0,
-        modifies_scores=options.modifies_scores,
-        group=heads // kv_heads,
-    )
+    chosen = config_joint(tuning_of(fixed, q.dtype.itemsize, options))
     if chosen is None:
         return None
     (of_keys, of_queries), (rows, cols) = chosen, lists

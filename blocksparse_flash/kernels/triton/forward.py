@@ -24,6 +24,7 @@ from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
     PlanSpecs,
+    Tuning,
     columns_of_values,
     constants,
     device_seed,
@@ -36,6 +37,7 @@ from ..arguments import (
     softcap_arguments,
     strides_of,
     tile_lists,
+    tuning_of,
     wants_descriptors,
 )
 from . import split_kv
@@ -64,22 +66,13 @@ from .tile import (
 TRIANGLE_BLOCKS = 8
 
 
-def config(
-    dim: int,
-    element_size: int,
-    *,
-    major: int,
-    tma: bool,
-    dropout: bool,
-    shared_memory: int,
-    modifies_scores: bool = False,
-    narrow: bool = False,
-) -> Config:
-    """Launch configuration; dim is the larger padded head dimension, narrow asks for blocks of 64 queries.
+def config(call: Tuning, *, narrow: bool = False) -> Config:
+    """Launch configuration; narrow asks for blocks of 64 queries.
 
     Timed on an H200 only, see TUNING.md: 551 TFLOP/s dense at head_dim 128, 438 at 64. Elsewhere (sm80, sm100, score
     mods) the nearest configuration that does not spill.
     """
+    dim, element_size, major, tma, dropout, shared_memory, modifies_scores, *_ = call
     small = shared_memory < 160 * 1024
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32, 32, 8, 1 if dim > 128 and small else 2)
@@ -222,17 +215,9 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
     tma = wants_descriptors(options.major, q, k, v)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
-    chosen = config(
-        max(dim, dim_v),
-        q.dtype.itemsize,
-        major=options.major,
-        tma=tma,
-        dropout=options.dropout_p > 0,
-        shared_memory=options.shared_memory,
-        modifies_scores=options.modifies_scores,
-        narrow=options.tile < TILE_SIDE
-        or narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None),
-    ).within(options.tile)
+    narrow = options.tile < TILE_SIDE
+    narrow = narrow or narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None)
+    chosen = config(tuning_of(fixed, q.dtype.itemsize, options), narrow=narrow).within(options.tile)
     n_lines = record_shape[2] if record_shape else -(-q_len // chosen.block_q)
     split = options.tile // chosen.block_q if record_shape else 1
     rest = {

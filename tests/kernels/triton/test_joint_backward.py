@@ -14,6 +14,7 @@ import torch
 
 from blocksparse_flash import dispatch
 from blocksparse_flash.kernels import arguments
+from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.triton import backward, forward
 from blocksparse_flash.plan_format import TILE
 from blocksparse_flash.runtime import launch
@@ -96,15 +97,15 @@ def test_the_joint_launch_gives_the_gradient_of_sinks(layout, device, launched):
 def test_narrow_forward_blocks_have_64_queries():
     limits = {"major": 9, "tma": True, "dropout": False, "shared_memory": HOPPER[1]}
     for dim in (64, 128):
-        assert forward.config(dim, 2, **limits).block_q == 128
-        assert forward.config(dim, 2, **limits, narrow=True).block_q == 64
+        assert forward.config(Tuning(dim, 2, **limits)).block_q == 128
+        assert forward.config(Tuning(dim, 2, **limits), narrow=True).block_q == 64
         # not measured
         for other in ({"major": 8}, {"dropout": True}, {"modifies_scores": True}):
-            options = {**limits, **other}
-            assert forward.config(dim, 2, **options, narrow=True) == forward.config(dim, 2, **options)
+            call = Tuning(dim, 2, **{**limits, **other})
+            assert forward.config(call, narrow=True) == forward.config(call)
     # on sm100 four warps spill
-    assert forward.config(64, 2, **{**limits, "major": 10}, narrow=True).num_warps == 8
-    assert forward.config(128, 4, **limits, narrow=True) == forward.config(128, 4, **limits)
+    assert forward.config(Tuning(64, 2, **{**limits, "major": 10}), narrow=True).num_warps == 8
+    assert forward.config(Tuning(128, 4, **limits), narrow=True) == forward.config(Tuning(128, 4, **limits))
 
 
 @pytest.mark.parametrize(
@@ -121,14 +122,14 @@ def test_narrow_forward_blocks_have_64_queries():
     ids=str,
 )
 def test_the_joint_launch_runs_only_what_was_measured(element_size, dim, other):
-    limits = {"major": 9, "tma": True, "dropout": False}
-    assert backward.config_joint(64, 2, **limits) is not None
-    assert backward.config_joint(dim, element_size, **{**limits, **other}) is None
+    limits = {"major": 9, "tma": True, "dropout": False, "shared_memory": HOPPER[1]}
+    assert backward.config_joint(Tuning(64, 2, **limits)) is not None
+    assert backward.config_joint(Tuning(dim, element_size, **{**limits, **other})) is None
 
 
 def test_both_kinds_of_programs_of_a_joint_launch_have_the_same_options():
     for dim, tma in itertools.product((16, 64, 128), (False, True)):
-        keys, queries = backward.config_joint(dim, 2, major=9, tma=tma, dropout=False)
+        keys, queries = backward.config_joint(Tuning(dim, 2, 9, tma, False, HOPPER[1]))
         assert (keys.num_warps, keys.num_stages) == (queries.num_warps, queries.num_stages)
         # and the same TMA descriptors
         assert not tma or keys == queries
