@@ -134,7 +134,7 @@ class BlockLayout:
         block_size  as of the class, here and below
         returns  BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len)
         """
-        array, sides = checks.bools(mask, "mask"), checks.sides(block_size)
+        array, sides = checks.bools(mask), checks.sides(block_size)
         batch, heads, q_len, kv_len = array.shape
         frame = Frame(batch, heads, q_len, kv_len, sides)
         found = block_list.from_mask(array.reshape(frame.batch_heads, q_len, kv_len), frame)

@@ -146,24 +146,24 @@ def check_distinct(keys: Array, frame: Frame, name: str) -> None:
         raise ValueError(f"{name} must list each block once, but block (row {row}, col {col}) is repeated")
 
 
-def bools(mask: object, name: str) -> Array:
-    """The bool array of a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
+def bools(mask: object) -> Array:
+    """The bool array of a mask, a tensor or an array with 2 to 4 axes, as (batch, heads, ., .)."""
     if not isinstance(mask, (torch.Tensor, np.ndarray)):
         raise TypeError(
-            f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; "
-            f"torch.tensor({name}) makes one from nested lists"
+            f"mask must be a torch.Tensor or a numpy.ndarray, got {type(mask).__name__}; "
+            "torch.tensor(mask) makes one from nested lists"
         )
     if isinstance(mask, torch.Tensor):
-        check_in_memory(mask, name)
+        check_in_memory(mask, "mask")
     # comparing a NumPy dtype with a torch dtype takes microseconds
     if mask.dtype != (torch.bool if isinstance(mask, torch.Tensor) else np.bool_):
-        raise ValueError(f"{name} must be bool, True where a query attends to a key, got {mask.dtype}")
+        raise ValueError(f"mask must be bool, True where a query attends to a key, got {mask.dtype}")
     if not 2 <= mask.ndim <= 4:
-        raise ValueError(f"{name} must have 2, 3 (heads first) or 4 (batch, heads first) axes, got shape {mask.shape}")
+        raise ValueError(f"mask must have 2, 3 (heads first) or 4 (batch, heads first) axes, got shape {mask.shape}")
     array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     if 0 in array.shape[:2]:
-        raise ValueError(f"{name} must have at least one batch and one head, got shape {tuple(mask.shape)}")
+        raise ValueError(f"mask must have at least one batch and one head, got shape {tuple(mask.shape)}")
     return array
 
 

@@ -38,7 +38,7 @@ def by_ranges(first: object, stop: object, frame: Frame) -> Array:
 
 def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
     """(keys of the True entries of a bool mask ([[batch,] heads,] n_rows, n_cols), frame with its batch and heads)."""
-    array = checks.bools(mask, "mask")
+    array = checks.bools(mask)
     if array.shape[2:] != (frame.n_rows, frame.n_cols):
         hint = ""
         if array.shape[2:] == (frame.q_len, frame.kv_len):

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.schedule import PROGRAMS_PER_SM, WHOLE, Split, padded_dim, split_of, sums_over_heads
-from ..kernels.separate_dq import is_dq_separate
+from ..kernels.schedule import PROGRAMS_PER_SM, WHOLE, Split, is_dq_separate, padded_dim, split_of, sums_over_heads
 from ..plan_format import TILE
 from .call import Call
 

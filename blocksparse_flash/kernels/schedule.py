@@ -1,4 +1,4 @@
-"""Which tile rows or tile columns are split among programs, and into how many splits; from shapes alone.
+"""Which tile rows or tile columns are split among programs, and which sums have a launch; from shapes alone.
 
 A line is the work of one program: a tile row of the forward, or a tile column of the backward for all query heads of a
 group. Lines longer than an SM's fair share are split, since all other programs would wait for them.
@@ -30,6 +30,10 @@ SPLIT_COST, COMBINE_COST = 2, 4
 MAX_HEADS_IN_TURN = 16
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
+# dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
+# tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
+# own: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
+MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
 
 
 def padded_dim(backend: str, head_dim: int) -> int:
@@ -185,3 +189,23 @@ def sums_over_heads(
         return False
     by_head = (k_shape[0], q_shape[1], *k_shape[2:])
     return split_of(plan, 3, q_shape, by_head, causal, n_sms).num_splits == 1
+
+
+def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, *, deterministic: bool) -> bool:
+    """Whether the Hopper backward computes dQ in a launch of its own.
+
+    Summed over tile columns, dQ needs a float32 sum that one launch zeroes and another converts: some 10 bytes per
+    element, however few tiles contribute. A launch of its own needs two more products per tile, which is cheaper for
+    few tiles, and gives the same bits in every run.
+
+    plan           the tensors of plan_format.Plan; empty: dense or causal
+    q_shape        (batch, heads, q_len, head_dim)
+    dim            the larger of head_dim and v_head_dim
+    deterministic  the result must have the same bits in every run
+    """
+    if deterministic or not plan or dim > MAX_DIM:
+        return deterministic
+    n_rows = -(-q_shape[2] // TILE)
+    n_plan_rows = plan[0].shape[0] * plan[0].shape[1] * n_rows
+    # rounded down, since the list ends with some padding
+    return q_shape[0] * q_shape[1] * n_rows >= MIN_ROWS and plan[1].shape[0] // n_plan_rows <= MAX_TILES

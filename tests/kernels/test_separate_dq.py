@@ -7,7 +7,7 @@ import torch
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.separate_dq import is_dq_separate
+from blocksparse_flash.kernels.schedule import is_dq_separate
 
 CPU = torch.device("cpu")
 

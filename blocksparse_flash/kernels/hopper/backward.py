@@ -26,8 +26,9 @@ writes float32 dK and dV to a workspace, which another launch sums in order (tri
 In causal calls with grouped heads and no layout, a work tile is a tile column for one query head, which adds its dK and
 dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
 
-For deterministic calls and for few tiles per row (separate_dq.py) this kernel leaves dQ out, and the Triton kernel
-computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: the Triton backward runs.
+For deterministic calls and for few tiles per row (schedule.is_dq_separate) this kernel leaves dQ out, and the Triton
+kernel computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: the Triton backward
+runs.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, score_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import WHOLE, Split, heads_in_turn, padded_dim, split_of, sums_over_heads
-from ..separate_dq import is_dq_separate
+from ..schedule import WHOLE, Split, heads_in_turn, is_dq_separate, padded_dim, split_of, sums_over_heads
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
