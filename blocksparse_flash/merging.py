@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .blocks.checks import check_tensor
 from .runtime import tracing
 from .validation import DTYPES
 
@@ -12,8 +13,7 @@ from .validation import DTYPES
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         found = tracing.unsupported_tensor(name, tensor)
         # merge works on DTensors, if all four are
         if found is not None and not (found[0] == "a DTensor" and all(type(t) is type(tensor) for t in named.values())):

@@ -20,8 +20,6 @@ from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
 
 Shape = Sequence[int]
-# dtype, shape and strides of a tensor
-Facts = tuple[torch.dtype, Shape, Shape]
 # dtype, batch, heads, q_len, kv_len, head_dim
 Agreed = tuple[torch.dtype, int, int, int, int, int]
 
@@ -81,12 +79,9 @@ def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
     return f"{name}.to({wanted}) makes one"
 
 
-def _check_types(
-    q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype, autocast: torch.dtype | None
-) -> torch.dtype:
+def _check_types(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) -> torch.dtype:
     """The dtype in which the call computes; q, k and v must agree in it."""
-    if autocast is not None:
-        q_dtype, k_dtype, v_dtype = (under_autocast(dtype, autocast) for dtype in (q_dtype, k_dtype, v_dtype))
+    q_dtype, k_dtype, v_dtype = (under_autocast(d, autocast) for d in dtypes) if autocast is not None else dtypes
     if q_dtype not in DTYPES:
         raise ValueError(
             f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; "
@@ -158,22 +153,21 @@ def _check_strides(name: str, shape: Shape, strides: Shape) -> None:
         )
 
 
-def _agree(q: Facts, k: Facts, v: Facts, autocast: torch.dtype | None) -> Agreed:
+def _agree(
+    dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], strides: Sequence[Shape], autocast: torch.dtype | None
+) -> Agreed:
     """The dtype and sizes that q, k and v have in common; ValueError if they do not fit together."""
-    (q_dtype, q_shape, q_strides), (k_dtype, k_shape, k_strides), (v_dtype, v_shape, v_strides) = q, k, v
-    dtype = _check_types(q_dtype, k_dtype, v_dtype, autocast)
-    sizes = _check_shapes(q_shape, k_shape, v_shape)
-    _check_strides("q", q_shape, q_strides)
-    _check_strides("k", k_shape, k_strides)
-    _check_strides("v", v_shape, v_strides)
+    dtype, sizes = _check_types(dtypes, autocast), _check_shapes(*shapes)
+    for name, shape, of_tensor in zip(("q", "k", "v"), shapes, strides, strict=True):
+        _check_strides(name, shape, of_tensor)
     return dtype, *sizes
 
 
 @functools.lru_cache(maxsize=4096)
 def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
     """`_agree`, cached for equal specs. Errors are not cached."""
-    q, k, v = (seen[:3] for seen in specs.tensors)
-    return _agree(q, k, v, autocast)
+    dtypes, shapes, strides, _ = zip(*specs.tensors, strict=True)
+    return _agree(dtypes, shapes, strides, autocast)
 
 
 def _as_layout(value: Any, q_len: int, kv_len: int) -> str:
@@ -497,10 +491,7 @@ def check(
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{name} must be a torch.Tensor, got {type(value).__name__}; torch.as_tensor({name}) makes one"
-                )
+            checks.check_tensor(name, value, f"; torch.as_tensor({name}) makes one")
     device = q.device
     if not (device == k.device == v.device):
         name, tensor = ("k", k) if k.device != device else ("v", v)
@@ -510,8 +501,8 @@ def check(
     else:
         for name, value in (("q", q), ("k", k), ("v", v)):
             check_dense(name, value, q)
-        facts = (q.dtype, q.shape, q.stride()), (k.dtype, k.shape, k.stride()), (v.dtype, v.shape, v.stride())
-        agreed = _agree(*facts, autocast)
+        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        agreed = _agree((q.dtype, k.dtype, v.dtype), shapes, strides, autocast)
     dtype, batch, heads, q_len, kv_len, head_dim = agreed
     if layout is not None:
         check_layout(layout, batch, heads, q_len, kv_len)

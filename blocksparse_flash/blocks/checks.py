@@ -81,6 +81,12 @@ def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
     return Frame(1, 1, length(q_len, "q_len"), length(kv_len, "kv_len"), sides(block_size))
 
 
+def check_tensor(name: str, value: object, hint: str = "") -> None:
+    """Refuse what is not a tensor; hint ends the message."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{hint}")
+
+
 def check_in_memory(tensor: torch.Tensor, name: str) -> None:
     """Refuse nested, sparse and meta tensors."""
     if tensor.is_nested:
@@ -203,10 +209,8 @@ def check_fields(tensors: Sequence[object], frame: Frame) -> None:
     """Refuse tensors without the types, shapes and common device of the fields of a layout with this frame."""
     found: list[torch.Tensor] = []
     for name, tensor in zip(TENSORS, tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.tensor({name}) makes one"
-            )
+        check_tensor(name, tensor, f"; torch.tensor({name}) makes one")
+        assert isinstance(tensor, torch.Tensor)
         if tensor.device.type != "meta":
             check_in_memory(tensor, name)
         if tensor.dtype != torch.int32:

@@ -144,8 +144,7 @@ def check_plan(plan: Any) -> None:
 
 
 def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    checks.check_tensor("x", x)
     if x.shape[dim] != length:
         raise ValueError(f"x must have {length} tokens along dim {dim}, as {whose}, got shape {tuple(x.shape)}")
 

@@ -27,8 +27,7 @@ def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size = 1
                     TypeError if it is not a tensor
     """
     name = "attention_mask"
-    if not isinstance(attention_mask, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(attention_mask).__name__}")
+    checks.check_tensor(name, attention_mask)
     if attention_mask.ndim == 2:
         raise ValueError(
             f"{name} has two axes, as a padding mask (batch, kv_len) has: give attention() the "
@@ -77,8 +76,7 @@ def kv_lengths_from_huggingface(attention_mask: torch.Tensor) -> torch.Tensor:
     raises          ValueError for a wrong shape or dtype, or naming the first sequence padded on the left or inside
     """
     name = "attention_mask"
-    if not isinstance(attention_mask, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(attention_mask).__name__}")
+    checks.check_tensor(name, attention_mask)
     if attention_mask.ndim != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
         raise ValueError(
             f"{name} must be bool or integers (batch, kv_len), got {attention_mask.dtype} {tuple(attention_mask.shape)}"

@@ -176,8 +176,8 @@ def from_flashinfer(
     rows, cols = _read_rows(indptr, indices, frame.n_rows, frame.n_cols)
     shape, pairs = (len(cols), *frame.block_size), None
     for tensor, name in ((mask, "mask"), (packed_mask, "packed_mask")):
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor is not None:
+            checks.check_tensor(name, tensor)
     if mask is not None:
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
             raise ValueError(f"mask must be bool (nnz, R, C) = {shape}, got {mask.dtype} {tuple(mask.shape)}")

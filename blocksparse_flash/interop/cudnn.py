@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..blocks.checks import check_tensor
 from ..layout import BlockLayout
 from .block_arrays import axes_of_call
 from .kv_lists import to_kv_lists
@@ -71,8 +72,7 @@ def from_cudnn(
     if q2k_block_nums is None:
         return BlockLayout.from_topk(q2k_block_index, q_len, kv_len, block_size=block_size)
     for name, tensor in (("q2k_block_index", q2k_block_index), ("q2k_block_nums", q2k_block_nums)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{name} must be integers, got {tensor.dtype}")
     if q2k_block_nums.shape != q2k_block_index.shape[:-1]:

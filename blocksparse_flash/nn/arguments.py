@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..blocks.checks import check_tensor as check_tensor
 from ..layout import BlockLayout
 from ..validation import MAX_HEAD_DIM
 
@@ -41,11 +42,6 @@ def probability(name: str, value: Any, *, below_one: bool = False) -> float:
         allowed = "at least 0 and below 1" if below_one else "from 0 to 1"
         raise ValueError(f"{name} must be {allowed}, got {value}; 0.0 drops nothing")
     return value
-
-
-def check_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def check_positions(positions: Any) -> None:

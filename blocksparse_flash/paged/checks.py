@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import validation
-from ..blocks.checks import integer
+from ..blocks.checks import check_tensor, integer
 from ..runtime import tracing
 
 MIN_PAGE_SIZE = 16
@@ -138,10 +138,7 @@ def check_window(window: int | None, causal: bool) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, q: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor({name}) makes one"
-        )
+    check_tensor(name, tensor, f"; torch.as_tensor({name}) makes one")
     validation.check_dense(name, tensor, q)
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}; {name}.to(q.device) moves it")

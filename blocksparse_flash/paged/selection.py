@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import validation
-from ..blocks.checks import boolean, integer
+from ..blocks.checks import boolean, check_tensor, integer
 from ..runtime import tracing
 from .checks import check_table
 
@@ -112,8 +112,7 @@ def select_pages(
     >>> select_pages(torch.tensor([[[1.0, 3.0, 2.0, 9.0]]]), torch.tensor([40]), k=2, page_size=16)
     tensor([[[2, 1]]], dtype=torch.int32)
     """
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
+    check_tensor("scores", scores)
     if scores.dim() != 3 or not scores.is_floating_point():
         raise ValueError(
             f"scores must be floating point, (batch, heads, max_pages), got {scores.dtype} of shape "
@@ -148,8 +147,7 @@ def _checked_always(always: object) -> tuple[int, int]:
 
 def _check_scored(q: Tensor, summaries: Tensor) -> None:
     for name, tensor, axes in (("q", q, 4), ("summaries", summaries, 3)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         validation.check_dense(name, tensor, q)
         if tensor.dim() != axes or tensor.dtype != q.dtype or tensor.device != q.device or tensor.stride(-1) != 1:
             raise ValueError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
+from ..blocks.checks import check_tensor
 from ..plan_format import BEGIN, N_TILES, NUMBER, PARTIAL, RECORD, TILE, Plan, mark_dynamic
 from ..runtime import tracing
 
@@ -119,8 +120,7 @@ def _tokens(batch_head: Tensor, row: Tensor, col: Tensor, sides: Size, cell: Siz
 
 def check_scores(scores: Tensor, axes: Size, grid: Size) -> None:
     """Refuses `block_scores` of a layout with these (batch, heads) and (n_rows, n_cols)."""
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"block_scores must be a torch.Tensor, got {type(scores).__name__}")
+    check_tensor("block_scores", scores)
     has_axes = axes != (1, 1)
     fits = scores.ndim == 4 and tuple(scores.shape[2:]) == grid and 0 not in scores.shape[:2]
     if not fits or (has_axes and any(a not in (1, b) for a, b in zip(scores.shape[:2], axes, strict=True))):
