@@ -478,10 +478,14 @@ def hopper_backward_kernel(
     pipelines = Pipelines(work_tiles=work_tiles, kv=kv, q=q, dout=dout)
     fence_async_shared()
     staging = Staging(ds=ds_buffers, dq=dq_buffers, dk=dk_buffer, dv=dv_buffer)
-    descs = Descriptors(q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc)
+    descs = Descriptors(
+        q=q_desc, k=k_desc, v=v_desc, dout=dout_desc, lse=lse_desc, delta=delta_desc, dq_sum=dq_sum_desc, dk=dk_desc,
+        dv=dv_desc,
+    )  # fmt: skip
     sizes = Sizes(
-        n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, scale, n_split_lines, num_splits,
-        n_in_turn,
+        n_heads=n_heads, heads_per_kv=heads_per_kv, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len,
+        kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_lines=n_split_lines, num_splits=num_splits,
+        n_in_turn=n_in_turn,
     )  # fmt: skip
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
     gl.warp_specialize(
@@ -666,7 +670,10 @@ def backward(
     lse_line, delta_line = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, lse_delta_pairs, lse_delta, dq_sum, tile_counter)
-    pointers = Pointers(*by_cols, kv_lengths, tile_counter, splits, slopes, dq_sum, sums_dk, sums_dv)
+    pointers = Pointers(
+        *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
+        dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
+    )  # fmt: skip
     if sums_dk is not None and sums_dv is not None:
         sums_dk.zero_()
         sums_dv.zero_()

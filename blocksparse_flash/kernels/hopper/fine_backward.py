@@ -219,7 +219,10 @@ def fine_dkdv_kernel(
         dout_full=allocate_mbarriers(STAGES, 1),
     )
     fence_async_shared()
-    lines = Lines(n_lines, n_heads, n_batch_heads, n_split_lines, num_splits)
+    lines = Lines(
+        n_lines=n_lines, n_heads=n_heads, n_batch_heads=n_batch_heads, n_split_lines=n_split_lines,
+        num_splits=num_splits,
+    )  # fmt: skip
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
     work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=GROUP)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
@@ -381,7 +384,10 @@ def fine_dq_kernel(
         v_full=allocate_mbarriers(1, 1).index(0),
     )
     fence_async_shared()
-    lines = Lines(n_lines, n_heads, n_batch_heads, n_split_lines, num_splits)
+    lines = Lines(
+        n_lines=n_lines, n_heads=n_heads, n_batch_heads=n_batch_heads, n_split_lines=n_split_lines,
+        num_splits=num_splits,
+    )  # fmt: skip
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
     work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=1)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
@@ -577,11 +583,17 @@ def backward(
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
-    lines = kv_lengths, slopes, lse_line, delta_line
-    ready.dkdv(q, k, v, dout, dk, dv, Pointers(*by_cols, *lines, col_splits))
+    of_cols_ptrs, of_rows_ptrs = (
+        Pointers(
+            *lists, kv_lengths_ptr=kv_lengths, slopes_ptr=slopes, lse_ptr=lse_line, delta_ptr=delta_line,
+            splits_ptr=splits,
+        )
+        for lists, splits in ((by_cols, col_splits), (by_rows, row_splits))
+    )  # fmt: skip
+    ready.dkdv(q, k, v, dout, dk, dv, of_cols_ptrs)
     if ready.sum_cols is not None:
         ready.sum_cols(col_splits, by_cols[0], dk, dv)
-    ready.dq(q, k, v, dout, dq, Pointers(*by_rows, *lines, row_splits))
+    ready.dq(q, k, v, dout, dq, of_rows_ptrs)
     if ready.sum_rows is not None:
         ready.sum_rows(row_splits, by_rows[0], dq, None)
     if dim % 8 or dim_v % 8:

@@ -448,7 +448,10 @@ def hopper_forward_kernel(
         v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS),
     )
     fence_async_shared()
-    sizes = Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group)
+    sizes = Sizes(
+        n_heads=n_heads, n_batch_heads=n_batch_heads, n_lines=n_lines, q_len=q_len, kv_len=kv_len,
+        n_split_lines=n_split_lines, num_splits=num_splits, n_in_turn=n_in_turn, group=group,
+    )  # fmt: skip
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=ptrs.sinks_ptr, slopes_ptr=ptrs.slopes_ptr)
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
@@ -511,7 +514,11 @@ class ForwardLaunches(NamedTuple):
         tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.has_tile_counter else None
         splits = None if self.combine is None else lse.new_empty(self.n_split_floats)
         sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
-        self.kernel(q, k, v, out, Pointers(*lists, kv_lengths, sinks, slopes, lse, tile_counter, splits))
+        pointers = Pointers(
+            *lists, kv_lengths_ptr=kv_lengths, sinks_ptr=sinks, slopes_ptr=slopes, lse_ptr=lse,
+            tile_counter_ptr=tile_counter, splits_ptr=splits,
+        )  # fmt: skip
+        self.kernel(q, k, v, out, pointers)
         if self.combine is not None:
             self.combine(splits, lists[0], out, lse)
         return out.contiguous(), lse
