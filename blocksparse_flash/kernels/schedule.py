@@ -43,6 +43,27 @@ def padded_dim(backend: str, head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+# whether the Hopper kernels for tiles of 128 use 96 and 192 columns (hopper/tma.py). They are accurate in the simulator
+# and compile without spills, but no GPU has run them yet
+HAS_TAILS = False
+
+
+def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
+    """Columns in the Hopper forward of (q and k, v and out): powers of two, or 192 for q and k.
+
+    256 for all if one of them has 256, since out is staged in q's buffers.
+    """
+    columns, columns_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
+    if HAS_TAILS and 128 < head_dim <= 192 and columns_v == 128:
+        return 192, 128
+    return (256, 256) if max(columns, columns_v) == 256 else (columns, columns_v)
+
+
+def backward_columns(head_dim: int) -> int:
+    """Columns in the Hopper backward: a power of two, or 96."""
+    return 96 if HAS_TAILS and 64 < head_dim <= 96 else padded_dim("hopper", head_dim)
+
+
 class Split(NamedTuple):
     """Which lines are split.
 

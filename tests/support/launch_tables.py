@@ -419,7 +419,7 @@ def _known_hopper() -> Iterator[Key]:
         if dim > hopper_backward.MAX_HEAD_DIM:
             continue
         for *has, has_softcap in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config(dim, has_softcap)
+            of_cols = hopper_backward.config((dim, dim), has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
