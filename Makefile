@@ -61,7 +61,7 @@ test-rest: $(VENV)/.test
 test-gpu:
 	$(PYTHON) -m pytest tests/test_zoo.py tests/test_zoo_masks.py tests/kernels/test_gpu.py \
 		tests/kernels/test_gpu_fuzz.py tests/kernels/test_launch_tables.py tests/plan/test_packed_builder.py \
-		tests/distributed/test_gpu.py tests/diffusers/test_gpu.py
+		tests/distributed/test_gpu.py tests/diffusers/test_gpu.py tests/vllm_omni/test_gpu.py
 
 mutants: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --jobs $(JOBS)

@@ -12,10 +12,10 @@ import pytest
 
 import blocksparse_flash
 import masks
-from blocksparse_flash import diffusers, distributed, huggingface, interop, nn, paged
+from blocksparse_flash import diffusers, distributed, huggingface, interop, nn, paged, vllm_omni
 from masks import deepspeed
 
-MODULES = (blocksparse_flash, interop, nn, paged, distributed, diffusers, huggingface, masks, deepspeed)
+MODULES = (blocksparse_flash, interop, nn, paged, distributed, diffusers, huggingface, vllm_omni, masks, deepspeed)
 
 
 def public(module: ModuleType) -> dict[str, Any]:

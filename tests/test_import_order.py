@@ -31,10 +31,17 @@ MODULES = [
     ["layout_crops"],
     ["nn"],
     ["diffusers", "distributed", "huggingface"],
+    ["vllm_omni"],
 ]
 RANK = {module: rank for rank, modules in enumerate(MODULES) for module in modules}
 # third-party packages that a module may import while it is loaded; others are imported inside functions
-LOADED = {"blocks": {"numpy", "torch"}, "kernels": {"numpy", "torch", "triton"}, "runtime": {"torch", "triton"}}
+LOADED = {
+    "blocks": {"numpy", "torch"},
+    "kernels": {"numpy", "torch", "triton"},
+    "runtime": {"torch", "triton"},
+    # its base classes, in a file that `register` imports
+    "vllm_omni": {"torch", "vllm_omni"},
+}
 ELSEWHERE = {"einops", "numpy", "torch"}
 KNOWN = {*sys.stdlib_module_names, "blocksparse_flash"}
 

@@ -16,14 +16,14 @@ import pytest
 
 import blocksparse_flash
 import masks
-from blocksparse_flash import diffusers, distributed, huggingface, interop, nn, paged
+from blocksparse_flash import diffusers, distributed, huggingface, interop, nn, paged, vllm_omni
 from masks import deepspeed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 # packages with one entry each; masks has one entry per name, since its modules and functions share names
-WHOLE = (blocksparse_flash, nn, paged, interop, distributed, diffusers, huggingface, deepspeed)
+WHOLE = (blocksparse_flash, nn, paged, interop, distributed, diffusers, vllm_omni, huggingface, deepspeed)
 
 
 def extension(name: str, monkeypatch: pytest.MonkeyPatch, **packages: object) -> ModuleType:

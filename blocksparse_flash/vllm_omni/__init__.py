@@ -1,0 +1,52 @@
+"""Block-sparse attention in diffusion models of vLLM-Omni: `register(pattern)`. `VideoAttention` works without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+from .calling import Pattern, VideoAttention, select_blocks
+
+__all__ = ["VideoAttention", "register", "select_blocks"]
+
+VERSION = "0.30.0"
+# runs on Ascend NPUs alone, and is the one backend of vLLM-Omni with a sparsity among its settings
+REPLACED = "RAINFUSION_ATTN"
+# all fields of AttentionMetadata: another one might change results
+FIELDS = {
+    *("attn_mask", "joint_attn_mask", "joint_query", "joint_key", "joint_value", "joint_strategy", "extra"),
+    *("full_attn_spans", "query_ranges", "video_layout", "packed_padding"),
+}
+
+
+def register(pattern: Pattern = select_blocks, *, backend: str = "auto") -> None:
+    """Makes RAINFUSION_ATTN of vLLM-Omni, which otherwise needs an Ascend NPU, this package's attention on CUDA.
+
+    pattern  as in `VideoAttention`; its sparsity is `block_sparse.sparsity` of vLLM-Omni's attention config
+    backend  as in `blocksparse_flash.attention`
+    raises   ImportError for versions of vLLM-Omni whose interface differs from 0.30.0; ValueError, as `VideoAttention`
+
+    Processes register for themselves, before they create a model: call it in a function that an entry point of the
+    group "vllm_omni.general_plugins" names. Then {"per_role": {"self": {"backend": "RAINFUSION_ATTN", "block_sparse":
+    {"sparsity": 0.8, "start_step": 10, "skip_layers": "0-1"}}}} is an attention config: the first 10 steps and layers 0
+    and 1 are dense. Calling it again changes the pattern of layers created later.
+
+    >>> register(select_blocks)  # doctest: +SKIP
+    """
+    VideoAttention(pattern, backend=backend)
+    try:
+        backends = "vllm_omni.diffusion.attention.backends"
+        abstract, registry = (importlib.import_module(f"{backends}.{name}") for name in ("abstract", "registry"))
+        found = {field.name for field in dataclasses.fields(abstract.AttentionMetadata)}
+        if found != FIELDS:
+            raise AttributeError(f"fields of AttentionMetadata differ: {', '.join(sorted(found ^ FIELDS))}")
+        module = importlib.import_module(f"{__name__}.backend")
+        member = registry.DiffusionAttentionBackendEnum[REPLACED]
+        registry.register_diffusion_backend(member, f"{module.__name__}.BlockSparseBackend")
+    # their enumeration raises ValueError for an unknown name
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise ImportError(
+            f"blocksparse_flash.vllm_omni was written for vllm-omni {VERSION}, and cannot register with the installed "
+            f"version ({error}): install {VERSION}"
+        ) from error
+    module.BlockSparseBackend.options = {"pattern": pattern, "backend": backend}
