@@ -30,7 +30,7 @@ Runs = list[tuple[dict[str, Any], pd.DataFrame]]
 
 
 def read(folder: Path) -> dict[str, Runs]:
-    """The runs under a folder by arm and implementation, in the order of ARMS and seeds; FileNotFoundError without."""
+    """The runs under a folder by arm and implementation, ordered as ARMS and by seed; FileNotFoundError if none."""
     found: dict[str, Runs] = {}
     for path in sorted(folder.rglob("metrics.csv")):
         facts, points = read_run(path.parent)
@@ -44,19 +44,19 @@ def read(folder: Path) -> dict[str, Runs]:
 
 
 def _mean(values: Any, form: str) -> str:
-    """Mean, and of several values the smallest and the largest."""
+    """The mean, and the range if there are several values."""
     values = [*values]
     several = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
     return f"{np.mean(values):{form}}{several}"
 
 
 def _parts(runs: Runs) -> list[str]:
-    """Names of the columns of losses by position."""
+    """Column names of the losses by position."""
     return [name for name in runs[0][1] if name.startswith("loss_part_")]
 
 
 def _row(name: str, runs: Runs, dense: dict[int, float], seconds: float) -> dict[str, Any]:
-    """A row of the table. dense: final loss by seed; seconds: of the fastest arm."""
+    """A row of the table. dense: final loss of the dense arm by seed; seconds: time of the fastest arm."""
     lasts = [points.iloc[-1] for _, points in runs]
     losses = [last["validation_loss"] for last in lasts]
     by_seed = {facts["seed"]: loss for (facts, _), loss in zip(runs, losses, strict=True)}
@@ -73,7 +73,7 @@ def _row(name: str, runs: Runs, dense: dict[int, float], seconds: float) -> dict
 
 
 def tables(found: dict[str, Runs]) -> str:
-    """What was run, a table of the arms, and one of their losses by position."""
+    """The settings of the runs, a table of the arms, and one of their losses by position."""
     everything = [facts for runs in found.values() for facts, _ in runs]
     differing = [key for key in SAME if len({facts.get(key) for facts in everything}) > 1]
     seeds = {name: [facts["seed"] for facts, _ in runs] for name, runs in found.items()}
@@ -97,18 +97,18 @@ def tables(found: dict[str, Runs]) -> str:
         SETTING.format_map(everything[0]),
         f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
         "" if steps == {True} else "**Not all of these runs have finished.**",
-        "Losses of the last validation in nats per byte: mean, and smallest to largest of several seeds. The column "
-        f"`loss at {seconds:.1f} s`, where the fastest arm has finished, shows slower arms before their learning rate "
-        "has fallen.",
+        "Losses are those of the last validation, in nats per byte; with several seeds, the mean and the range. "
+        f"`loss at {seconds:.1f} s` is the loss at the time when the fastest arm finished; the learning rate of the "
+        "slower arms had not yet fallen to its final value.",
         listing(pd.DataFrame([_row(name, runs, dense, seconds) for name, runs in found.items()]), columns),
         "Losses by position in the window"
-        + (". `late`: the tokens of the second half of every context of dense-short, in all arms:" if late else ":"),
+        + (". `late`: in all arms, the tokens in the second half of each context of dense-short:" if late else ":"),
         table([*heads, *(["late"] if late else [])], rows),
     )
 
 
 def curves(found: dict[str, Runs]) -> Figure:
-    """Validation loss against tokens and seconds, and at the end by position: means, and the range of the seeds."""
+    """Validation loss against tokens and seconds, and final loss by position: means, and the range of the seeds."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     by_tokens, by_seconds, by_position = figure.subplots(1, 3)
     for name, runs in found.items():

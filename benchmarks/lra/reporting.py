@@ -35,7 +35,7 @@ def tests_of(runs: Path) -> list[Line]:
 
 
 def untested(tests: Sequence[Line]) -> list[str]:
-    """Our configurations without a test, other than stages before others."""
+    """Our configurations without a test, except those that are only earlier stages of others."""
     settings = {f"{path.parent.name}/{path.stem}": yaml.safe_load(path.read_text()) for path in CONFIGS}
     starts = {Path(each["model"].get("start", "")).parent.parent for each in settings.values()}
     ends = [name for name, each in settings.items() if Path(each["trainer"]["default_root_dir"]) not in starts]
@@ -187,10 +187,10 @@ def report(
         "# Long Range Arena: results",
         (
             "Written by `python -m benchmarks.lra report`. The floor is the accuracy of the task's shortcuts on the "
-            'same samples; "points above" is the distance to the better one, **no** if it is below two standard '
-            'errors. "Balanced" is the accuracy with the samples weighted so that the first shortcut is only as good '
-            'as chance. "Pairs" is the accuracy on pairs of Pathfinder images that differ only in their markers. The '
-            'batch of "steps x batch" is that of the last stage. "Device hours" is the time of the training, times '
+            'same samples. "Points above" is the distance to the better shortcut, or **no** if it is below two '
+            'standard errors. "Balanced" is the accuracy with the samples weighted so that the first shortcut is only '
+            'as good as chance. "Pairs" is the accuracy on pairs of Pathfinder images that differ only in their '
+            'markers. "Steps x batch" is that of the last stage. "Device hours" is the time of the training, times '
             'the number of GPUs. "Best published" are results on the released files, in percent.'
         ),
         *tables.accuracy_sections(tests, untested(tests)),

@@ -133,7 +133,7 @@ def section(lines: pd.DataFrame) -> str:
 
 
 def tiles(lines: pd.DataFrame) -> str:
-    """Bytes moved by the forward by the queries of a tile, and by standard attention; "" without measurements."""
+    """Bytes moved by the forward, by queries per tile, and by standard attention; "" without measurements."""
     rows = []
     for line in lines.to_dict("records"):
         size = None if pd.isna(line["tile"]) else config_of(int(line["tile"]))
@@ -155,8 +155,8 @@ def tiles(lines: pd.DataFrame) -> str:
     return joined(
         "Bytes moved by tile (`python -m benchmarks.run.io --tiles 16 32 64 128 --standard`, "
         f"{' and '.join(sorted(lines['device'].unique()))}, {measurements.versions(lines, 'torch', 'triton')}). "
-        "`on-chip KB`: the queries of a program and its two stages of keys and values. `standard` is attention with "
-        "the score matrix in memory, which computes every pair.",
+        "`on-chip KB` is the size of the queries of a program and of its two stages of keys and values. `standard` is "
+        "attention with the score matrix in memory, which computes every pair.",
         listing(pd.DataFrame(rows), {name: f"{{{name}}}" for name in rows[0]}),
     )
 

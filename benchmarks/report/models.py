@@ -123,18 +123,18 @@ def training_steps(lines: pd.DataFrame) -> str:
         "Training steps (forward, loss, backward, AdamW) of models of transformers, bf16 autocast, one "
         f"{' and '.join(sorted(lines['device'].unique()))}, `python -m benchmarks.run.huggingface`, "
         f"{measurements.versions(lines, 'torch', 'transformers')}, commits "
-        f"{' and '.join(sorted(lines['commit'].unique()))}. The libraries were timed one after another. Columns "
-        "`over`: time of the baseline divided by ours, above 1 is faster; `over sdpa` and `over eager` have the same "
-        "mask, which transformers gets as a mask of every pair, and `over dense sdpa` has the model's own attention. "
-        "GB: peak memory, weights included. `-`: no result, such as for lack of memory.",
+        f"{' and '.join(sorted(lines['commit'].unique()))}. The libraries were timed one after another, not in turns. "
+        "The columns `over` are speed-ups: the time of the baseline divided by ours. `sdpa` and `eager` are given the "
+        "same mask as a dense mask; `over dense sdpa` compares with the model's own attention (causal for GPT-2, dense "
+        "for BERT). GB: peak memory, weights included. `-`: no result, for example because memory ran out.",
         table(rows[0], [row.values() for row in rows]),
-        f"The FlashAttention paper states {paper}, on A100 GPUs. Hugging Face's attention of that time is what is "
-        "called eager today.",
+        f"The FlashAttention paper reports {paper}, on A100 GPUs. What was Hugging Face's attention then is called "
+        "`eager` today.",
     )
 
 
 def memory(lines: pd.DataFrame) -> str:
-    """Peak memory of dense attention alone against that of standard attention, by length; "" without lines."""
+    """Peak memory of dense attention alone, compared with standard attention, by length; "" without lines."""
     rows = []
     alone = lines[lines["task"].isna()]
     alone = select(alone[alone["status"] == "ok"], pattern="dense", direction="fwd+bwd")
@@ -159,7 +159,8 @@ def memory(lines: pd.DataFrame) -> str:
     return joined(
         f"Peak memory of forward and backward of dense attention alone, batch {first['batch']}, {first['heads']} heads "
         f"of dimension {first['head_dim']}, {first['device']}, `python -m benchmarks.lra speed`, commit "
-        f"{first['commit']}. `standard` keeps the score matrix in memory; the paper is FlashAttention's, table 21, in "
-        "fp16 on an A100 of 40 GB (`-`: out of memory there).",
+        f"{first['commit']}. `standard` keeps the score matrix in memory. In parentheses: how many times less memory "
+        "this library takes. The last column has the same ratio from table 21 of the FlashAttention paper, in fp16 on "
+        "an A100 with 40 GB (`-`: `standard` ran out of memory).",
         listing(pd.DataFrame(rows), {name: f"{{{name}}}" for name in rows[0]}),
     )

@@ -166,7 +166,7 @@ def mask_building(lines: pd.DataFrame) -> str:
 
 
 def read_long_range(folder: Path) -> pd.DataFrame:
-    """The latest test of each run on each test set, with its name as `configuration`; none without the folder."""
+    """The latest test of each run on each test set, with the run's name as `configuration`; empty without the folder."""
     found = []
     for path in sorted(folder.rglob("test.jsonl")):
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -202,14 +202,14 @@ def long_range(lines: pd.DataFrame) -> str:
             ),
             columns,
         ),
-        "Training samples and GPU hours include the stages from which a run started. `One operator deep` is the "
-        "accuracy of a reader of ListOps that evaluates the root operator and guesses the value of each operator "
-        "below it.",
+        "Training samples and GPU hours include the earlier stages of a run. `One operator deep` is the accuracy of a "
+        "program that evaluates the root operator of ListOps and guesses the value of each operator below it; its "
+        "balanced accuracy is in parentheses.",
     )  # fmt: skip
 
 
 def sparse_against_dense(lines: pd.DataFrame) -> str:
-    """Accuracies of the sparse and the dense models of Long Range Arena that were trained as pairs; "" without both."""
+    """Accuracies of sparse and dense models of Long Range Arena, in pairs; "" if no pair is complete."""
     rows = list[list[str]]()
     for task, (sparse_name, dense_name) in PAIRS.items():
         by_samples = lines[lines["configuration"] == dense_name].set_index("n")
@@ -219,5 +219,5 @@ def sparse_against_dense(lines: pd.DataFrame) -> str:
                 cells = [f"{one['accuracy']:.1%} ± {one['standard_error']:.1%}" for one in (sparse, dense)]
                 apart = [f"{100 * (sparse[key] - dense[key]):+.1f}" for key in ("accuracy", "balanced")]
                 rows.append([task, f"{sparse['n']:,.0f}", *cells, *apart, f"{dense['floor']:.1%}"])
-    head = ["task", "test samples", "sparse", "dense", "sparse - dense, points", "balanced, points", "floor"]
-    return table(head, rows) if rows else ""
+    points = ["sparse - dense, points", "sparse - dense, balanced, points"]
+    return table(["task", "test samples", "sparse", "dense", *points, "floor"], rows) if rows else ""
