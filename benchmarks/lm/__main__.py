@@ -1,7 +1,7 @@
-"""A small language model on long text: `python -m benchmarks.lm COMMAND --help`
+"""Small language models on long text: `python -m benchmarks.lm COMMAND --help`
 
 corpus   makes the corpus from the Python sources of the installed packages, or from any folder of text
-train    trains one arm; the same command resumes a run that was interrupted, or stopped by --minutes
+train    trains one arm; run it again to resume after an interruption or --minutes
 figure   trains all arms of a figure, skipping those that have finished, then writes its report
 steps    times training steps of arms and implementations of attention
 report   writes a table and a plot of the runs
@@ -24,9 +24,9 @@ from . import corpus
 from .model import ARMS, IMPLEMENTATIONS, SIZES, TINY, Settings
 
 OUT = Path("out/lm")
-# arms that answer the question of the page docs/does_it_help.md
+# arms compared in docs/does_it_help.md
 COMPARED = ("dense", "hybrid", "hybrid-local", "local", "dense-short")
-# name -> settings, arms, seeds; a run of the others takes minutes on a GPU
+# name -> settings, arms, seeds; demo is for a CPU, a run of the others takes minutes on a GPU
 FIGURES: dict[str, tuple[Settings, Sequence[str], Sequence[int]]] = {
     "demo": (TINY, COMPARED, (0,)),
     "small": (replace(Settings(), **SIZES["small"]), COMPARED, (0, 1, 2)),
@@ -48,12 +48,12 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     make, train, figure, steps, report = map(commands.add_parser, ("corpus", "train", "figure", "steps", "report"))
     site = Path(sysconfig.get_path("purelib"))
     make.add_argument("--folder", type=Path, default=site, help="each entry is a package; default: installed packages")
-    make.add_argument("--suffix", default=".py", help="of the files; default .py")
-    make.add_argument("--max-bytes", type=int, default=200_000_000, help="of the corpus; default 200,000,000")
+    make.add_argument("--suffix", default=".py", help="suffix of the files; default .py")
+    make.add_argument("--max-bytes", type=int, default=200_000_000, help="size of the corpus; default 200,000,000")
     make.add_argument("--out", type=Path, default=OUT / "corpus.bin", help="written, with a manifest beside it")
     for command in (train, figure):
         command.add_argument("--corpus", type=Path, default=OUT / "corpus.bin", help="written by the command `corpus`")
-        what = f"stop after the last validation within so many minutes, with exit code {STOPPED}; default: no limit"
+        what = f"stop after the last validation within this time, with exit code {STOPPED}; default: no limit"
         command.add_argument("--minutes", type=float, default=math.inf, help=what)
     train.add_argument("--tiny", action="store_true", help="other defaults: about a minute on a CPU")
     train.add_argument("--out", type=Path, help="folder of the run; default out/lm/runs/ARM")
@@ -65,7 +65,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     figure.add_argument("--arms", nargs="+", choices=ARMS, help="default: those of the figure")
     figure.add_argument("--seeds", nargs="+", type=int, help="default: those of the figure")
     for name in ("steps", "validate_every"):
-        figure.add_argument(f"--{name.replace('_', '-')}", type=int, help="of each run; default: that of the figure")
+        figure.add_argument(f"--{name.replace('_', '-')}", type=int, help="for each run; default: as in the figure")
     steps.add_argument("--size", choices=SIZES, default="medium", help="of the model; default medium")
     steps.add_argument("--arms", nargs="+", choices=ARMS, default=["dense", "hybrid", "local"])
     steps.add_argument("--attention", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
@@ -79,7 +79,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _figure(options: argparse.Namespace, deadline: float) -> bool:
-    """Trains what is left of a figure and reports what there is. Returns whether all runs have finished."""
+    """Trains the unfinished runs of a figure and writes its report. Returns whether all runs have finished."""
     base, arms, seeds = FIGURES[options.name]
     given: dict[str, Any] = {"steps": options.steps, "validate_every": options.validate_every}
     base = replace(base, **{name: value for name, value in given.items() if value is not None})
@@ -95,7 +95,7 @@ def _figure(options: argparse.Namespace, deadline: float) -> bool:
 
 
 def _run(options: argparse.Namespace) -> bool:
-    """Whether the command has finished its work."""
+    """Runs the command. Returns False if --minutes stopped it."""
     if options.command == "corpus":
         made = corpus.make(options.folder, options.out, suffix=options.suffix, max_bytes=options.max_bytes)
         print(f"{options.out}: {made['train_bytes']:,} bytes to train, {made['validation_bytes']:,} to validate")
@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace) -> bool:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code: see INTERRUPTED and STOPPED."""
+    """Returns the exit code: 0, INTERRUPTED or STOPPED."""
     options = parsed(sys.argv[1:] if given is None else given)
     try:
         if _run(options):
@@ -129,9 +129,9 @@ def main(given: Sequence[str] | None = None) -> int:
         sys.exit(f"python -m benchmarks.lm {options.command}: {error}")
     # Lightning exits when it is interrupted
     except (KeyboardInterrupt, SystemExit):
-        print("\ninterrupted; the same command goes on from the last validation", file=sys.stderr)
+        print("\ninterrupted; the same command continues from the last validation", file=sys.stderr)
         return INTERRUPTED
-    print("stopped by --minutes; the same command goes on", file=sys.stderr)
+    print("stopped by --minutes; the same command continues", file=sys.stderr)
     return STOPPED
 
 

@@ -19,7 +19,7 @@ Point = dict[str, Any]
 
 
 def parts_of(length: int) -> list[tuple[int, int]]:
-    """Parts of a window: 0 to 1,024 (or to an eighth of a shorter window), from there to twice as far, and so on."""
+    """Parts of a window: 0 to 1,024 (an eighth of windows shorter than 8,192), then ends that double, to the end."""
     ends = [min(1024, -(-length // 8))]
     while 2 * ends[-1] < length:
         ends.append(2 * ends[-1])
@@ -32,10 +32,10 @@ def point_of(
     """A line of metrics.csv.
 
     seconds     of training, without validations
-    train_loss  mean since the line before
-    losses      (batch, length) each: of the validation windows. loss_late is that of the tokens for which dense-short,
-                too, has half of its context, the same tokens in every arm
-    peak_bytes  of GPU memory in training and validation; 0 on a CPU
+    train_loss  mean since the previous line
+    losses      losses of the tokens of the validation windows, (batch, length) each. loss_late is the mean over the
+                second half of each context of dense-short, the same tokens in every arm
+    peak_bytes  peak GPU memory in training and validation; 0 on a CPU
     """
     by_position = torch.cat(losses).double().mean(dim=0)
     means = {f"loss_part_{i}": by_position[a:b].mean().item() for i, (a, b) in enumerate(parts_of(settings.length), 1)}

@@ -1,4 +1,4 @@
-"""A decoder of bytes whose attention is one of seven arms, its attention by other libraries, and its optimizer."""
+"""A byte-level decoder with the attention of one of seven arms, by this or other libraries, and its optimizer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..run.peers import compiled_flex, sdpa_call
 ARMS = ("dense", "hybrid", "hybrid-local", "local", "dense-short", "nsa", "moba")
 # arms without a sparse layer
 DENSE = ("dense", "dense-short")
-# cudnn: scaled_dot_product_attention with that backend alone; sdpa: with the one that PyTorch chooses
+# sdpa: scaled_dot_product_attention with the backend that PyTorch chooses; cudnn: only with its cuDNN backend
 IMPLEMENTATIONS = ("ours", "sdpa", "cudnn", "flex")
-# of the hybrid arms, one layer in so many is dense
+# in the hybrid arms, every fourth layer is dense
 DENSE_EVERY = 4
 # the base is for contexts of 131,072 tokens
 N_SYMBOLS, ROPE = 256, 500_000.0
@@ -36,20 +36,20 @@ MAX_NORM = 1.0
 
 
 def implementations_of(arm: str) -> tuple[str, ...]:
-    """Those of IMPLEMENTATIONS that have an arm; a mask of every pair for sdpa would have 17 GB at 131,072 tokens."""
+    """The implementations of an arm. For a sparse one, sdpa would need a dense mask, of 17 GB at 131,072 tokens."""
     return IMPLEMENTATIONS if arm in DENSE else ("ours",) if arm in ("nsa", "moba") else ("ours", "flex")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a run. Runs that differ in `arm` alone see the same tokens in the same order.
+    """All settings of a run. Runs that differ only in `arm` see the same tokens in the same order.
 
     arm             see benchmarks/lm/README.md
-    attention       of the layers: ours, or the same attention by sdpa, cudnn or flex
-    short           dense-short has contexts of so many tokens, a divisor of length
-    keys            a multiple of 128; 256, 512, or a multiple of 1,024 for nsa and moba
+    attention       implementation of the layers' attention, see IMPLEMENTATIONS
+    short           tokens of a context of dense-short, a divisor of length
+    keys            a multiple of 128; for nsa and moba 256, 512, or a multiple of 1,024
     validate_every  steps between validations; a checkpoint follows each
-    n_validation    windows of a validation
+    n_validation    windows per validation
     """
 
     arm: str = "dense"
@@ -88,7 +88,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """Of the variant of the model."""
+        """Name of the variant of the model: its arm, and its implementation unless it is ours."""
         return self.arm if self.attention == "ours" else f"{self.arm}-{self.attention}"
 
 
@@ -128,7 +128,7 @@ def equal_window(length: int, keys: int) -> int:
 
 
 def layout_of(settings: Settings, layer: int) -> BlockLayout | None:
-    """The causal layout of a layer; None: every token before."""
+    """The causal layout of a layer; None: causal without a layout."""
     if settings.arm in DENSE or ("hybrid" in settings.arm and layer % DENSE_EVERY == DENSE_EVERY - 1):
         return None
     if settings.arm == "hybrid":
@@ -139,8 +139,8 @@ def layout_of(settings: Settings, layer: int) -> BlockLayout | None:
 def flex_mask(layout: BlockLayout | None, length: int, window: int) -> Any:
     """The layout as FlexAttention's BlockMask; None is causal.
 
-    window  of the layout. Its blocks that have only some pairs are those that the window or the diagonal cuts; for
-            these alone compiled FlexAttention evaluates the function, which needs no table
+    window  tokens of the layout's window. Compiled FlexAttention evaluates the mask function only for partial blocks.
+            These are cut by the window or the diagonal, so the function needs no table
     """
     mask = to_flex_attention(masks.causal(length) if layout is None else layout)
     mask.mask_mod = lambda _b, _h, q, kv: (q >= kv) & (q - kv < window)
@@ -148,7 +148,7 @@ def flex_mask(layout: BlockLayout | None, length: int, window: int) -> Any:
 
 
 class PeerAttention(SelfAttention):
-    """SelfAttention with the same weights, whose middle step is `call`: q, k, v and options to the heads."""
+    """SelfAttention with the same weights that computes attention by `call`, a function of q, k, v and options."""
 
     def __init__(self, *sizes: Any, call: Any, block_mask: Any = None, **options: Any) -> None:
         super().__init__(*sizes, causal=True, **options)
@@ -238,8 +238,8 @@ class LanguageModel(nn.Module):
             )
 
     def compiled(self) -> LanguageModel:
-        """Itself; each block and the head are compiled when they are first called, and equal ones once."""
-        # variants of the model share the code of a block; beyond the limit PyTorch would not compile, or fail
+        """This model, whose blocks and head are compiled when first called; equal blocks are compiled once."""
+        # all variants of the model share the code of a block; past this limit PyTorch stops compiling it, or fails
         torch._dynamo.config.recompile_limit = 64
         for block in self.blocks:
             block.compile(fullgraph=not self.has_graph_breaks, dynamic=False)
@@ -260,7 +260,7 @@ class LanguageModel(nn.Module):
 
 
 def optimizer_of(model: nn.Module, settings: Settings) -> tuple[AdamW, OneCycleLR]:
-    """AdamW, and a rate that rises for a tenth of the steps and then falls to 0 as a cosine."""
+    """AdamW, and a learning rate that rises for a tenth of the steps and then falls to 0 as a cosine."""
     optimizer = AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     options: dict[str, Any] = {"max_lr": settings.learning_rate, "pct_start": 0.1, "cycle_momentum": False}
     return optimizer, OneCycleLR(optimizer, total_steps=settings.steps, **options)

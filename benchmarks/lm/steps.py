@@ -1,4 +1,4 @@
-"""Tokens a second of one training step, by arm and implementation: JSON lines and a table.
+"""Tokens per second of a training step, by arm and implementation: JSON lines and a table.
 
 A step is forward, loss, backward, clipping and AdamW, in bfloat16 autocast on a GPU. The variants of a length take
 turns in one process. Before timing, loss and gradients are compared with those of the arm's first implementation.
@@ -31,7 +31,7 @@ PROVIDERS = {"ours": "blocksparse_flash", "sdpa": "sdpa", "cudnn": "cudnn", "fle
 
 
 def variants(base: Settings, arms: Sequence[str], implementations: Sequence[str]) -> list[Settings]:
-    """Each arm with each implementation that has it."""
+    """Each arm with each implementation that supports it."""
     return [
         replace(base, arm=arm, attention=attention)
         for arm in arms
@@ -64,7 +64,7 @@ def _is_right(name: str, found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def lines(size: str, among: Sequence[Settings], device: torch.device, rounds: int) -> Iterator[dict[str, Any]]:
-    """A line for each variant that fits and is right. among: of one length and batch size."""
+    """A line for each variant that fits into memory and is correct. among: variants of one length and batch size."""
     # functions compiled for other lengths count toward PyTorch's limit
     torch.compiler.reset()
     ready: list[tuple[Settings, Callable[[], Tensor], float, int | None]] = []
@@ -79,12 +79,12 @@ def lines(size: str, among: Sequence[Settings], device: torch.device, rounds: in
         step = _step(model, optimizer_of(model, settings)[0], window)
         losses: list[Tensor] = []
         setup_ms = measure.first_call_milliseconds(lambda: losses.append(step()))
-        # its gradient depends on the values and the mask; scaled to the same norm in all variants by clipping
+        # this gradient depends on the values and the mask; clipping scales those of all variants to the same norm
         gradient = model.blocks[0].get_parameter("attention.out.weight").grad
         assert gradient is not None
         found = [losses[0].float().cpu(), gradient.float().cpu()]
         if _is_right(settings.name, found, expected.setdefault(settings.arm, found)):
-            # weights, gradients and the state of AdamW are there before
+            # weights, gradients and the state of AdamW are in memory already
             peak = measure.peak_bytes(step) if device.type == "cuda" else None
             ready.append((settings, step, setup_ms, peak))
 
@@ -120,7 +120,7 @@ def measured(
 
 
 def section(lines: pd.DataFrame) -> str:
-    """Tokens a second of each variant, and how many times those of the fastest dense one; "" without lines."""
+    """Tokens per second of each variant, and their ratio to the fastest dense one; "" without lines."""
     if lines.empty:
         return ""
     shown = []
@@ -136,7 +136,8 @@ def section(lines: pd.DataFrame) -> str:
         "measured on": "{device}, {commit}",
     }  # fmt: skip
     return joined(
-        "Tokens a second of one training step (`python -m benchmarks.lm steps`): medians of wall-clock times, in turns "
-        f"in one process, torch {' and '.join(sorted({*lines['torch']}))}. Peak memory: beyond weights and optimizer.",
+        "Tokens per second of a training step (`python -m benchmarks.lm steps`): medians of wall-clock times, in turns "
+        f"in one process, torch {' and '.join(sorted({*lines['torch']}))}. Peak memory is in addition to weights, "
+        "gradients and the state of AdamW.",
         listing(pd.DataFrame(shown), columns),
     )

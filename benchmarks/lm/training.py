@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Training(lightning.LightningModule):
     """An epoch is `validate_every` steps and a validation, after which a checkpoint is written.
 
-    deadline  of time.monotonic(): ends after the last epoch that probably ends before it
+    deadline  a time of time.monotonic(): training ends after the last epoch that is expected to end before it
     """
 
     def __init__(self, settings: Settings, corpus: Corpus, folder: Path, deadline: float = math.inf) -> None:
@@ -83,12 +83,12 @@ class Training(lightning.LightningModule):
         self.log("validation_loss", self.points[-1]["validation_loss"], prog_bar=True)
 
     def on_train_epoch_end(self) -> None:
-        # with its validation and the checkpoint, which takes a second
+        # with the validation, and a second for the checkpoint
         took = time.perf_counter() - self._begin + 1
         self.trainer.should_stop = time.monotonic() + took > self.deadline
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Rounds AdamW's state to bfloat16, also that of the running training: 8 bytes a weight instead of 12."""
+        """Rounds AdamW's state to bfloat16, in memory too, so that resuming is exact: 8 bytes per weight, not 12."""
         checkpoint |= {"identity": self.identity, "points": list(self.points)}
         checkpoint |= {"seconds": self.seconds, "peak_bytes": self.peak_bytes}
         states = checkpoint["optimizer_states"][0]["state"]
@@ -108,7 +108,7 @@ class Training(lightning.LightningModule):
 
 
 def print_duration(training: Training, device: torch.device, n_steps: int) -> float:
-    """Times a step, which compiles the kernels too; prints how long the training will take, and returns it."""
+    """Times a step, which also compiles the kernels; prints and returns how many seconds the training will take."""
     model, settings = training.model.to(device), training.settings
     window = training.corpus.train[: settings.batch_size].to(device)
 
@@ -133,7 +133,7 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
 
     A finished run keeps its weights in bfloat16, weights.pt, and no checkpoint.
 
-    deadline  of time.monotonic(): saves and returns before it
+    deadline  a time of time.monotonic(): saves and returns before it
     raises    ValueError if the folder has a run with other settings or another corpus
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -154,7 +154,7 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
             print(f"{where}: finished before", flush=True)
             return True
         n_done = checkpoint["global_step"]
-        print(f"{where}: going on from step {n_done} of {settings.steps}", flush=True)
+        print(f"{where}: continues from step {n_done} of {settings.steps}", flush=True)
     # compiled functions of an earlier run count toward PyTorch's limit
     torch.compiler.reset()
     if device.type == "cuda":

@@ -2,14 +2,14 @@
 
 generate   makes the sets of a task by its rules, with many workers; resumes after an interruption
 floors     accuracy of a task's shortcut on its generated test set
-recipe     trains a configuration of ours and the stages it begins with (path256, pathx), for one or several seeds, then
-           tests it and writes a report; `recipe ablation` compares masks. Resumes; --minutes limits a call
+recipe     trains a configuration of configs/ours (such as path256) and its earlier stages, for one or several seeds,
+           tests it and writes a report; `recipe ablation` compares masks. Resumes; --minutes limits the time of a call
 fit, validate, test   train and test a model: --config benchmarks/lra/configs/ours/pathx.yaml
 speed      times training steps of the tasks, and attention alone at 128 to 65,536 tokens, with several implementations
 report     tables and plots of the results of `test` and `speed`
 
-Exit status 75: a time limit (--minutes of fit and recipe) ended the training; its last step is saved, and the same
-command, for fit with --ckpt_path last, continues.
+Exit status 75: a time limit (--minutes of fit and recipe) ended the training after saving its last step. The same
+command continues it; for fit, add --ckpt_path last.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def speed(
 
     Args:
         tasks: whose training steps are timed, with and without attention dropout; default all
-        lengths: tokens of attention alone, powers of two; default 128 to 65,536. [] leaves it out, to time in parts
+        lengths: tokens of attention alone, powers of two; default 128 to 65,536. [] times no attention alone
         providers: blocksparse_flash, materialized, sdpa, flex; default all
         mask: mask of the block-sparse training steps, a specification for masks.build
         quick: tiny sizes, to check that everything runs
@@ -134,7 +134,7 @@ def speed(
     found = []
     named = published.STEPS if tasks is None else tasks
     if unknown := [task for task in named if task not in published.STEPS]:
-        raise ValueError(f"tasks must be of {', '.join(published.STEPS)}, got {unknown[0]!r}")
+        raise ValueError(f"tasks must be among {', '.join(published.STEPS)}, got {unknown[0]!r}")
     for task, each, has_dropout in itertools.product(named, (None, mask), (True, False)):
         case = steps.case_of(task, mask=each, has_dropout=has_dropout, **sizes)
         lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
@@ -164,7 +164,7 @@ def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
 
 
 def order_seed(seed: bool | int) -> int:
-    """The seed of the order of samples: that of the weights."""
+    """The seed of the order of samples, which is that of the weights."""
     if isinstance(seed, bool):
         raise ValueError(f"seed_everything must be a number, which the results name, got {seed}")
     return seed

@@ -193,7 +193,7 @@ class Steps:
                 raise ValueError(f"samples of a stage must be a multiple of its batch_size {size}, got {samples}")
 
     def samples(self, step: int) -> int:
-        """Samples of all processes before a step."""
+        """Number of samples of all processes before a step."""
         before = 0
         for samples, size in self.stages:
             if step < samples // size:
@@ -202,7 +202,7 @@ class Steps:
         return before + step * self.batch_size
 
     def _fresh(self, step: int) -> range:
-        """Places of a step of an endless stream."""
+        """Numbers of the samples of a step, in an endless stream."""
         return range(self.samples(step), self.samples(step + 1))
 
     def _epoch(self, epoch: int) -> list[list[int]]:

@@ -96,9 +96,10 @@ class LraData(lightning.LightningDataModule):
     root        folder of the released files or of the generated sets
     batch_size  samples of a step, of all GPUs together
     sizes       samples of the splits; None is those of Long Range Arena, or of the files
-    seed        of the generators
-    test_seed   of the generator of the test set; None is `seed`. Another number gives a test set that is new
-    order_seed  of the order of stored training samples; a fresh stream has other samples. Lightning's seed_everything
+    seed        seed of the generators
+    test_seed   seed of the test set; None is `seed`. Another number gives a new test set
+    order_seed  seed of the order of stored training samples, or of the samples of a fresh stream; set by Lightning's
+                seed_everything
     workers     processes that draw or read samples; None is one per core but one
     reading     how the released files are read
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
@@ -127,18 +128,18 @@ class LraData(lightning.LightningDataModule):
         self.batch_size = batch_size
         self.test_seed, self.order_seed = seed if test_seed is None else test_seed, order_seed
         if source == "official" and self.test_seed != seed:
-            raise ValueError(f"test_seed is of a generator, but released test sets are read, got test_seed={test_seed}")
+            raise ValueError(f"test_seed is only for generated test sets, not for released ones, got {test_seed}")
         self.sizes = self.task.sizes if sizes is None else sizes
         self.rules = Rules() if rules is None else rules
         if self.rules.stages and source != "fresh":
             raise ValueError(f'stages are of a fresh stream, got source={source!r}: source="fresh" uses them')
         has_generator, is_path = source in ("generated", "fresh"), self.task.name.startswith("path")
         if self.rules.changes and not has_generator:
-            raise ValueError(f"rules.changes are of a generator, got source={source!r}")
+            raise ValueError(f"rules.changes are only for generated data, got source={source!r}")
         if self.rules.contour_length != Rules.contour_length and not is_path:
-            raise ValueError(f"rules.contour_length is of Pathfinder, got task={task!r}")
+            raise ValueError(f"rules.contour_length is only for Pathfinder, got task={task!r}")
         if reading is not None and source != "official":
-            raise ValueError(f'reading is of released files, got source={source!r}: source="official" reads them')
+            raise ValueError(f'reading is only for released files (source="official"), got source={source!r}')
         self.reading = released.Reading() if reading is None else reading
         self.workers = max(0, (os.cpu_count() or 1) - 1) if workers is None else workers
         self.n_together = n_together
@@ -216,7 +217,7 @@ class LraData(lightning.LightningDataModule):
         return [(each.samples, self.batch_size if each.batch_size is None else each.batch_size) for each in sized]
 
     def _steps(self, first_step: int) -> batches.Steps:
-        """The samples of every batch. first_step: in steps of the trainer, which may accumulate batches."""
+        """The samples of every batch. first_step counts steps of the trainer, which may accumulate batches."""
         accumulated = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
         n = None if self.source == "fresh" else len(self.rows["train"])
         return batches.Steps(

@@ -87,9 +87,9 @@ PRESETS = {
 
 
 def preset(resolution: int, *, contour_length: int = 14) -> Preset:
-    """The settings of Long Range Arena: of the documentation, for 64 and 128 as changed to match released images.
+    """The settings of Long Range Arena, as documented; for 64 and 128, changed to match released images.
 
-    No released image of 32 or 256 pixels was available to compare with.
+    No released images of 32 or 256 pixels were available for comparison.
 
     resolution      32, 64, 128 (Path-X) or 256
     contour_length  14 (hard, which Long Range Arena reports), 9 or 6; any other for a curriculum

@@ -32,8 +32,8 @@ def materialized(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, mas
 def dropped_scores(seed: Tensor, dropout_p: float) -> Callable[..., Tensor]:
     """A score_mod that drops scores, by a hash of seed (int32, a scalar) and indices.
 
-    FlexAttention cannot change probabilities after the softmax, so this dropout comes before it: the remaining
-    probabilities have the sum 1.
+    FlexAttention cannot change probabilities after the softmax, so this dropout comes before it, and the remaining
+    probabilities sum to 1.
     """
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from . import reporting
 from .scoring import TEST
 
 CONFIGS = Path(__file__).with_name("configs")
-# other folders of CONFIGS, whose configurations are trained together with these of ours
+# other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
 GROUPS = {"ablation": ("pathx",)}
 RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
 # exit status after a time limit: run the same command again (EX_TEMPFAIL of sysexits.h)
@@ -28,8 +28,8 @@ LATER = 75
 class Stage:
     """A configuration, the folder of its run, its last step, and the checkpoint it begins with, if any.
 
-    test_seed  of the test set that the configuration names
-    seed       of the training
+    test_seed  seed of the test set in the configuration
+    seed       seed of the training
     """
 
     config: Path
@@ -124,10 +124,10 @@ def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None,
     """Train configurations and the stages they begin with, test them, and write a report. Run it again to resume.
 
     Args:
-        name: pathx, path256, any other configuration of configs/ours, or ablation: configs/ablation and pathx
-        seeds: trained one after the other, all stages of each; runs of seeds other than 0 are in folders seed-N
-        test_seed: of the generated test set; default that of the configuration. A new number gives a new set
-        minutes: training stops by itself after this time with exit status 75, to be continued by the same command
+        name: a configuration of configs/ours such as pathx, or "ablation" for pathx and all of configs/ablation
+        seeds: for each seed in turn, all stages are trained; runs of seeds other than 0 are in folders seed-N
+        test_seed: seed of the generated test set; default as in the configuration. A new number gives a new set
+        minutes: training stops after this time with exit status 75; the same command continues it
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]

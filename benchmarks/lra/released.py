@@ -23,12 +23,12 @@ NESTS = ("", "lra_release", "lra_release/lra_release")
 CIFAR_FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-py", "cifar")
 CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 CIFAR_PIXELS = 32 * 32
-# red, green and blue in a gray: of TensorFlow, and of Pillow in 65,536ths, which torchvision uses
+# weights of red, green and blue in gray: TensorFlow's, and in 65,536ths those of Pillow, which torchvision uses
 GRAY = np.array([0.2989, 0.587, 0.114], dtype=np.float32)
 GRAY_PILLOW = np.array([19595, 38470, 7471])
-# Pathfinder's folders by the dashes of a snake
+# Pathfinder's folders by the number of dashes in a snake
 FOLDERS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_baseline"}
-# of random splits, and of the vocabulary of characters, in the PyTorch versions of the benchmark
+# in the PyTorch versions of the benchmark: seed of random splits, and least occurrences of a character
 SPLIT_SEED, LEAST_COUNT = 42, 15
 PADDING, UNKNOWN, END = range(3)
 # globals needed to unpickle an array, in Python 2, NumPy 1 and NumPy 2
@@ -43,7 +43,7 @@ LONGEST_TEXT = 10_000
 
 @dataclass(frozen=True)
 class Reading:
-    """How released files are read: the defaults as in Long Range Arena, the alternatives as in PyTorch versions of it.
+    """How released files are read: by default as in Long Range Arena, otherwise as in PyTorch versions of it.
 
     split     Image and Pathfinder: "official" cuts the files in their order, "random" draws the validation set of Image
               and all splits of Pathfinder with seed 42
@@ -57,7 +57,7 @@ class Reading:
 
     @property
     def changes(self) -> dict[str, str]:
-        """The options that are not the defaults."""
+        """The options whose values are not the defaults."""
         return {name: value for name, value in asdict(self).items() if value != getattr(Reading, name)}
 
 

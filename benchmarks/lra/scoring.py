@@ -17,9 +17,9 @@ from .tasks import LRA
 
 # file in the folder of a run
 TEST = "test.jsonl"
-# keys of `test`. is_lra: comparable with published numbers, see belongs. keys: per query, see keys_per_query.
-# start: beginning of the SHA-256 of the checkpoint with the initial weights. steps, samples, device_hours: of the
-# training, its validations and compilation included; ..._before: of the stages before it
+# keys of a line of `test`. is_lra: comparable with published numbers, see belongs. keys: keys per query, see
+# keys_per_query. start: beginning of the SHA-256 of the checkpoint with the initial weights. steps, samples,
+# device_hours: of the training, including validations and compilation; ..._before: of its earlier stages
 TEST_KEYS = [
     *("bench", "task", "is_lra", "source", "data", "mask", "keys", "n_layers", "embed_dim", "weights", "recipe"),
     *("seed", "start", "steps", "batch_size", "samples", "device_hours", "samples_before", "device_hours_before"),

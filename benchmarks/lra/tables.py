@@ -144,7 +144,7 @@ def _best(task: str) -> str:
 
 
 def _with_before(line: Line, key: str, form: str) -> str:
-    """A number of the training and, if there were stages before it, the sum."""
+    """A number of the training and, if it had earlier stages, the sum with theirs."""
     before = line[f"{key}_before"]
     return form.format(line[key]) + (f" (with earlier stages {form.format(line[key] + before)})" if before else "")
 
@@ -190,7 +190,7 @@ def _without_seed(line: Line) -> tuple[str, int, int]:
 def ablation_section(lines: Sequence[Line]) -> list[str]:
     """Masks compared at equal keys: runs of `recipe ablation`; [] without them.
 
-    A run that began with another checkpoint, or has more than a hundredth more or fewer keys, is not compared.
+    Runs that began with another checkpoint, or whose keys per query differ by more than 1%, are not compared.
     """
     of_group = [line for line in lines if "ablation/" in line["run"]]
     if not of_group:

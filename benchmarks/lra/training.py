@@ -36,7 +36,7 @@ class Recipe:
     schedule      after a linear warm-up of `warmup` steps: "cosine" or "linear" to 0 at the last step, "rsqrt"
                   (learning_rate / sqrt(step), as in Long Range Arena), "constant", or "trapezoid": constant, then
                   linear to 0 over the last `cooldown` steps
-    last_step     of the schedule; None is trainer.max_steps. Runs that a time limit stopped ended before it
+    last_step     last step of the schedule; None is trainer.max_steps. Later than that if a time limit ended the run
     hidden_share  share of tokens hidden in self-pretraining, objective="guess"
     """
 
@@ -90,7 +90,7 @@ def compile_around_attention(block: EncoderBlock) -> None:
 
 
 class Deadline(Callback):
-    """Ends the training after the first step past a time of time.monotonic(); the last step is saved."""
+    """Ends the training after the first step that ends past `at`, a time of time.monotonic(); that step is saved."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -135,7 +135,7 @@ class Experiment(lightning.LightningModule):
         self.validation_loss = MeanMetric()
         self.answers, self.pair_answers = CatMetric("disable"), CatMetric("disable")
         self.result: Result | None = None
-        # from the loaded checkpoint. record: keys of a test's line, of the training
+        # from the loaded checkpoint. record: facts about the training for the line of a test
         self.trained_steps, self._goes_on = 0, False
         self.record: dict[str, Any] = {"start": None, "samples": 0, "device_hours": 0.0}
         self.record |= {"samples_before": 0, "device_hours_before": 0.0}

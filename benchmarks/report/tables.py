@@ -166,7 +166,7 @@ def mask_building(lines: pd.DataFrame) -> str:
 
 
 def read_long_range(folder: Path) -> pd.DataFrame:
-    """The latest test of each run on each test set, with the run's name as `configuration`; empty without the folder."""
+    """The latest test of each run on each test set, with the run's name as `configuration`; empty if no folder."""
     found = []
     for path in sorted(folder.rglob("test.jsonl")):
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())

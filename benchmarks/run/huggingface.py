@@ -5,11 +5,11 @@ longer sequences and no dropout. Baselines are transformers' "sdpa" and "eager";
 (causal, dense), then with a layout, which the baselines get as a mask of every pair. Outputs are compared before
 timing; cases that do not fit into memory are reported.
 
-`--models llama` trains a model shaped like Llama on packed documents of unequal length, which restart position_ids: 8
-layers of width 2048, 16 heads on 4 of 128, weights in bfloat16. Baselines are transformers' "sdpa", which gets a mask
-of every pair, "flex_attention" and, where flash-attn is installed, "flash_attention_2", and PyTorch's FlashAttention-2,
-`varlen_attn`; the last two also get where each document begins. All train one model, in turns, after a comparison of
-their losses and gradients.
+The model "llama" is shaped like Llama: 8 layers of width 2048, 16 query heads and 4 KV heads of dimension 128, weights
+in bfloat16. It trains on packed documents of unequal length, at whose beginnings position_ids restart. Baselines are
+transformers' "sdpa", which gets a dense mask, "flex_attention" and, if flash-attn is installed, "flash_attention_2",
+and PyTorch's FlashAttention-2, `varlen_attn`. The last two also get the boundaries of the documents. Losses and
+gradients are compared first. Then all train the same model, in turns.
 """
 
 from __future__ import annotations
@@ -198,19 +198,19 @@ def varlen(
 
 
 def llama_of(case: Case, sizes: Sizes, device: torch.device) -> Any:
-    """A model for the packed tokens of the case; `sizes` replaces some."""
+    """A model for the packed tokens of the case; `sizes` replaces some of its sizes."""
     settings = {
         "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
         "num_key_value_heads": 4, "max_position_embeddings": case.n, "use_cache": False,
     }  # fmt: skip
     torch.manual_seed(0)
     made: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, **(sizes or {})}))
-    # rotary positions would turn queries and keys into float32, and values not, which FlexAttention refuses
+    # rotary positions would make q and k float32 but not v, which FlexAttention refuses
     return made.to(device, torch.bfloat16).train()
 
 
 def packed_inputs(case: Case, n_documents: int, vocab_size: int) -> dict[str, Any]:
-    """Documents of unequal length, as transformers packs them, with where each begins."""
+    """Documents of unequal length, packed as in transformers, with their boundaries."""
     generator = torch.Generator().manual_seed(1)
     cuts = torch.randperm(case.n - 1, generator=generator)[: n_documents - 1].sort().values + 1
     tokens = torch.randint(vocab_size, (case.n,), generator=generator)

@@ -8,10 +8,11 @@ much less, since L2 holds 50 MB and more. Each kernel is profiled separately, wi
 The command runs itself under `ncu`, which needs permission to read the GPU's counters, and appends a JSON line for each
 density, head_dim, number of heads and direction to benchmarks/results/io.jsonl.
 
-`--tiles 16 32 64 128` instead counts the Triton forward with programs of so many queries: the smaller its tiles, the
-less shared memory a program needs, and the more often it loads keys and values. `--standard` counts attention with the
-score matrix in memory, which reads every pair. Keys and values larger than L2 show in device memory what otherwise
-stays in L2: `--tiles 16 32 64 128 --length 262144 --heads 1 --head-dims 128 --densities 0.015625 0.0625`.
+`--tiles 16 32 64 128` instead counts the Triton forward with 16, 32, 64 and 128 queries per program. With fewer, a
+program needs less shared memory, but keys and values are loaded more often. `--standard` counts attention with the
+score matrix in memory, which reads and writes every pair. If keys and values are larger than L2, repeated loads show in
+the traffic of device memory: `--tiles 16 32 64 128 --length 262144 --heads 1 --head-dims 128 --densities 0.015625
+0.0625`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ KEYS = [
 
 
 class Case(NamedTuple):
-    """What is profiled. tile: queries of a program of the Triton forward; None: as the backend chooses."""
+    """What is profiled. tile: queries per program of the Triton forward; None: as the backend chooses."""
 
     heads: int
     head_dim: int
@@ -86,7 +87,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def config_of(tile: int) -> Config:
-    """Of the Triton forward: `tile` queries, and two stages of keys and values, of as many tokens, but 64 at most."""
+    """Config of the Triton forward: `tile` queries, and two stages of min(tile, 64) keys and values."""
     return Config(tile, min(tile, 64), 4, 2)
 
 
@@ -131,7 +132,7 @@ def calls(text: str) -> list[dict[str, Any]]:
 
 
 def profiled(options: argparse.Namespace) -> None:
-    """Runs every case, in each of its directions after a marker; only these are profiled."""
+    """Runs every case in each of its directions, after a marker each; only these calls are profiled."""
     for case in cases(options):
         size = options.batch, case.heads, options.length, case.head_dim
         *tensors, dout = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -195,7 +196,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
-    parser.add_argument("--tiles", type=int, nargs="+", default=[], choices=(16, 32, 64, 128), help="of the forward")
+    parser.add_argument("--tiles", type=int, nargs="+", default=[], choices=(16, 32, 64, 128), help="queries per tile")
     parser.add_argument("--standard", action="store_true", help="counts attention with all scores in memory")
     parser.add_argument("--ncu", default="ncu", help="Nsight Compute's command, where it is not on the PATH")
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)

@@ -195,9 +195,9 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
     state = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
     n_weights = sum(weight.numel() for weight in state["state_dict"].values())
     assert (tmp_path / "parts" / "last.ckpt").stat().st_size < 8 * n_weights + 200_000
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     assert run(path, tmp_path / "parts", *NSA) == 0
-    assert "going on from step 2 of 6" in capsys.readouterr().out
+    assert "continues from step 2 of 6" in capsys.readouterr().out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert [line["step"] for line in losses(tmp_path / "whole")] == ["2", "4", "6"]
     ends = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("whole", "parts")]
@@ -223,7 +223,7 @@ def test_a_run_stops_within_its_minutes_and_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(Training, "on_train_epoch_end", stop)
         assert run(path, tmp_path / "parts") == command.STOPPED
-    assert "stopped by --minutes; the same command goes on" in capsys.readouterr().err
+    assert "stopped by --minutes; the same command continues" in capsys.readouterr().err
     assert run(path, tmp_path / "parts") == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 

@@ -310,9 +310,9 @@ def test_frequent_characters_have_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "image", "source": "stand-in", "reading": released.Reading()}, "reading is of released files"),
-        ({"task": "image", "source": "stand-in", "rules": Rules(changes={"size": 1})}, "rules.changes are of a gener"),
-        ({"task": "listops", "rules": Rules(contour_length=6)}, "rules.contour_length is of Pathfinder, got task='li"),
+        ({"task": "image", "source": "stand-in", "reading": released.Reading()}, "reading is only for released files"),
+        ({"task": "image", "source": "stand-in", "rules": Rules(changes={"size": 1})}, "rules.changes are only for"),
+        ({"task": "listops", "rules": Rules(contour_length=6)}, "rules.contour_length is only for Pathfinder, got"),
     ],
 )
 def test_options_of_other_data_are_refused(changes: dict[str, Any], message: str) -> None:

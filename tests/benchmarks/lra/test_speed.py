@@ -223,7 +223,7 @@ def test_steps_can_be_timed_in_parts(tmp_path: Path) -> None:
     assert [(line["task"], line["pattern"], line["dropout_p"]) for line in found] == [
         ("image", pattern, dropout_p) for pattern in ("dense", "butterfly") for dropout_p in (0.1, 0.0)
     ]
-    with pytest.raises(ValueError, match=r"tasks must be of listops, .*, got 'pathx'"):
+    with pytest.raises(ValueError, match=r"tasks must be among listops, .*, got 'pathx'"):
         command.speed(tasks=["pathx"])
     assert 16_384 in published.LENGTHS
 

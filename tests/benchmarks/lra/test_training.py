@@ -266,7 +266,7 @@ def test_seeds_change_weights_and_order_and_a_test_seed_the_test_set(tmp_path: P
     sets = [LraData("listops-small", root=root, sizes=Sizes(20, 8, 40), test_seed=seed) for seed in (None, 1)]
     tests, validations = ([each.stored(split)[:].tobytes() for each in sets] for split in ("test", "validation"))
     assert tests[0] != tests[1] and validations[0] == validations[1]
-    with pytest.raises(ValueError, match=r"released test sets are read, got test_seed=1"):
+    with pytest.raises(ValueError, match=r"test_seed is only for generated test sets, not for released ones, got 1"):
         LraData("image", "official", test_seed=1)
     with pytest.raises(ValueError, match=r"last_step must be at least trainer\.max_steps, 8, got 7"):
         run(tmp_path / "short", root, model={"architecture": TINY, "recipe": {"last_step": 7}})
