@@ -264,7 +264,7 @@ class BlockLayout:
         A CUDA graph can capture this together with attention. Selecting has no gradient. On a GPU, four fused kernels
         make the layout and its plan, up to 2^20 queries, 8192 cols and n_cols <= 2048 + 128 * k. For larger grids, for
         more than 4 blocks per tile, and under torch.compile, about 60 PyTorch operations do so, which take longer.
-        If single query tokens select blocks, or for packed documents, use `selected_attention`.
+        Use `selected_attention` if single query tokens select blocks, or for packed documents.
 
         >>> layout = BlockLayout.from_topk(torch.tensor([[[[0, -1], [1, 0]]]]), 256, 256, block_size=128)
         >>> layout.nnz, layout.capacity

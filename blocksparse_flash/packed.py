@@ -143,7 +143,8 @@ def checked_boundaries(cu_seqlens: object, q: torch.Tensor, k: torch.Tensor) -> 
 
     cu_seqlens  (documents + 1,) or (batch, documents + 1), on the device of q
     q, k        (batch, heads, length, head_dim), with the same documents
-    raises      TypeError, ValueError. On a GPU, where the values are not read, RuntimeError of the device later
+    raises      TypeError, ValueError. On a GPU, the host does not read the values: wrong ones trigger a device-side
+                assert, which PyTorch reports later as a RuntimeError
     """
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(
@@ -174,7 +175,7 @@ def checked_boundaries(cu_seqlens: object, q: torch.Tensor, k: torch.Tensor) -> 
             got = rows.tolist() if rows.numel() < 20 else rows
             raise ValueError(f"cu_seqlens must start at 0, never decrease, and end within {length} tokens, got {got}")
     else:
-        # on a GPU an assertion of the device, which ends the process that goes on without a check
+        # on a GPU a device-side assert, after which the process cannot use the GPU any more
         torch._assert_async(is_valid, INVALID)
     return rows
 

@@ -52,9 +52,9 @@ def selected_attention(
     query_block_size  consecutive tokens that select together: 1, 2, 4, ..., 128
     causal       True drops the keys with kv_pos > q_pos + (kv_len - q_len), also within a selected block
     cu_seqlens   integers (documents + 1,) or (batch, documents + 1) on q's device: where packed documents begin and
-                 end, in queries and keys alike, as `masks.documents` takes them. A query attends to the selected keys
-                 of its own document. Blocks are counted from the first key of the sequence, and are cut where documents
-                 begin and end. Tokens after the last document attend to nothing. Default: one document
+                 end, in queries and keys alike, as in `masks.documents`. A query attends only to the selected keys of
+                 its own document. Block i still begins at key i * block_size of the packed sequence, and may have keys
+                 of several documents. Tokens after the last document attend to nothing. Default: one document
     scale, deterministic, backend  as `attention`
     returns      (batch, heads, q_len, v_head_dim); 0 for a query that selects no key
     raises       TypeError, ValueError
@@ -70,9 +70,10 @@ def selected_attention(
     Extra memory: a copy of q, 16 bytes for each tile that could be listed, and on a GPU the bitmasks of tiles. If only
     1 or 2 rows (query_block_size x padded group) share a selection, bitmasks take one bit per pair and query head. For
     4 rows they take up to 200 MB, and less for more rows, if block_size is at least 64 and head_dim at most 128;
-    otherwise up to one bit per pair and query head. Packed documents add one bit for each key and each query in a tile
-    with tokens of several documents, of which there is at most one for each document. More than 8 GB of bitmasks raise
-    a ValueError. Boundaries on a GPU are not copied to the host: invalid ones end in an assertion of the device.
+    otherwise up to one bit per pair and query head. With packed documents, each tile row that has tokens of several
+    documents takes one more bit for each of its queries and each key; there are at most as many such rows as documents.
+    More than 8 GB of bitmasks raise a ValueError. Boundaries on a GPU are not copied to the host: invalid ones trigger
+    a device-side assert.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and KV head
@@ -160,14 +161,14 @@ def selected_attention_with_lse(
 
 
 def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
-    """The layout in which each query attends to the keys first .. stop - 1, made on the device without waiting for it.
+    """The layout in which each query attends to keys first .. stop - 1. It is made on the device, without waiting.
 
     first, stop  integers (batch, q_len) that never decrease, between 0 and kv_len
     """
     batch, q_len = first.shape
     frame = Frame(batch, 1, q_len, kv_len, (TILE, TILE))
     cols = torch.arange(frame.n_cols, device=first.device).expand(batch, 1, frame.n_rows, -1)
-    # one document for each query: every tile may have a bitmask of its own
+    # as if each query were a document: every tile may need its own bitmask
     numbers = torch.arange(1, q_len + 1, device=first.device).expand_as(first)
     with tracing.outside_transforms(first):
         ranges = torch.stack([numbers, first, stop], 1).to(torch.int32)

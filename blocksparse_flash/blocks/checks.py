@@ -82,7 +82,7 @@ def frame(q_len: object, kv_len: object, block_size: object) -> Frame:
 
 
 def check_tensor(name: str, value: object, hint: str = "") -> None:
-    """Refuse what is not a tensor; hint ends the message."""
+    """TypeError unless value is a tensor; the message ends with hint."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{hint}")
 

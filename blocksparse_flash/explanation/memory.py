@@ -106,7 +106,7 @@ def _parts(call: Call, first: int, n_sms: int) -> int:
 
 
 def _columns(call: Call, *dims: int) -> int:
-    """Columns of float32 sums of these head dimensions in the backward."""
+    """Columns that the float32 sums of the backward have for these head dimensions, all together."""
     return sum(padded_dim("hopper", dim) if call.is_fine else backward_columns(dim) for dim in dims)
 
 

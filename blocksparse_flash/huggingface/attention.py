@@ -98,12 +98,12 @@ def attention_function(
     module      the layer; its config gives the layout if there is no mask
     query       (batch, heads, q_len, head_dim)
     key, value  (batch, kv_heads, kv_len, ...), not repeated for grouped heads
-    attention_mask  result of `attention_mask`; None if transformers requested none; or the numbers that a model adds to
-                scores, such as Swin's, (batch or 1, heads or 1, q_len or 1, kv_len), which then say what is masked
+    attention_mask  result of `attention_mask`; None if transformers requested none; or a float mask that the model adds
+                to scores, as in Swin, (batch or 1, heads or 1, q_len or 1, kv_len), and which alone masks
     dropout, scaling, deterministic  dropout_p, scale and deterministic of `attention`
     is_causal, sliding_window  must agree with the mask
     s_aux, softcap, and position_bias in `unread`: sinks, softcap and pair_bias of `attention`; with dropout, refused
-                where the mask has a selection; a bias in the mask is added to position_bias
+                if the mask has a selection. The bias of a Mask is added to position_bias
     returns     (out, None), out of shape (batch, q_len, heads, v_head_dim); attention weights are never stored
     raises      ValueError for another argument in `unread` that would change the result
     """

@@ -46,7 +46,8 @@ class Mask(_Fields):
     selection   the Selection with which queries choose among the blocks of these keys; None means that they do not
     cu_seqlens  int64 (batch, documents + 1): boundaries of the packed documents among which queries choose; None means
                 that the tokens of a sequence are one document
-    kv_len      the first keys, to which the other fields apply; the rest is unused room of a static cache. None: all
+    kv_len      number of keys, the first ones, to which the other fields apply; the rest is unused room of a static
+                cache. None: all
     bias        (batch or 1, heads or 1, q_len, kv_len) that the model added to the mask, as BEiT does: attention adds
                 it to the scores. None: nothing
 

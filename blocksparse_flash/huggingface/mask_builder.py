@@ -68,12 +68,12 @@ def _packed(function: MaskFunction, document: Tensor) -> MaskFunction:
 
 
 def _counts_within_documents(mask_function: Any) -> bool:
-    """Whether transformers made a mask function for packed documents, so that positions begin anew in each."""
+    """Whether transformers made a mask function for packed documents, in each of which positions restart."""
     from transformers import masking_utils
 
     if isinstance(mask_function, tuple):
         return any(map(_counts_within_documents, mask_function))
-    # transformers 5.10 to 5.16 have no such functions: chunks would count the tokens of all documents
+    # transformers 5.10 to 5.16 have no such functions: there, chunks are counted across documents
     remap: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     if not isinstance(mask_function, FunctionType) or remap is None:
         return False
@@ -122,7 +122,7 @@ class _Request(NamedTuple):
     batch: int
     crop: layout_crops.Crop
     layout: Layout
-    # with which queries choose blocks, in place of a layout
+    # how queries choose blocks, in place of a layout
     selection: Selection | None = None
     # slot of the only query, if keys after it are unused room of a static cache; int64 () if only the device knows it
     position: int | Tensor | None = None
@@ -279,7 +279,7 @@ def _by_rule(request: _Request, is_token: Tensor | None) -> Mask | None:
 def _by_documents(request: _Request, documents: Tensor) -> Mask:
     """The mask of packed documents without padding; made on the device if there is no layout.
 
-    The layers that select blocks get the boundaries of the documents alone.
+    Layers that select blocks get only the boundaries of the documents.
     """
     kind, window, q_len = request.kind, request.window, request.crop.q_len
     left, right = (window, window) if kind == "bidirectional" or window is None else (window - 1, 0)
@@ -289,7 +289,7 @@ def _by_documents(request: _Request, documents: Tensor) -> Mask:
     numbers = torch.arange(q_len + 1, device=documents.device)
     begins = torch.searchsorted(documents.contiguous(), numbers.expand(len(documents), -1).contiguous())
     if request.selection is not None and kind == "causal" and window is None:
-        # few blocks need room for the documents that exist alone
+        # waits for the device, so that only documents that exist get room for incomplete blocks
         n_documents = int(documents[:, -1].max()) + 1
         return Mask(None, True, kind, cu_seqlens=begins[:, : n_documents + 1])
     packs = Documents(begins, None, q_len, q_len, left, right, None)
@@ -364,7 +364,7 @@ def _on_the_host(
                 "pass attention_mask=torch.ones_like(input_ids)"
             )
         documents = packed if kind == "causal" else None
-    # documents of a function of one's own may return; those of transformers never do
+    # with a custom mask function, a document may continue after another one; with those of transformers it never does
     if documents is not None and is_token is None and request.is_square and not bool((documents.diff() < 0).any()):
         return _by_documents(known, documents)
     if documents is None and request.kind == "other":

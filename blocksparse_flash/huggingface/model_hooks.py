@@ -1,4 +1,4 @@
-"""Forward hooks: they report a layout that no attention of the model reads, and recognize packed sequences."""
+"""Forward hooks that report a layout which no attention of the model reads, and recognize packed sequences."""
 
 from __future__ import annotations
 
@@ -62,12 +62,13 @@ def record_attention(owner: str | None) -> None:
 
 
 def _documents(given: dict[str, Any]) -> Tensor | None:
-    """The documents of a forward, from its arguments; waits for the device of position_ids.
+    """The packed documents of a forward, from its arguments; waits for the device of position_ids.
 
-    transformers itself recognizes them only without a cache, and only in models that pass position_ids to its masks.
+    transformers itself recognizes packed documents only without a cache, and only in models that pass position_ids to
+    its mask functions.
     """
     place = given.get("position_ids")
-    # with three dimensions they are positions in images
+    # position_ids of three dimensions are positions in images
     if not isinstance(place, Tensor) or place.ndim != 2 or place.shape[1] == 1:
         return None
     if given.get("attention_mask") is not None:

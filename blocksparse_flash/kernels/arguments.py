@@ -22,7 +22,7 @@ TILE = plan_format.TILE
 MIN_TMA_ELEMENTS = 1 << 20
 
 Shape = tuple[int, ...]
-# records, indices, bitmask ids and bitmasks of one direction of a plan; Nones without a plan
+# records, indices, bitmask ids and bitmasks of one direction of a plan; all None without a plan
 TileLists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 # cache key of one direction of a plan: shape of its records (None without a plan), and which of its tensors are aligned
 # (() if all are)
@@ -159,7 +159,7 @@ class Constants(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """What the launch tables of the Triton kernels choose by.
+    """The facts by which the launch tables of the Triton kernels choose.
 
     dim, smaller_dim  padded head dimensions: the larger one of q and v, and the smaller one
     element_size      bytes of an element of q
@@ -182,7 +182,7 @@ class Tuning(NamedTuple):
 
 
 def tuning_of(fixed: Constants, element_size: int, options: Options) -> Tuning:
-    """What the launch of a kernel with these constants and options is chosen by."""
+    """The facts by which the launch of a kernel with these constants and options is chosen."""
     dims = sorted((fixed.DIM, fixed.DIM_V))
     limits = options.major, fixed.TMA, fixed.DROPOUT, options.shared_memory
     return Tuning(dims[1], element_size, *limits, options.modifies_scores, dims[0], fixed.GROUP)
@@ -262,7 +262,7 @@ def strides_of_records(record_shape: Shape | None) -> tuple[int, int]:
 
 
 def strides_of(specs: TensorSpecs, options: Options, record_shape: Shape | None, direction: int = 0) -> Strides:
-    """The strides of a kernel over tile rows (direction 0) or tile columns (1); without sums.
+    """The strides of a kernel over tile rows (direction 0) or tile columns (1), without those of sums.
 
     specs  of q, k and v, or also of dout
     """

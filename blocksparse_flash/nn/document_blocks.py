@@ -1,4 +1,4 @@
-"""Blocks of packed documents: documents moved apart, so that each one begins at a block."""
+"""Blocks of packed documents, which are moved apart so that each begins at a block boundary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from .positions import RotaryTable, rotary_table
 
 
 class DocumentBlocks(NamedTuple):
-    """Packed documents moved apart: each begins at a block, so that blocks have tokens of one document.
+    """Packed documents moved apart: each begins at a block boundary, so each block has tokens of only one document.
 
-    The new sequence has room for any documents, as many as the boundaries have: up to block_size - 1 places without
-    tokens for each. They have block -1, and so do tokens after the last document. Nothing waits for the device.
+    A document is followed by up to block_size - 1 empty places. The length of the new sequence depends only on the
+    shape of cu_seqlens, so nothing waits for the device. Empty places have block -1, and so do tokens after the last
+    document.
 
     places  int64 (batch | 1, 1, length, 1): the place of each token
     own     int64 (batch | 1, 1, new length, 1): the block of the token at each place, or -1
-    first   the same of the first block of its document
+    first   int64 (batch | 1, 1, new length, 1): the first block of that token's document, or -1
     """
 
     places: Tensor
@@ -29,7 +30,7 @@ class DocumentBlocks(NamedTuple):
 
     @classmethod
     def of(cls, cu_seqlens: object, q: Tensor, k: Tensor, block_size: int) -> DocumentBlocks:
-        """For queries and keys (batch, heads, length, head_dim) with these boundaries, which are checked."""
+        """For queries and keys (batch, heads, length, head_dim) with these boundaries, which it checks."""
         bounds, length = checked_boundaries(cu_seqlens, q, k).long(), q.shape[2]
         number = document_of_tokens(bounds, length)[:, 0].long()
         # blocks before each document, and before the tokens after the last one
@@ -44,9 +45,9 @@ class DocumentBlocks(NamedTuple):
 
     @property
     def begins(self) -> Tensor:
-        """int64 (batch | 1, 1, new length, 1): the first place of the document of each place, in blocks of tokens.
+        """int64 (batch | 1, 1, new length, 1): the first block of each place's document.
 
-        A place without a token is in the document before it.
+        An empty place belongs to the document before it.
         """
         return self.first.cummax(2).values
 

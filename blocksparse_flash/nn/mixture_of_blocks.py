@@ -37,7 +37,7 @@ def best_blocks(
              the group
     means    (batch, heads, n_blocks, head_dim)
     q_start  position of the first query
-    documents  of the queries and means: each query selects blocks of its own document
+    documents  documents of the queries and means; each query selects blocks of its own document
     returns  int64 (batch, heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     length, n_cols = q.shape[-2], means.shape[2]
@@ -82,9 +82,9 @@ def mixture_of_block_attention(
     k_blocks    blocks for each query and head, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
     by_group    True: the query heads that share keys select together, by the sum of their scores, which is faster
-    cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on q's device, for q of all tokens: where packed
-                documents begin and end. Each document has blocks of its own, from its first token on, and gives the
-                same result as alone. Tokens after the last document give 0. Default: one document
+    cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on q's device: where packed documents begin and end.
+                Needs q_len = kv_len. Each document has its own blocks, the first at its first token, and gives the same
+                result as alone. Tokens after the last document give 0. Default: one document
     scale       of the attention scores; None is head_dim ** -0.5
     deterministic  as `attention`
     returns     (batch, heads, q_len, v_head_dim)
@@ -93,7 +93,7 @@ def mixture_of_block_attention(
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
     Without by_group, or with at most 2 query heads per KV head, a call on a GPU takes one bit of memory per pair and
     head. Without by_group, it takes the time of all blocks that 64 neighboring tokens select; see `selected_attention`.
-    Packed documents are moved apart to whole blocks, up to block_size - 1 places for each. torch.compile calls this
+    Packed documents are copied apart, with up to block_size - 1 empty places for each. torch.compile calls this
     function outside of its graphs (a graph break).
 
     Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.

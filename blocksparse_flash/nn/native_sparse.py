@@ -57,7 +57,7 @@ def compressed_layout(length: int, size: int, stride: int) -> BlockLayout:
 def compressed_layout_in_documents(documents: DocumentBlocks, block_size: int, size: int, stride: int) -> BlockLayout:
     """Each query attends to the compressed blocks of its document that end at or before it; made on the device.
 
-    block_size  tokens of the blocks of documents, a multiple of stride
+    block_size  block size of `documents`, a multiple of stride
     """
     begins = documents.begins[:, 0, :, 0] * block_size
     length = begins.shape[1]
@@ -99,7 +99,7 @@ def most_important_blocks(
     block_size  tokens of a block, a multiple of stride
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
     q_start    position of the first query
-    documents  of queries and keys: each query selects blocks of its own document
+    documents  documents of queries and keys; each query selects blocks of its own document
     returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for unused entries
 
     The importance of a block is a sum of attention weights of compressed keys: each key counts once for every piece of
@@ -132,7 +132,7 @@ def most_important_blocks(
             queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], begin, scale, compressed_size, stride, uses_kernel
         )
         if documents is not None:
-            # also keys that begin in the document before
+            # also drops keys that begin in the previous document
             starts = torch.arange(n_seen, device=q.device) * stride
             weights = weights.masked_fill(starts < earliest[..., rows, :] * block_size, 0)
         importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
@@ -213,7 +213,7 @@ def native_sparse_attention(
 
     Selection, layouts and plans are made on the device of q, without synchronization, except in the first call with
     each length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
-    For packed documents, use the layer, NativeSparseAttention, which also compresses the blocks of each document.
+    For packed documents, use the layer NativeSparseAttention, which compresses the blocks of each document separately.
 
     Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3: the defaults, and equations 5, 8 to 12.
 
@@ -259,7 +259,7 @@ def _coarse_and_fine(
     scale: float,
     documents: DocumentBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The compressed branch and the selected one; `documents` are those of all tensors."""
+    """The compressed and the selected branch. All tensors have the documents of `documents`."""
     layout = None
     # keys that no query sees yet have no layout
     if compressed.k.shape[2] and documents is None:
@@ -438,7 +438,7 @@ class NativeSparseAttention(nn.Module):
         """x (batch, length, embed_dim) to the same shape.
 
         cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on the device of x: where packed documents begin
-                    and end. Each document has blocks and positions of its own, and gives the same result as alone.
+                    and end. Each document has its own blocks and positions, and gives the same result as alone.
                     Tokens after the last document attend to nothing. Default: one document
         """
         self.heads.check_input(x)
@@ -480,7 +480,7 @@ class NativeSparseAttention(nn.Module):
         documents: DocumentBlocks,
         cu_seqlens: Tensor,
     ) -> Tensor:
-        """`native_sparse_attention` in packed documents, with the compressed keys and values of documents apart."""
+        """`native_sparse_attention` in packed documents, whose keys and values are compressed separately."""
         # imports the mask builders
         from ..masks import documents as documents_layout
 

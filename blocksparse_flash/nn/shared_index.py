@@ -29,7 +29,7 @@ def best_indexed_blocks(
 
     index_q  (batch, index_heads, length, index_dim)
     index_k  (batch, 1, length, index_dim)
-    documents  of the tokens: each query selects blocks of its own document
+    documents  documents of the tokens; each query selects blocks of its own document
     returns  int64 (batch, index_heads, length, k_blocks, or all if there are fewer), -1 for unused entries
     """
     batch, heads, length, _ = index_q.shape
@@ -80,7 +80,7 @@ def shared_index_attention(
     k_blocks    blocks for each query, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
     cu_seqlens  integers (documents + 1,) or (batch, documents + 1) on q's device: where packed documents begin and end.
-                Each document has blocks of its own, from its first token on, and gives the same result as alone; the
+                Each document has its own blocks, the first at its first token, and gives the same result as alone. The
                 loss is averaged over the tokens of all documents. Tokens after the last document give 0. Default: one
                 document
     scale       of the attention scores; None is head_dim ** -0.5
@@ -207,7 +207,7 @@ class SharedIndexAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x (batch, length, embed_dim) to the same shape, and the loss of the indexer.
 
-        with_loss   None: with the loss in training mode; without it, the loss is None
+        with_loss   whether the loss is computed, else it is None; default: only in training mode
         cu_seqlens  as `shared_index_attention`; positions restart in each document
         """
         q, k, v = self.projections.project(x, cu_seqlens=cu_seqlens)

@@ -10,9 +10,9 @@ from .calling import Pattern, VideoAttention, select_blocks
 __all__ = ["VideoAttention", "register", "select_blocks"]
 
 VERSION = "0.30.0"
-# runs on Ascend NPUs alone, and is the one backend of vLLM-Omni with a sparsity among its settings
+# runs only on Ascend NPUs, and is the only backend of vLLM-Omni that has a sparsity among its settings
 REPLACED = "RAINFUSION_ATTN"
-# all fields of AttentionMetadata: another one might change results
+# all fields of AttentionMetadata: a new one might change results
 FIELDS = {
     *("attn_mask", "joint_attn_mask", "joint_query", "joint_key", "joint_value", "joint_strategy", "extra"),
     *("full_attn_spans", "query_ranges", "video_layout", "packed_padding"),
@@ -20,16 +20,16 @@ FIELDS = {
 
 
 def register(pattern: Pattern = select_blocks, *, backend: str = "auto") -> None:
-    """Makes RAINFUSION_ATTN of vLLM-Omni, which otherwise needs an Ascend NPU, this package's attention on CUDA.
+    """Replaces vLLM-Omni's backend RAINFUSION_ATTN, which needs an Ascend NPU, by this package's attention on CUDA.
 
     pattern  as in `VideoAttention`; its sparsity is `block_sparse.sparsity` of vLLM-Omni's attention config
     backend  as in `blocksparse_flash.attention`
     raises   ImportError for versions of vLLM-Omni whose interface differs from 0.30.0; ValueError, as `VideoAttention`
 
-    Processes register for themselves, before they create a model: call it in a function that an entry point of the
-    group "vllm_omni.general_plugins" names. Then {"per_role": {"self": {"backend": "RAINFUSION_ATTN", "block_sparse":
-    {"sparsity": 0.8, "start_step": 10, "skip_layers": "0-1"}}}} is an attention config: the first 10 steps and layers 0
-    and 1 are dense. Calling it again changes the pattern of layers created later.
+    Each process of vLLM-Omni must call this before it creates a model: call it in a function that is an entry point of
+    the group "vllm_omni.general_plugins". Then use an attention config such as {"per_role": {"self": {"backend":
+    "RAINFUSION_ATTN", "block_sparse": {"sparsity": 0.8, "start_step": 10, "skip_layers": "0-1"}}}}, in which the first
+    10 steps and layers 0 and 1 are dense. A second call changes the pattern of layers that are created later.
 
     >>> register(select_blocks)  # doctest: +SKIP
     """
@@ -43,7 +43,7 @@ def register(pattern: Pattern = select_blocks, *, backend: str = "auto") -> None
         module = importlib.import_module(f"{__name__}.backend")
         member = registry.DiffusionAttentionBackendEnum[REPLACED]
         registry.register_diffusion_backend(member, f"{module.__name__}.BlockSparseBackend")
-    # their enumeration raises ValueError for an unknown name
+    # vLLM-Omni's enumeration raises ValueError for an unknown name
     except (ImportError, AttributeError, KeyError, ValueError) as error:
         raise ImportError(
             f"blocksparse_flash.vllm_omni was written for vllm-omni {VERSION}, and cannot register with the installed "

@@ -1,4 +1,4 @@
-"""The backend class for vLLM-Omni, written for version 0.30.0. Importing this file imports vLLM-Omni."""
+"""The backend class for vLLM-Omni 0.30.0. Importing this module imports vLLM-Omni."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_
 from ..runtime import tracing
 from .calling import VideoAttention
 
-# of BlockSparseSpec, which vLLM-Omni passes as backend_kwargs
+# defaults of BlockSparseSpec, which vLLM-Omni passes as backend_kwargs
 DEFAULTS = {"sparsity": 0.8, "start_step": 0, "end_step": 0, "precision": "bf16", "skip_layers": ()}
 
 
 class BlockSparseImpl(AttentionImpl):
-    """The attention of one layer; vLLM-Omni gives the arguments."""
+    """The attention of one layer; vLLM-Omni passes the arguments."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class BlockSparseBackend(AttentionBackend):
     """What vLLM-Omni reads of the backend; `register` sets `options`."""
 
     supported_platforms = ("cuda",)
-    # valid_kv_length is used, so models need no mask for padding at the end
+    # valid_kv_length is read, so models need no mask for padding at the end
     supports_prefix_kv_slicing = True
     options: dict[str, Any]
 

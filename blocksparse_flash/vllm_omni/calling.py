@@ -1,4 +1,4 @@
-"""Attention as layers of vLLM-Omni 0.30.0 call it: tensors (batch, tokens, heads, head_dim) and a metadata object."""
+"""Attention with the arguments of vLLM-Omni 0.30.0: tensors (batch, tokens, heads, head_dim) and a metadata object."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..layout import BlockLayout
 from ..runtime import tracing
 
 Grid = tuple[int, int, int]
-# a grid (frames, height, width) of latent tokens and a sparsity, to the layout and order of `diffusers.use`
+# function of a grid (frames, height, width) of latent tokens and a sparsity: layout and order of `diffusers.use`
 Pattern = Callable[[Grid, float], tuple[BlockLayout | Choice | None, Tensor | None]]
 
-# keys of `extra` with the tokens of a sequence that is packed with padding alone
+# keys of `extra` that give the number of tokens before the padding
 USED = ("valid_kv_length", "max_seqlen_q", "max_seqlen_k")
 
 
@@ -49,7 +49,7 @@ def _use_of(pattern: Pattern, grid: Grid, sparsity: float, n_text: int, backend:
 
 
 def _video_of(layout: Any) -> tuple[int, Grid, int]:
-    """First token and grid of the video that a `video_layout` describes, and the tokens of the sequence but padding."""
+    """First token and grid of the video in a `video_layout`, and the number of tokens before padding."""
     targets = [span for span in layout.video_spans if span.role == "target"]
     if layout.video_spans and (len(targets) != 1 or layout.used_len is None):
         raise NotImplementedError(
@@ -73,21 +73,22 @@ class VideoAttention:
               `diffusers.use` for these tokens
     sparsity  argument of the pattern, at least 0 and below 1; 0 is dense attention, whatever the pattern
     scale     factor on the scores; None is head_dim ** -0.5
-    causal    keys after the query do not attend; in packed sequences, positions count from the end of each
+    causal    queries do not attend to later keys; in packed sequences, positions count from the end of each
     backend   as in `blocksparse_flash.attention`
     raises    ValueError
 
     A call takes query, key and value (batch, tokens, heads, head_dim), keys and values with as many heads or fewer
     (grouped), and None or an AttentionMetadata of vLLM-Omni. It returns a tensor like query, from these fields:
 
-    video_layout  the pattern is for this video. All other tokens, such as text and reference videos, attend to all, and
-                  all attend to them; outputs of padding are 0. Without video_layout, attention is dense
+    video_layout  describes the video to which the pattern applies. All other tokens, such as text and reference videos,
+                  attend to all tokens, and all attend to them. Outputs of padding are 0. Without video_layout,
+                  attention is dense
     attn_mask     bool or integers (batch, keys), nonzero attends; or a mask of four dimensions that broadcasts to
                   (batch, heads, queries, keys), bool, or floating and added to the scores. With video_layout, only
-                  (batch, keys), and not read: vLLM-Omni promises that it masks nothing but the padding
+                  (batch, keys), which is not read: in vLLM-Omni, it then masks only the padding
     extra         cu_seqlens_q and cu_seqlens_k, in batch 1: tokens attend within their sequence. valid_kv_length: later
-                  keys are padding. vLLM-Omni demands that unknown keys are ignored; kv_cache_dtype must be unquantized
-    joint_query   and the other joint tensors are parts of query, key and value already: layers join them
+                  keys are padding. kv_cache_dtype must be unquantized. Unknown keys are ignored, as vLLM-Omni requires
+    joint_query   and the other joint tensors are ignored: layers have already joined them to query, key and value
 
     Whatever else would change the result raises NotImplementedError or ValueError with the name of the field.
     """
@@ -117,7 +118,7 @@ class VideoAttention:
             return self._attend(q, k, v).transpose(1, 2)
         mask, extra = metadata.attn_mask, metadata.extra
         for name in ("full_attn_spans", "query_ranges", "packed_padding"):
-            # a mask of pairs has the spans in it
+            # a mask of pairs already includes the spans
             if getattr(metadata, name) is not None and (name == "packed_padding" or mask is None or mask.ndim != 4):
                 raise NotImplementedError(f"{name} must be None, got {getattr(metadata, name)}: give attn_mask instead")
         if metadata.joint_attn_mask is not None and mask is None:
@@ -203,7 +204,7 @@ class VideoAttention:
             if value != expected:
                 raise NotImplementedError(f"{name} with this video_layout must be {expected}, got {value}")
         before, video, after = torch.arange(used, device=q.device).tensor_split((begin, begin + n_tokens))
-        # `Use` knows text that comes first
+        # `Use` expects text before the video
         order = torch.cat([before, after, video]) if len(after) else slice(used)
         options = self.pattern, grid, self.sparsity, used - n_tokens, self.backend
         use = _use_of(*options) if self.sparsity else Use(None, None, self.backend)

@@ -26,9 +26,9 @@ writes float32 dK and dV to a workspace, which another launch sums in order (tri
 In causal calls with grouped heads and no layout, a work tile is a tile column for one query head, which adds its dK and
 dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
 
-For deterministic calls and for few tiles per row (schedule.is_dq_separate) this kernel leaves dQ out, and the Triton
-kernel computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: the Triton backward
-runs.
+For deterministic calls and for few tiles per row (schedule.is_dq_separate), this kernel leaves dQ out, and the Triton
+kernel computes it, with two more products per tile. Above head_dim 128, registers do not suffice, and the whole
+backward runs in Triton.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ CONFIGS = {
 
 # with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes
 CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
-# with 96 columns of q or v
+# if q or v has 96 columns
 WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)
 
 

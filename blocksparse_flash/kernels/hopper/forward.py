@@ -1,8 +1,8 @@
 """Hopper forward in Gluon (sm90): out = softmax(scale q k^T) v over the pairs of a layout, and lse.
 
 Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, head_dim), lse (batch, heads, q_len).
-head_dim is padded to DIM, that of v and out to DIM_V: 64, 128 or 256, or with a tail to 192 (tma.py). The kernel is
-persistent: one program per SM.
+head_dim is padded to DIM, and that of v and out to DIM_V: 64, 128 or 256. With a tail (tma.py), head_dim is padded to
+192. The kernel is persistent: one program per SM.
 
     producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
     tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
@@ -201,7 +201,7 @@ def step(
     """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
 
     q_tile  this warpgroup's queries, [64, DIM] in shared memory
-    q_tail  of 192 columns the last 64, else None
+    q_tail  the last 64 of 192 columns, else None
     slope   see score_mods.load_slope
     n_done  steps of earlier work tiles
     KIND    "first" step of the work tile, which may be partial or full; "partial" or "full" for later ones

@@ -97,7 +97,7 @@ class Sizes(NamedTuple):
 class Pipelines(NamedTuple):
     """The pipelines between the producer and the consumers.
 
-    q_tails, k_tails  buffers of the last 64 of 192 columns, beside those of q and k; None without
+    q_tails, k_tails  buffers of the last 64 of 192 columns of q and k; None otherwise
     """
 
     work_tiles: Pipeline

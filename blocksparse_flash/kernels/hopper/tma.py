@@ -33,8 +33,8 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-# Sides of tensors are powers of two. The last third of 96 or 192 columns is a tensor of its own, the tail: TMA loads
-# and stores a third at a time.
+# Triton's tensors have sides that are powers of two. The last third of 96 or 192 columns is therefore a tensor of its
+# own, the tail; TMA then loads and stores a third of the columns at a time.
 
 
 @gluon.jit

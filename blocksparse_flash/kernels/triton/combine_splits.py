@@ -1,10 +1,10 @@
 """Combining splits: out and lse of split tile rows by their lse; dk and dv of split tile columns, or dq, by sums.
 
 Split p of a tile row is block (p * n_split_lines + i) * n_batch_heads + batch_head of a float32 workspace, where i
-counts the split tile rows of a head: (SIDE, DIM_V) values of out, then SIDE of lse in base 2; for tile columns
-(SIDE, DIM) values of dk, then (SIDE, DIM_V) of dv, then (SIDE, TAIL) and (SIDE, TAIL_V): the last third of 96 or 192
-columns of each; for dq (SIDE, DIM). SIDE is 128 or 64, the tokens of a tile. Splits are combined in order, so results
-are bitwise reproducible.
+counts the split tile rows of a head. It has (SIDE, DIM_V) values of out, then SIDE of lse in base 2. For tile columns,
+it has (SIDE, DIM) values of dk, (SIDE, DIM_V) of dv, and their tails (SIDE, TAIL) and (SIDE, TAIL_V), the last third
+of 96 or 192 columns. For dq, it has (SIDE, DIM) values. SIDE is 128 or 64, the tokens of a tile. Splits are combined in
+order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def sum_splits(
 
     dv    None: the launch sums dq of split tile rows, as if it were dk
     rest  arguments of the kernel that wrote the splits
-    dims  columns of dk and dv in a split, (dq, 0) without dv; of 96 or 192, the last third is a part of its own
+    dims  columns of dk and dv in a split, or (columns of dq, 0) without dv; the last third of 96 or 192 is a tail
     """
     if split.num_splits == 1:
         return None

@@ -45,7 +45,11 @@ ROW_IDS, COL_IDS = (
 
 
 class DocumentSizes(NamedTuple):
-    """Packed documents: sequences with boundaries of their own, or 1, and documents of each, at most."""
+    """Sizes of packed documents.
+
+    batch        sequences with their own boundaries; 1 if all share one list
+    n_documents  documents per sequence, at most
+    """
 
     batch: int
     n_documents: int
@@ -114,17 +118,17 @@ class Grid(NamedTuple):
 
     @property
     def n_mixed(self) -> int:
-        """Tile rows of an axis with tokens of several documents, at most."""
+        """Upper bound of the number of tile rows of an axis with tokens of several documents."""
         return 0 if self.documents is None else min(self.documents.n_documents, self.shape[0])
 
     @property
     def has_cuts(self) -> bool:
-        """Whether the tiles that documents cut have bitmasks besides the shared ones."""
+        """Whether tiles that documents cut have their own bitmasks, after the shared ones."""
         return self.documents is not None and self.edges != OWN.value
 
     @property
     def n_bitmasks(self) -> int:
-        """Number of bitmasks: those of `n_shared`, and those of tiles that documents cut, see `tile_kinds`."""
+        """Number of bitmasks: `n_shared`, and those of the tiles that documents cut, see `tile_kinds`."""
         n_cut = self.n_mixed * self.shape[1] + 2 * self.shape[0] if self.has_cuts else 0
         return self.n_shared + self.rows.axes * n_cut
 
@@ -163,7 +167,7 @@ SIZES += ["axes_of_documents", "n_mixed"]
 # fmt: off
 @triton.jit
 def number_of_mixed(b_document, o_row, n_mixed, q_tiles):
-    """The number, below n_mixed, of a tile row with tokens of several documents, the last of which is b_document."""
+    """The index, below n_mixed, of a tile row with tokens of several documents, the last of them b_document."""
     return tl.where(n_mixed < q_tiles, b_document - 1, o_row)
 
 
@@ -176,9 +180,9 @@ def tile_kinds(
 ):
     """int32 (is stored, is full, bitmask id) of the tiles (o_row, o_col), which broadcast.
 
-    Documents limit the keys of each query to a range. A tile row within one document has at most two tiles that the
-    range cuts, at its ends. In the other tile rows, of which there are as many as documents at most, every tile may be
-    cut. The bitmasks of these tiles follow the shared ones, those of each axis together, see `write_cut_bitmasks`.
+    Documents limit the keys of each query to a range. In a tile row within one document, the range cuts at most two
+    tiles, at its ends. In a tile row with several documents, it may cut every tile; there are at most as many such rows
+    as documents. The bitmasks of these tiles follow the shared ones, axis by axis, see `write_cut_bitmasks`.
     """
     PARTS_Q: tl.constexpr = TILE // BLOCK_Q if BLOCK_Q < TILE else 1
     PARTS_KV: tl.constexpr = TILE // BLOCK_KV if BLOCK_KV < TILE else 1
@@ -204,7 +208,7 @@ def tile_kinds(
         # the last query of the block sees its first key
         last_q = tl.minimum(o_row * TILE + (part_q + 1) * PART_Q, q_len) - 1
         if HAS_DOCUMENTS:
-            # the documents of the block's queries follow each other
+            # the documents of the block's queries are consecutive
             first_q = tl.minimum(o_row * TILE + part_q * PART_Q, q_len - 1)
             b_first, b_stop = tl.load(p_first + first_q // ROWS_PER_TOKEN), tl.load(p_stop + last_q // ROWS_PER_TOKEN)
         for part_kv in tl.static_range(PARTS_KV):
@@ -248,7 +252,7 @@ def tile_kinds(
     if HAS_DOCUMENTS:
         first_token = tl.minimum(o_row * TILE, q_len - 1) // ROWS_PER_TOKEN
         last_token = (tl.minimum((o_row + 1) * TILE, q_len) - 1) // ROWS_PER_TOKEN
-        # the keys that all queries have
+        # the keys in the documents of all queries of the tile
         b_first, b_stop = tl.load(p_first + last_token), tl.load(p_stop + first_token)
         b_cut = (b_first > o_col * TILE) | (b_stop < tl.minimum((o_col + 1) * TILE, kv_len))
         b_full = tl.where(b_cut, 0, b_full)
@@ -260,7 +264,7 @@ def tile_kinds(
                 b_line * kv_tiles + o_col,
                 n_mixed * kv_tiles + 2 * o_row + (o_col != b_first // TILE).to(tl.int32),
             )
-            # without the diagonals 0 to STEPS + 1 there is one kind
+            # causal tiles have one kind for each diagonal from 0 to STEPS + 1, other tiles have one kind
             N_SHARED: tl.constexpr = N_PATTERNS * N_EDGES * (STEPS + 2 if CAUSAL else 1)
             b_own += N_SHARED + batch_head * (n_mixed * kv_tiles + 2 * q_tiles)
             b_id = tl.where(b_cut, b_own, b_id)
@@ -364,7 +368,7 @@ def words_of_pairs(
     p_row, m_row, b_q, b_kv, b_first, b_stop, n_cols, q_len, kv_len,
     BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):
-    """Words of bitmasks: of query b_q, and of the 32 keys from b_kv on, between b_first and b_stop.
+    """Words of bitmasks: query b_q and the 32 keys from b_kv on, of which only b_first .. b_stop - 1 may be set.
 
     p_row  the bits of the blocks that the query selects; none where masked out
     """
@@ -419,8 +423,8 @@ def write_cut_bitmasks(
 ):
     """The bitmasks of the tiles of a tile row that documents may cut.
 
-    Of each axis: first kv_tiles bitmasks for each tile row with several documents, then two for every tile row, of the
-    tiles where its one document begins and ends.
+    An axis has kv_tiles bitmasks for each tile row with several documents, then two for each tile row, whether it has
+    one document or several: for the tiles in which its one document begins and ends.
     """
     WORDS_OF_TILE: tl.constexpr = TILE // 32
     batch_head, i_row = i_program // q_tiles, i_program % q_tiles
@@ -429,7 +433,7 @@ def write_cut_bitmasks(
     first_token = i_row * TILE // ROWS_PER_TOKEN
     last_token = (tl.minimum((i_row + 1) * TILE, q_len) - 1) // ROWS_PER_TOKEN
     last = tl.load(p_number + last_token)
-    # keys from the first document to the last one
+    # keys from the beginning of the first document to the end of the last one
     first, stop = tl.load(p_number + n_tokens + first_token), tl.load(p_number + 2 * n_tokens + last_token)
     is_mixed = tl.load(p_number + first_token) != last
     if CAUSAL:

@@ -98,14 +98,14 @@ def add_product(b_left, b_right, b_sum, b_lost, PRECISION: tl.constexpr):
 
 @triton.jit
 def with_sink(b_max, b_sum, sinks_ptr, o_head):
-    """Running maximum and sum after the sinks of heads o_head: keys without values. -inf has no effect."""
+    """Running maximum and sum after the sinks of heads o_head, which act as keys without values. -inf has no effect."""
     b_sink = tl.load(sinks_ptr + o_head) * LOG2_E
     return tl.maximum(b_max, b_sink), b_sum + tl.where(b_sink == float("-inf"), 0.0, 1.0)
 
 
 @triton.jit
 def softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost):
-    """Online softmax: the weights of scores * factor in base 2, and maximum, sum, output and lost bits after them."""
+    """Online softmax: the weights of scores * factor in base 2, and the updated maximum, sum, output and lost bits."""
     b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * factor)
     b_p = tl.math.exp2(b_scores * factor - b_new_max[:, None])
     b_decay = tl.math.exp2(b_max - b_new_max)
@@ -352,7 +352,7 @@ def kv_steps(
 ):
     """(first, end, n_full): key steps first .. end - 1 of a tile row, the partial ones first.
 
-    Without a layout those of a block of queries, of which the steps from n_full on are partial.
+    Without a layout, the steps of a block of queries, of which those from n_full on are partial.
     """
     n_full = 0
     if indices_ptr is None:
