@@ -648,14 +648,6 @@ def hopper_calls() -> list[dict[str, Any]]:
         {"head_dim": head_dim, "dtype": half, "mode": mode}
         for head_dim, mode in itertools.product((64, 128, 256), ("layout", "dense", "causal"))
     ]
-    # 96 columns in the backward, 192 in the forward
-    options: list[dict[str, Any]] = [{"mode": "dense"}, {"mode": "causal"}, {"limited": True}, {"num_splits": 3}]
-    options += [{"scores": "softcap"}, {"deterministic": True}, {"group": 4}, *SIGNS]
-    grid += [
-        {"head_dim": head_dim, "v_dim": v_dim, "dtype": half, "tails": True, **option}
-        for head_dim, v_dim in ((96, 96), (96, 128), (64, 96), (192, 128))
-        for option in (options if head_dim == 192 or v_dim == head_dim else options[1:2])
-    ]
     # so long that tile rows of 192 queries are chosen
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "length": 24576} for mode in ("dense", "causal")]
     # so few tile rows that there is no tile counter
@@ -671,7 +663,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     # each kernel with splits
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "num_splits": 3} for mode in ("layout", "causal")]
     grid += [{"head_dim": 64, "dtype": half, "num_splits": 3, "limited": True}]
-    options = [{}, {"group": 4}, {"limited": True}]
+    options: list[dict[str, Any]] = [{}, {"group": 4}, {"limited": True}]
     grid += [{"head_dim": 128, "dtype": half, "num_splits": 3, **option} for option in options]
     grid += [{"head_dim": 256, "dtype": half, "num_splits": 3}]
     grid += [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128, 256) for option in SIGNS]
@@ -704,6 +696,14 @@ def hopper_calls() -> list[dict[str, Any]]:
     ]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
+    # 96 columns in the backward, 192 in the forward
+    options = [{"mode": "dense"}, {"mode": "causal"}, {"limited": True}, {"num_splits": 3}]
+    options += [{"scores": "softcap"}, {"deterministic": True}, {"group": 4}, *SIGNS]
+    grid += [
+        {"head_dim": head_dim, "v_dim": v_dim, "dtype": half, "tails": True, **option}
+        for head_dim, v_dim in ((96, 96), (96, 128), (64, 96), (192, 128))
+        for option in (options if head_dim == 192 or v_dim == head_dim else options[1:2])
+    ]
     return [{**call, "backend": "hopper"} for call in grid]
 
 

@@ -1161,8 +1161,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("nn/native_sparse.py", "window=(window - 1, 0)", "window=(window, 0)", "tests/nn/test_native_sparse.py"),
         (
             "nn/mixture_of_blocks.py",
-            "col > own[rows], k_blocks",
-            "col > own[rows] + 1, k_blocks",
+            "(col > last) |",
+            "(col > last + 1) |",
+            "tests/nn/test_mixture_of_blocks.py",
+        ),
+        (
+            "nn/mixture_of_blocks.py",
+            " | (col < earliest[..., rows, :])",
+            "",
             "tests/nn/test_mixture_of_blocks.py",
         ),
         (
@@ -1243,7 +1249,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("huggingface/selection.py", "_ALWAYS = 1, 2", "_ALWAYS = 1, 1", SELECTION),
         ("huggingface/selection.py", "mask.kv_lengths.clamp(min=1)", "mask.kv_lengths", SELECTION),
         ("huggingface/selection.py", "crop(q_start)", "crop(0, q.shape[2])", SELECTION),
-        ("nn/mixture_of_blocks.py", "block_size=block_size, q_start=q_start)", "block_size=block_size)", SELECTION),
+        (
+            "nn/mixture_of_blocks.py",
+            '"block_size": block_size, "q_start": q_start}',
+            '"block_size": block_size}',
+            SELECTION,
+        ),
         ("nn/native_sparse.py", "q_start + rows.stop, q_start + first", "q_start + rows.stop, first", SELECTION),
         (
             "blocks/drawing.py",
