@@ -21,7 +21,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
-from blocksparse_flash.kernels import arguments, schedule
+from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
@@ -235,14 +235,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         )
         yield name, *wanted
     elif name == "hopper_forward":
-        # the block of v has all its columns
-        dim = max(rest["COLS"], each._factories[2]._arguments[2][-1])
+        dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["CONFIG"]
         yield name, dim, "cap" if rest["cap"] is not None else "no cap"
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
-        dim = max(rest["COLS"], rest["COLS_V"])
+        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         block_q = each._factories[0]._arguments[2][2]
         yield name, dim, *has, rest["cap"] is not None, block_q, rest["KV_STAGES"]
@@ -407,33 +406,24 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
     yield "preprocess", True, False, False, False
 
 
-def _tails(*dims: int) -> tuple[int, ...]:
-    """The dims, if the Hopper kernels have tails."""
-    return dims if schedule.HAS_TAILS else ()
-
-
 def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
-    of_rows_dims, of_cols_dims = (*HOPPER_DIMS, *_tails(192)), (*HOPPER_DIMS, *_tails(96))
-    for dim, has_layout, has_lengths, is_wide in itertools.product(of_rows_dims, flags, flags, flags):
+    for dim, has_layout, has_lengths, is_wide in itertools.product(HOPPER_DIMS, flags, flags, flags):
         if is_wide and (has_layout or has_lengths):
             continue
         of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
-    for dim in of_rows_dims:
+    for dim in HOPPER_DIMS:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
-    yield from (("combine_rows", dim) for dim in HOPPER_DIMS)
-    for dim in of_cols_dims:
+        yield "combine_rows", dim
         if dim > hopper_backward.MAX_HEAD_DIM:
             continue
         for *has, has_softcap in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config((dim, dim), has_softcap)
+            of_cols = hopper_backward.config(dim, has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
-        yield "postprocess", dim
-        # a tail is summed beside 64 columns
-        yield "sum_splits", 64 if dim == 96 else dim
+        yield from (("sum_splits", dim), ("postprocess", dim))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
@@ -484,12 +474,6 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         if variant.tile < TILE and dim > MAX_FINE_HEAD_DIM:
             continue
         yield Call("hopper", shape, dim, HALF, variant)
-    # 96 columns in the backward, 192 in the forward
-    for (dim, v_dim), shape, variant in itertools.product(
-        ((96, None), (80, 128), (128, 72), (192, 128)) if schedule.HAS_TAILS else (), small, HOPPER
-    ):
-        if variant.tile == TILE:
-            yield Call("hopper", shape, dim, HALF, replace(variant, name=f"{variant.name}-tail-{v_dim}", v_dim=v_dim))
 
 
 @functools.lru_cache(maxsize=4)
