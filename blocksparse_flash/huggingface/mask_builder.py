@@ -444,7 +444,19 @@ def attention_mask(
         missing = max(0, request.kv_stop - is_token.shape[1])
         is_token = torch.nn.functional.pad(is_token, (0, missing))[:, : request.kv_stop]
         is_token = _without_full(is_token)
-    packed = packed_documents(batch_size, q_length) if is_token is None and request.is_square else None
+    packed = kv_len = None
+    if is_token is None and kind != "bidirectional" and kv_length >= q_length:
+        packed = packed_documents(batch_size, q_length)
+    if packed is not None and not request.is_square:
+        if crop.q_start or crop.kv_start:
+            raise ValueError(
+                "position_ids restart, as those of packed sequences, which must be whole, but past_key_values has "
+                f"{crop.q_start} tokens before them: pass all tokens at once; if they are of one sequence, pass "
+                f"attention_mask=torch.ones({batch_size}, {request.q_stop})"
+            )
+        # the rest is unused room of a static cache
+        kv_len = q_length
+        request = request._replace(crop=crop._replace(kv_len=kv_len))
     listed = layouts if isinstance(layouts, tuple) else (layouts,)
     keys = [number_of(layout) if isinstance(layout, BlockLayout) else layout for layout in listed]
     # layers with one layout share its mask
@@ -453,9 +465,10 @@ def attention_mask(
         if key not in made:
             selection = layout if isinstance(layout, Selection) else None
             one = request._replace(layout=None if isinstance(layout, Selection) else layout, selection=selection)
-            mask = _by_rule(one, is_token) if packed is None or kind == "bidirectional" else None
+            mask = _by_rule(one, is_token) if packed is None else None
             if mask is None:
                 mask = _on_the_host(one, is_token, mask_function, local_size, use_vmap, packed)
+            mask = mask if kv_len is None else mask._replace(kv_len=kv_len)
             made[key] = mask._replace(owner=owner_of(config), shape=shape, selection=selection)
     first = made[keys[0]]
     return first._replace(of_layers=tuple(made[key] for key in keys)) if isinstance(layouts, tuple) else first

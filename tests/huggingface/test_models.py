@@ -318,6 +318,28 @@ def test_positions_that_restart_under_an_attention_mask_are_one_sequence(use_cac
     assert_equal(ours, theirs, "eager")
 
 
+@pytest.mark.parametrize("room", [0, 1, 20])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
+def test_packed_sequences_stay_apart_in_a_static_cache(name: str, room: int) -> None:
+    """Regression: with room for more tokens, they attended to each other. Gemma 3 has windows in some layers."""
+    cache = transformers.StaticCache(config=made(name, "blocksparse").config, max_cache_len=sum(LENGTHS) + room)
+    assert_equal(packed(name, past_key_values=cache), one_at_a_time(name), "eager")
+
+
+def test_packed_sequences_that_continue_a_cache_are_refused() -> None:
+    """Regression: they were taken for one sequence."""
+    found = made("Llama", "blocksparse")
+    cache = transformers.DynamicCache(config=found.config)
+    found(tokens()[0][None], past_key_values=cache)
+    inputs = {"input_ids": tokens()[1][None], "past_key_values": cache}
+    inputs["position_ids"] = torch.cat([torch.arange(5, 10), torch.arange(8)])[None]
+    with pytest.raises(
+        ValueError, match=r"position_ids restart.* past_key_values has 5 tokens.* attention_mask=torch\.ones\(1, 18\)"
+    ):
+        found(**inputs)
+    found(**inputs, attention_mask=torch.ones(1, 18))
+
+
 def test_the_documentation_lists_these_models() -> None:
     text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
     table = re.search(r"\| Models \| A batch .*?\n\n", text, re.DOTALL)
