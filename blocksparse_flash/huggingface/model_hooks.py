@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import warnings
@@ -68,13 +69,15 @@ def _documents(given: dict[str, Any]) -> Tensor | None:
     its mask functions.
     """
     place = given.get("position_ids")
-    # position_ids of three dimensions are positions in images
-    if not isinstance(place, Tensor) or place.ndim != 2 or place.shape[1] == 1:
-        return None
-    if given.get("attention_mask") is not None:
+    if not isinstance(place, Tensor) or given.get("attention_mask") is not None:
         return None
     if _running.forwards and _running.forwards[-1].position_ids is place:
         return _running.forwards[-1].documents
+    if place.ndim == 3 and len(place) == 4:
+        # in the sequence; the others are time, height and width in images
+        place = place[0]
+    if place.ndim != 2 or place.shape[1] == 1:
+        return None
     from transformers.masking_utils import find_packed_sequence_indices
 
     return find_packed_sequence_indices(place)
@@ -141,8 +144,8 @@ def _check_parts(model: torch.nn.Module) -> None:
             )
 
 
-def _before(model: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
-    """Forward pre-hook; `given` are the keyword arguments."""
+def _before(model: torch.nn.Module, positional: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Forward pre-hook; `positional` and `given` are the arguments of the forward."""
     config: Any = model.config
     if not torch.compiler.is_compiling():
         _check_parts(model)
@@ -156,6 +159,9 @@ def _before(model: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
         _last.attended = False
     if not torch.compiler.is_compiling():
         _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
+        # input_ids or the like alone need no names
+        if len(positional) > 1:
+            given = dict(zip(inspect.signature(model.forward).parameters, positional, strict=False)) | given
         forward = _Forward(model, set(), given.get("position_ids"), _documents(given))
         _running.forwards.append(forward)
 

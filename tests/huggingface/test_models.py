@@ -340,6 +340,32 @@ def test_packed_sequences_that_continue_a_cache_are_refused() -> None:
     found(**inputs, attention_mask=torch.ones(1, 18))
 
 
+def test_packed_sequences_are_recognized_in_arguments_without_names() -> None:
+    """Regression: position_ids were not, and an attention_mask without a name was taken for none."""
+    found, place = made("Llama", "blocksparse").model, torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    together, ones = torch.cat(tokens())[None], torch.ones_like(place)
+    apart = found(input_ids=together, position_ids=place, use_cache=False)[0]
+    torch.testing.assert_close(found(together, None, place)[0], apart)
+    whole = found(input_ids=together, attention_mask=ones, position_ids=place)[0]
+    torch.testing.assert_close(found(together, ones, position_ids=place)[0], whole)
+    assert not torch.allclose(apart, whole)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_sequences_of_a_model_with_positions_in_images_stay_apart(use_cache: bool) -> None:
+    """Regression: with a cache, they attended to each other."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 10000.0}
+    text = {**GROUPED, "rope_parameters": rope, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, attn_implementation="blocksparse")
+    found = transformers.Qwen2VLForConditionalGeneration(config).double()
+    parts = [(each, torch.arange(len(each)).expand(4, 1, -1)) for each in tokens()]
+    alone = [found(input_ids=each[None], position_ids=place).logits for each, place in parts]
+    place = torch.cat([place for _, place in parts], 2)
+    together = found(input_ids=torch.cat(tokens())[None], position_ids=place, use_cache=use_cache).logits
+    torch.testing.assert_close(together, torch.cat(alone, 1))
+
+
 def test_the_documentation_lists_these_models() -> None:
     text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
     table = re.search(r"\| Models \| A batch .*?\n\n", text, re.DOTALL)
