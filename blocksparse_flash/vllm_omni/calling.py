@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -43,7 +43,10 @@ def select_blocks(grid: Grid, sparsity: float) -> tuple[Choice, Tensor]:
 # a prompt of another length needs another layout; eight serve a few prompts, with and without guidance
 @functools.lru_cache(maxsize=8)
 def _use_of(pattern: Pattern, grid: Grid, sparsity: float, n_text: int, backend: str) -> Use:  # noqa: ARG001
-    layout, order = pattern(grid, sparsity)
+    made: object = pattern(grid, sparsity)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(f"pattern must return a layout and an order, such as (layout, None), got {made!r}")
+    layout, order = made
     _check_layout(layout)
     return Use(layout, _checked_order(order, layout), backend)
 
@@ -103,6 +106,11 @@ class VideoAttention:
     def __post_init__(self) -> None:
         if not callable(self.pattern):
             raise ValueError(f"pattern must be a function of a grid and a sparsity, got {self.pattern!r}")
+        if not isinstance(self.pattern, Hashable):
+            raise ValueError(
+                f"pattern must be hashable, since its layouts are cached, got {self.pattern!r}: "
+                "@dataclass(frozen=True) makes dataclasses hashable"
+            )
         if not isinstance(self.sparsity, int | float) or not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must be a number of at least 0 and below 1, got {self.sparsity!r}: 0 is dense")
         if self.backend not in BACKENDS:
@@ -199,7 +207,9 @@ class VideoAttention:
         if mask is not None and (mask.shape != (q.shape[0], length) or mask.is_floating_point()):
             got = f"{mask.dtype} {tuple(mask.shape)}"
             raise NotImplementedError(f"attn_mask with video_layout must be bool ({q.shape[0]}, {length}), got {got}")
-        lengths = {f"extra['{name}']": metadata.extra.get(name, used) for name in USED}
+        # boundaries are on the device and not read: those of the video and padding alone have its length as the largest
+        packed = {f"max_seqlen_{name}" for name in "qk" if f"cu_seqlens_{name}" in metadata.extra}
+        lengths = {f"extra['{name}']": metadata.extra.get(name, None if name in packed else used) for name in USED}
         for name, value, expected in (("causal", self.causal, False), *((*each, used) for each in lengths.items())):
             if value != expected:
                 raise NotImplementedError(f"{name} with this video_layout must be {expected}, got {value}")

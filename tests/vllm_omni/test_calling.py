@@ -104,7 +104,8 @@ def test_attention_without_video(fields: dict[str, Any], pairs: Tensor, causal: 
 
 
 def test_a_float_mask_is_added_to_the_scores() -> None:
-    bias = torch.randn(1, HEADS, LENGTH, LENGTH).masked_fill(~PAIRS[:1], -torch.inf)
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
+    bias = bias.masked_fill(~PAIRS[:1], -torch.inf)
     assert_attends(VideoAttention(), AttentionMetadata(attn_mask=bias), tensors(), pair_bias=bias)
 
 
@@ -253,6 +254,7 @@ WRONG = [
     ({"attn_mask": KEYS.float(), "video_layout": video()}, {}, "attn_mask with video_layout must be bool.*float32"),
     ({"video_layout": video(-1)}, {}, "from token -1"),
     ({"video_layout": video(), "extra": {"max_seqlen_k": 9}}, {}, f"max_seqlen_k.*must be {PADDED}, got 9"),
+    ({"video_layout": video(), "extra": {"cu_seqlens_q": CU}}, {}, f"max_seqlen_q.*must be {PADDED}, got None"),
 ]  # fmt: skip
 
 
@@ -260,6 +262,14 @@ WRONG = [
 def test_what_it_lacks_is_refused_by_name(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises((NotImplementedError, ValueError), match=message):
         VideoAttention(sliding, **options)(*tensors(), AttentionMetadata(**fields))
+
+
+@dataclasses.dataclass
+class Unhashable:
+    """A pattern with settings, without frozen=True."""
+
+    def __call__(self, grid: tuple[int, int, int], sparsity: float) -> tuple[BlockLayout, Tensor]:
+        return sliding(grid, sparsity)
 
 
 def test_wrong_shapes_are_refused() -> None:
@@ -276,6 +286,7 @@ def test_wrong_shapes_are_refused() -> None:
     ("wrong", "message"),
     [
         ({"pattern": SLIDING}, "pattern must be a function"),
+        ({"pattern": Unhashable()}, r"pattern must be hashable.*@dataclass\(frozen=True\)"),
         ({"sparsity": 1.0}, "sparsity must be .*got 1.0"),
         ({"sparsity": "0.8"}, "sparsity must be .*got '0.8'"),
         ({"backend": "cudnn"}, "backend must be one of .*got 'cudnn'"),
@@ -291,9 +302,10 @@ def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
     [
         ((SLIDING, None), ValueError, "48 tokens, but the layout is for 96"),
         (("sliding_tile", None), TypeError, "layout must be a BlockLayout.*got str"),
+        (SLIDING, TypeError, "pattern must return a layout and an order.*got BlockLayout"),
         ((top_blocks(0.5), None), ValueError, "order is required"),
     ],
-    ids=["another grid", "no layout", "no order"],
+    ids=["another grid", "no layout", "no pair", "no order"],
 )
 def test_wrong_results_of_a_pattern_are_refused(result: Any, error: type[Exception], message: str) -> None:
     metadata = AttentionMetadata(video_layout=VideoTokenLayout(0, (2, 4, 6)))
