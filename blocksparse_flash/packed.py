@@ -162,7 +162,7 @@ def checked_boundaries(cu_seqlens: object, q: torch.Tensor, k: torch.Tensor) -> 
             f"{length} and {k.shape[2]}"
         )
     rows = torch.atleast_2d(cu_seqlens)
-    if rows.dim() != 2 or not rows.shape[1] or len(rows) not in (1, batch):
+    if cu_seqlens.dim() not in (1, 2) or not rows.shape[1] or len(rows) not in (1, batch):
         raise ValueError(
             f"cu_seqlens must have shape (documents + 1,) or (batch = {batch}, documents + 1), got "
             f"{tuple(cu_seqlens.shape)}"

@@ -315,6 +315,7 @@ WRONG = {
         r"cu_seqlens must have shape \(documents \+ 1,\) or \(batch = 1, documents \+ 1\), got \(2, 3\)",
         {"cu_seqlens": torch.zeros(2, 3, dtype=torch.int64)},
     ),
+    "number": (ValueError, r"cu_seqlens must have shape .*got \(\)", {"cu_seqlens": torch.tensor(0)}),
     "start": (ValueError, r"cu_seqlens must start at 0.*got \[\[1, 40\]\]", {"cu_seqlens": torch.tensor([1, 40])}),
     "drop": (ValueError, "cu_seqlens must start at 0, never decrease", {"cu_seqlens": torch.tensor([0, 9, 8])}),
     "end": (ValueError, "cu_seqlens .* end within 40 tokens", {"cu_seqlens": torch.tensor([0, 41])}),
