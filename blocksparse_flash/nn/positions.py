@@ -64,7 +64,8 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
     """Applies rotary positions to heads (batch, heads, length, head_dim)."""
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    # of heads of two features, cat returns others than the contiguous strides that attention needs
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).contiguous()
 
 
 class LearnedPositions(nn.Module):

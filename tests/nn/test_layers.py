@@ -87,7 +87,10 @@ def rotated(features: Tensor, position: float, base: float) -> Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"layout": None}, {"kv_heads": 2}, {"kv_heads": 1, "rope": 100.0}, {"causal": True}, {"rope": 10_000.0}],
+    [
+        *({}, {"layout": None}, {"kv_heads": 2}, {"kv_heads": 1, "rope": 100.0}, {"causal": True}, {"rope": 10_000.0}),
+        {"rope": 100.0, "head_dim": 2},
+    ],
     ids=str,
 )
 def test_output_is_that_of_the_layer_spelled_out(changes: dict[str, Any]) -> None:
