@@ -202,7 +202,8 @@ def native_sparse_attention(
                 from i * stride on
     selected, window  k (batch, kv_heads, length, head_dim) and v (batch, kv_heads, length, v_head_dim)
     gates       (batch, heads, length, 3): weights of the compressed, selected and window branches
-    n_blocks    blocks selected for each query and KV head, including `always`; all if there are fewer
+    n_blocks    blocks selected for each query and KV head, including `always`; all if there are fewer. The
+                choice among equal weights, as of blocks that no earlier compressed block covers, is arbitrary
     block_size  tokens of a selected block: 16, 32, 64 or a multiple of 128, and a multiple of stride
     compressed_size, stride  tokens of a compressed block, a multiple of stride; tokens from one start to the next
     window_size  tokens of the window, the query's own included
