@@ -118,7 +118,7 @@ def selected_attention_with_lse(
              that selects no key
     """
     # all that `attention` would refuse below, before anything is computed
-    _, scale = validation.check(
+    dtype, scale = validation.check(
         q, k, v, None, causal, scale, None, 0.0, None, deterministic, validation.autocast_dtype(q)
     )
     _check_sides(block_size, query_block_size)
@@ -140,7 +140,9 @@ def selected_attention_with_lse(
             _, first, stop = block_selection.document_of_tokens(bounds, q.shape[2])[:, :, None, :, None].unbind(1)
             kv_pos = torch.arange(k.shape[2], device=k.device)
             mask = mask & (kv_pos >= first) & (kv_pos < stop)
-        return reference.attention(q, k, v, mask, causal=causal, scale=scale)
+        with tracing.without_autocast(q.device):
+            q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+            return reference.attention(q, k, v, mask, causal=causal, scale=scale)
     with tracing.outside_transforms(indices):
         selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token)
         if bounds is not None:

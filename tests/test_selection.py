@@ -262,6 +262,17 @@ def test_a_selection_is_for_all_heads_or_a_group_or_a_head(heads: int, batch: in
         torch.testing.assert_close(out, expected(q, k, k, mask, 8**-0.5)[0])
 
 
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_autocast_chooses_the_dtype(backend: str) -> None:
+    """Regression: the reference, and calls without queries, ignored it."""
+    q, k, indices = drawn(1, 4, 60, 8).float(), drawn(1, 2, 60, 8, seed=1).float(), drawn_indices(1, 2, 60, 2, 4)
+    wanted = selected_attention(q.bfloat16(), k.bfloat16(), k.bfloat16(), indices, block_size=16, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = selected_attention(q, k.bfloat16(), k, indices, block_size=16, backend=backend)
+        empty = selected_attention(q[:, :, :0], k, k, indices[:, :, :0], block_size=16, backend=backend)
+    assert torch.equal(out, wanted) and empty.dtype == torch.bfloat16
+
+
 def test_of_nothing_there_is_nothing() -> None:
     for heads, q_len, k in ((2, 0, 2), (2, 5, 0), (0, 5, 2)):
         q, x = drawn(1, heads, q_len, 8).requires_grad_(), drawn(1, 1 if heads else 0, 20, 8)
