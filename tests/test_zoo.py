@@ -109,7 +109,7 @@ OPTIONS = [
 SCORES = [
     Call(head_dim=32, bias="blocks"),
     Call(head_dim=64, bias="heads", dtype=torch.float16, kv_heads=1),
-    Call(head_dim=64, has_sinks=True, dtype=BFLOAT16),
+    Call(head_dim=64, has_sinks=True, dtype=torch.float16),
     Call(head_dim=32, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, causal=True),
     Call(head_dim=32, softcap=1.5, kv_heads=1),
     Call(head_dim=32, has_slopes=True, causal=True, dtype=torch.float16),
