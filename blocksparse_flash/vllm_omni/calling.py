@@ -40,7 +40,7 @@ def select_blocks(grid: Grid, sparsity: float) -> tuple[Choice, Tensor]:
     return top_blocks(1 - sparsity), tile_order(grid, tile=(4, 4, 4))
 
 
-# a prompt of another length needs another layout; eight serve a few prompts, with and without guidance
+# a prompt of another length needs another layout; eight are enough for a few prompts, with and without guidance
 @functools.lru_cache(maxsize=8)
 def _use_of(pattern: Pattern, grid: Grid, sparsity: float, n_text: int, backend: str) -> Use:  # noqa: ARG001
     made: object = pattern(grid, sparsity)
@@ -55,7 +55,7 @@ def _video_of(layout: Any) -> tuple[int, Grid, int]:
     """First token and grid of the video in a `video_layout`, and the number of tokens before padding."""
     targets = [span for span in layout.video_spans if span.role == "target"]
     if layout.video_spans and (len(targets) != 1 or layout.used_len is None):
-        raise NotImplementedError(
+        raise ValueError(
             "video_layout.video_spans must have one span of role 'target', and video_layout a used_len, got "
             f"{len(targets)} and {layout.used_len}"
         )
@@ -93,7 +93,7 @@ class VideoAttention:
                   keys are padding. kv_cache_dtype must be unquantized. Unknown keys are ignored, as vLLM-Omni requires
     joint_query   and the other joint tensors are ignored: layers have already joined them to query, key and value
 
-    Whatever else would change the result raises NotImplementedError or ValueError with the name of the field.
+    Whatever else would change the result raises ValueError with the name of the field.
     """
 
     pattern: Pattern = select_blocks
@@ -128,11 +128,11 @@ class VideoAttention:
         for name in ("full_attn_spans", "query_ranges", "packed_padding"):
             # a mask of pairs already includes the spans
             if getattr(metadata, name) is not None and (name == "packed_padding" or mask is None or mask.ndim != 4):
-                raise NotImplementedError(f"{name} must be None, got {getattr(metadata, name)}: give attn_mask instead")
+                raise ValueError(f"{name} must be None, got {getattr(metadata, name)}: give attn_mask instead")
         if metadata.joint_attn_mask is not None and mask is None:
             raise ValueError("joint_attn_mask must be a part of attn_mask, which is None")
         if extra.get("kv_cache_dtype") not in (None, "auto", "float"):
-            raise NotImplementedError(f"extra['kv_cache_dtype'] must be 'float', got {extra['kv_cache_dtype']!r}")
+            raise ValueError(f"extra['kv_cache_dtype'] must be 'float', got {extra['kv_cache_dtype']!r}")
         valid = extra.get("valid_kv_length")
         if valid is not None and not (isinstance(valid, int) and 0 < valid <= key.shape[1]):
             raise ValueError(f"extra['valid_kv_length'] must be an int from 1 to {key.shape[1]}, got {valid!r}")
@@ -157,7 +157,7 @@ class VideoAttention:
         batch, heads, q_len, kv_len = *q.shape[:3], k.shape[2]
         causal = self.causal and layout is None
         if causal and q_len != kv_len:
-            raise NotImplementedError(f"causal must be False for {q_len} queries and {kv_len} keys, whose ends differ")
+            raise ValueError(f"causal must be False for {q_len} queries and {kv_len} keys, whose ends differ")
         options: dict[str, Any] = {"layout": layout, "causal": causal, "scale": self.scale, "backend": self.backend}
         if valid is not None:
             options["kv_lengths"] = torch.full((batch,), valid, dtype=torch.int32, device=q.device)
@@ -206,13 +206,13 @@ class VideoAttention:
             )
         if mask is not None and (mask.shape != (q.shape[0], length) or mask.is_floating_point()):
             got = f"{mask.dtype} {tuple(mask.shape)}"
-            raise NotImplementedError(f"attn_mask with video_layout must be bool ({q.shape[0]}, {length}), got {got}")
+            raise ValueError(f"attn_mask with video_layout must be bool ({q.shape[0]}, {length}), got {got}")
         # boundaries are on the device and not read: those of the video and padding alone have its length as the largest
         packed = {f"max_seqlen_{name}" for name in "qk" if f"cu_seqlens_{name}" in metadata.extra}
         lengths = {f"extra['{name}']": metadata.extra.get(name, None if name in packed else used) for name in USED}
         for name, value, expected in (("causal", self.causal, False), *((*each, used) for each in lengths.items())):
             if value != expected:
-                raise NotImplementedError(f"{name} with this video_layout must be {expected}, got {value}")
+                raise ValueError(f"{name} with this video_layout must be {expected}, got {value}")
         before, video, after = torch.arange(used, device=q.device).tensor_split((begin, begin + n_tokens))
         # `Use` expects text before the video
         order = torch.cat([before, after, video]) if len(after) else slice(used)
