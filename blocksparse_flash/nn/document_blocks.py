@@ -61,6 +61,21 @@ class DocumentBlocks(NamedTuple):
         return x.gather(2, self.places.expand(*x.shape[:2], -1, x.shape[3]))
 
 
+def block_ranges(
+    documents: DocumentBlocks | None, length: int, block_size: int, device: torch.device, q_start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(own block, first block of its document) of each query, int64 (..., length, 1).
+
+    A query may select these blocks and those between them.
+
+    documents  None: the queries are those from position q_start on of one document
+    """
+    if documents is not None:
+        return documents.own, documents.first
+    own = torch.arange(q_start, q_start + length, device=device)[:, None] // block_size
+    return own, torch.zeros_like(own)
+
+
 def document_table(cu_seqlens: object, x: Tensor, base: float, head_dim: int) -> RotaryTable:
     """The rotary table (batch | 1, 1, length, head_dim / 2) of positions that restart in each document.
 

@@ -12,7 +12,7 @@ from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
-from .document_blocks import DocumentBlocks
+from .document_blocks import DocumentBlocks, block_ranges
 from .layers import SelfAttention
 from .positions import RotaryTable
 from .video_sparse import block_means
@@ -44,11 +44,7 @@ def best_blocks(
     if q.dim() == 5:
         # the sum of scores is the score of the sum
         q = q.sum(2)
-    if documents is None:
-        own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
-        earliest = torch.zeros_like(own)
-    else:
-        own, earliest = documents.own, documents.first
+    own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
     col = torch.arange(n_cols, device=q.device)
     chunk = max(1, SCORES_OF_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
     found = []

@@ -19,7 +19,7 @@ from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
 from .arguments import Heads, check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
-from .document_blocks import DocumentBlocks, document_table, table_of
+from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
 
 # scores of compressed keys in memory at a time, for all heads: 256 MB as float32
@@ -111,11 +111,7 @@ def most_important_blocks(
     scale = head_dim**-0.5 if scale is None else scale
     n_cols = -(-(q_start + length) // block_size)
     queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
-    if documents is None:
-        own = torch.arange(q_start, q_start + length, device=q.device)[:, None] // block_size
-        earliest = torch.zeros_like(own)
-    else:
-        own, earliest = documents.own, documents.first
+    own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
     col = torch.arange(n_cols, device=q.device)
     is_beyond = (col > own) | (col < earliest)
     is_always = ((col < earliest + always[0]) | (col > own - always[1])) & ~is_beyond

@@ -13,7 +13,7 @@ from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
-from .document_blocks import DocumentBlocks, document_table
+from .document_blocks import DocumentBlocks, block_ranges, document_table
 from .layers import SelfAttention
 from .positions import rotary_table, rotate
 
@@ -34,11 +34,7 @@ def best_indexed_blocks(
     """
     batch, heads, length, _ = index_q.shape
     n_cols = -(-length // block_size)
-    if documents is None:
-        own = torch.arange(length, device=index_q.device)[:, None] // block_size
-        earliest = torch.zeros_like(own)
-    else:
-        own, earliest = documents.own, documents.first
+    own, earliest = block_ranges(documents, length, block_size, index_q.device)
     col = torch.arange(n_cols, device=index_q.device)
     chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * length))
     found = []
