@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,6 +110,27 @@ def test_it_is_the_definition_in_float64(case: tuple[int, ...], causal: bool, ba
         torch.testing.assert_close(one, other, msg=lambda text, name=name: f"d{name}: {text}")
 
 
+def assert_kernels_are_as_accurate(
+    found: tuple[Tensor, Tensor],
+    low: list[Tensor],
+    tensors: list[Tensor],
+    truth_of: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+) -> None:
+    """Raises unless out, lse and gradients, found from `low`, are as accurate as `truth_of` the same q, k, v.
+
+    tensors  q, k, v in float32 on the CPU
+    """
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    truth, same = truth_of(exact), truth_of(tensors)
+    assert_as_accurate(found[0].cpu(), [same[0]], truth[0], name="out")
+    torch.testing.assert_close(found[1].cpu(), truth[1].float())
+    for name, *grads in zip(
+        "qkv", gradients(*found, low), gradients(*same, tensors), gradients(*truth, exact), strict=True
+    ):
+        one, other, right = (grad.cpu().nan_to_num() for grad in grads)
+        assert_as_accurate(one, [other], right, name=f"d{name}")
+
+
 @pytest.mark.sweep(by=lambda case, causal: {causal, ("group", case[1]), ("keys", case[3])})
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("causal", [True, False])
@@ -118,15 +140,7 @@ def test_the_kernels_are_as_accurate_as_pytorch(case: tuple[int, ...], causal: b
     tensors, indices, sizes = leaves(case, torch.float32, batch=1)
     low = [tensor.detach().to(device).requires_grad_() for tensor in tensors]
     found = selected_attention_with_lse(*low, indices.to(device), **sizes, causal=causal, backend="triton")
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    truth, same = truth_of(exact, indices, sizes, causal), truth_of(tensors, indices, sizes, causal)
-    assert_as_accurate(found[0].cpu(), [same[0]], truth[0], name="out")
-    torch.testing.assert_close(found[1].cpu(), truth[1].float())
-    for name, *grads in zip(
-        "qkv", gradients(*found, low), gradients(*same, tensors), gradients(*truth, exact), strict=True
-    ):
-        one, other, right = (grad.cpu().nan_to_num() for grad in grads)
-        assert_as_accurate(one, [other], right, name=f"d{name}")
+    assert_kernels_are_as_accurate(found, low, tensors, lambda each: truth_of(each, indices, sizes, causal))
 
 
 # kv_heads, group, query_block_size, block_size, tokens; then boundaries of one sequence, or of each of two
@@ -194,15 +208,9 @@ def test_in_packed_documents_the_kernels_are_as_accurate_as_pytorch(
     low = [tensor.detach().to(device).requires_grad_() for tensor in tensors]
     options: dict[str, Any] = {**sizes, "causal": causal, "cu_seqlens": torch.tensor(boundaries, device=device)}
     found = selected_attention_with_lse(*low, indices.to(device), **options, backend="triton")
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    truth, same = (truth_in_documents(each, indices, sizes, causal, boundaries) for each in (exact, tensors))
-    assert_as_accurate(found[0].cpu(), [same[0]], truth[0], name="out")
-    torch.testing.assert_close(found[1].cpu(), truth[1].float())
-    for name, *grads in zip(
-        "qkv", gradients(*found, low), gradients(*same, tensors), gradients(*truth, exact), strict=True
-    ):
-        one, other, right = (grad.cpu().nan_to_num() for grad in grads)
-        assert_as_accurate(one, [other], right, name=f"d{name}")
+    assert_kernels_are_as_accurate(
+        found, low, tensors, lambda each: truth_in_documents(each, indices, sizes, causal, boundaries)
+    )
 
 
 @pytest.mark.parametrize("query_block_size", [1, 16])

@@ -312,6 +312,7 @@ def mma(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
+            # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
                     b_dk, b_dv = backward_step(

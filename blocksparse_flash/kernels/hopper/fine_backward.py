@@ -258,6 +258,7 @@ def fine_dkdv_kernel(
             starts = starts_of(ptrs.indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
             stage = (n_done + i) % STAGES
             load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, i < n_steps)
+        # partial steps, then full ones: two loops, so that full steps pay for no mask
         for FULL in gl.static_range(2):
             for i in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
                 stage, phase = (n_done + i) % STAGES, (n_done + i) // STAGES & 1
@@ -409,6 +410,7 @@ def fine_dq_kernel(
     b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     mbarrier.wait(q_full, 0, pred=has_steps)
     mbarrier.wait(dout_full, 0, pred=has_steps)
+    # partial steps, then full ones, as above
     for FULL in gl.static_range(2):
         for i_step in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
             # the lists are padded, so that one step past the end can be read

@@ -228,6 +228,7 @@ def fine_forward_kernel(
         sum=gl.full([SIDE, 4], 0.0, gl.float32, row_sum_layout()),
     )
     mbarrier.wait(buffers.q_full, 0, pred=has_steps)
+    # partial steps, then full ones: two loops, so that full steps pay for no mask
     for FULL in gl.static_range(2):
         for i_step in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
             # the lists are padded, so that one step past the end can be read

@@ -359,7 +359,7 @@ IN_DOCUMENTS = [
 def test_plans_in_packed_documents_have_the_pairs_of_one_document(
     case: tuple[Any, ...], shares_bitmasks: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both ways, by kernels and by PyTorch. More documents than tile rows, and fewer."""
+    """Plans by kernels and by PyTorch, with more documents than tile rows and with fewer."""
     from blocksparse_flash.kernels.triton import plan_builder
 
     rows_per_token, together, keys, length, boundaries = case
