@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
-from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
+from blocksparse_flash.kernels.hopper import fine_backward, fine_forward, wide_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs, Pages
 from blocksparse_flash.kernels.schedule import Split
@@ -91,6 +91,7 @@ def launches(
         page_scores.page_scores_launch,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
+        wide_backward.backward_launches,
         fine_forward.forward_launches,
         fine_backward.backward_launches,
     ):
@@ -105,6 +106,8 @@ def launches(
         mock.patch.object(hopper_backward, "num_sms", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, num_splits)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, num_splits)),
+        mock.patch.object(wide_backward, "num_sms", lambda _: 132),
+        mock.patch.object(wide_backward, "split_of", lambda *_: Split(2, num_splits)),
         mock.patch.object(fine_forward, "num_sms", lambda _: 132),
         mock.patch.object(fine_backward, "num_sms", lambda _: 132),
         mock.patch.object(fine_forward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),

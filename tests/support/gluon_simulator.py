@@ -427,9 +427,12 @@ class Simulation:
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
         self.hopper_forward = self._load("hopper.forward")
+        self._load("hopper.wide_dq")
         # after the forward, since it defines functions with the same names as the forward's producer
         self._load("hopper.backward_producer")
         self._load("hopper.backward_postprocess")
+        self._load("hopper.wide_dkdv")
+        self.imports["wide_backward"] = self._load("hopper.wide_backward")
         self.hopper_backward = self._load("hopper.backward")
         self._load("hopper.fine_tiles")
         self.fine_forward = self._load("hopper.fine_forward")
@@ -474,6 +477,8 @@ class Simulation:
             "hopper.backward_producer",
             "hopper.backward_postprocess",
             "hopper.fine_tiles",
+            "hopper.wide_dkdv",
+            "hopper.wide_dq",
         ):
             exported = {
                 key: value

@@ -27,8 +27,8 @@ In causal calls with grouped heads and no layout, a work tile is a tile column f
 dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
 
 For deterministic calls and for few tiles per row (schedule.is_dq_separate) this kernel leaves dQ out, and the Triton
-kernel computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: the Triton backward
-runs.
+kernel computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: wide_backward.py has
+the kernels.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from ..triton.tile import TILE, clamped_kv_len
+from . import wide_backward
 from .backward_postprocess import postprocess_launch
 from .backward_producer import (
     STAGES,
@@ -83,6 +84,7 @@ from .registers import (
     accumulator,
     atomic_add_sum,
     in_register_order,
+    opaque,
     reinterpret,
     store_split,
     zero_tail,
@@ -165,12 +167,6 @@ def pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL: gl.const
             o_first = kv_start + o_kv - (step * BLOCK_Q + sizes.kv_len - sizes.q_len)
         o_first = gl.where(kv_start + o_kv < kv_limit, o_first, BLOCK_Q)
         return gl.expand_dims(o_q, 0) >= gl.expand_dims(o_first, 1)
-
-
-@gluon.jit
-def opaque(i):
-    """Returns its argument; blocks constant propagation and loop-invariant code motion."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -309,7 +305,7 @@ def mma(
             zero_tail(v_buffers.index(kv_stage).reshape([TILE, DIM_V]), kv_start, kv_limit, WARPGROUP)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
-                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
+                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, TILE
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
             # masked steps, then full ones: two loops, so that full steps pay for no mask
@@ -650,8 +646,10 @@ def backward(
     dim, dim_v = q.shape[3], v.shape[3]
     widest = max(dim, dim_v)
     # the gradient of the slopes, which are hardly ever trained, has no kernel here
-    if widest > MAX_HEAD_DIM or (scores is not None and wanted[1]):
+    if scores is not None and wanted[1]:
         return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
+    if widest > MAX_HEAD_DIM:
+        return wide_backward.backward(inputs, plan, kv_lengths, scale, causal, scores, wanted)
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()

@@ -1,7 +1,8 @@
 """Producer warp of the Hopper backward: tile scheduler, and TMA loads of K, V, Q, dO, LSE and delta.
 
 A work tile is one tile column, 128 keys of one KV head, for all query heads of its group, or one split of them. In
-causal calls without a layout it is a tile column for one query head: see schedule.sums_over_heads.
+causal calls without a layout it is a tile column for one query head: see schedule.sums_over_heads. Beyond head_dim 128,
+a work tile is half a tile column (wide_dkdv.py).
 
     producer                                      consumers (two warpgroups)
     scheduler: find the next work tile
@@ -163,7 +164,7 @@ class DOutBuffers(NamedTuple):
 
 
 class KVBuffers(NamedTuple):
-    """k [KV_STAGES, 1, 1, 128, DIM] and v [KV_STAGES, 1, 1, 128, DIM_V]."""
+    """k [KV_STAGES, 1, 1, KEYS, DIM] and v [KV_STAGES, 1, 1, KEYS, DIM_V]; KEYS: of a work tile."""
 
     k: Any
     v: Any
@@ -184,9 +185,9 @@ class Pipelines(NamedTuple):
 @gluon.jit
 def steps_of_head(
     ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head,
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Steps of query head i_group_head of the group. kv_limit: keys of this batch element."""
+    """Steps of query head i_group_head of the group. kv_limit: keys of this batch element; KEYS: of a work tile."""
     batch_head, kv_start, begin = work_tile.batch_head, work_tile.kv_start, work_tile.begin
     n_tiles, n_partial = work_tile.n_tiles, work_tile.n_partial
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
@@ -203,11 +204,11 @@ def steps_of_head(
         n_masked = n_partial * STEPS_PER_TILE
     else:
         # queries past q_len have LSE +inf, so only the diagonal and the last keys need a mask
-        first, full, end = dense_q_steps(kv_start, sizes.q_len, sizes.kv_len, CAUSAL, BLOCK_Q, TILE)
+        first, full, end = dense_q_steps(kv_start, sizes.q_len, sizes.kv_len, CAUSAL, BLOCK_Q, KEYS)
         n_steps = gl.maximum(end - first, 0)
         n_masked = gl.minimum(full - first, n_steps)
-        n_masked = gl.where(kv_start + TILE > kv_limit, n_steps, n_masked)
-    if ptrs.kv_lengths_ptr is not None:
+        n_masked = gl.where(kv_start + KEYS > kv_limit, n_steps, n_masked)
+    if ptrs.kv_lengths_ptr is not None or KEYS < TILE:
         n_steps = gl.where(kv_start < kv_limit, n_steps, 0)
         n_masked = gl.minimum(n_masked, n_steps)
     if ptrs.splits_ptr is not None:
@@ -231,9 +232,11 @@ def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr):
-    """WorkTile of work item i_work. Splits and long tile columns come first."""
+def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEYS: gl.constexpr):
+    """WorkTile of work item i_work. Splits and long tile columns come first; parts of KEYS keys are neighbors."""
     begin, n_tiles, n_partial = 0, 0, 0
+    i_part = i_work % (TILE // KEYS)
+    i_work = i_work // (TILE // KEYS)
     i_split, i_block = -1, -1
     p_record = ptrs.records_ptr
     if ptrs.splits_ptr is not None:
@@ -258,7 +261,7 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr):
         kv_start = i_launch * TILE
     return WorkTile(
         batch_head=batch_head,
-        kv_start=kv_start,
+        kv_start=kv_start + i_part * KEYS,
         begin=begin,
         n_tiles=n_tiles,
         n_partial=n_partial,
@@ -331,16 +334,18 @@ def load(
 ):  # fmt: skip
     """Entry point of the producer warp. GROUP: query heads per KV head."""
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
+    KEYS: gl.constexpr = pipelines.kv.buffers.k.shape[3]
     n_heads = sizes.n_heads
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
         n_work = n_work + sizes.n_split_lines * (sizes.num_splits - 1) * sizes.n_batch_heads
+    n_work = n_work * (TILE // KEYS)
     i_work = gl.program_id(0)
     # work tiles and steps so far: they choose the stages
     i_tile = 0
     n_loaded = 0
     while i_work < n_work:
-        work_tile = find_work_tile(ptrs, record_strides, i_work, sizes, GROUP)
+        work_tile = find_work_tile(ptrs, record_strides, i_work, sizes, GROUP, KEYS)
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
         if ptrs.tile_counter_ptr is None:
@@ -356,7 +361,7 @@ def load(
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
-                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q
+                ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, KEYS
             )
             i_head = i_kv_head * GROUP + i_group_head
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded

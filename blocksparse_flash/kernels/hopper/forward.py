@@ -446,6 +446,7 @@ def hopper_forward_kernel(
         q=allocate_pipeline(q_buffers, Q_BUFFERS, CONSUMERS=1),
         k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS),
         v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS),
+        dout=None,
     )
     fence_async_shared()
     sizes = Sizes(
@@ -460,7 +461,7 @@ def hopper_forward_kernel(
             [
                 (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, CAUSAL, CONFIG)),
                 (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, CAUSAL, CONFIG)),
-                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
+                (load, (q_desc, k_desc, v_desc, None, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -471,7 +472,7 @@ def hopper_forward_kernel(
                 (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, CAUSAL, CONFIG)),
                 (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, CAUSAL, CONFIG)),
                 (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 2, SIGN, CAUSAL, CONFIG)),
-                (load, (q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
+                (load, (q_desc, k_desc, v_desc, None, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

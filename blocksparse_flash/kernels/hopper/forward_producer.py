@@ -16,6 +16,7 @@ Buffers in shared memory
     q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
     k           [stages, 1, 1, BLOCK_KV, DIM]
     v           [stages, 1, 1, BLOCK_KV, DIM_V]
+    dout        as q, with DIM_V columns; in the kernel for dQ beyond head_dim 128 (wide_dq.py)
 """
 
 from __future__ import annotations
@@ -95,12 +96,13 @@ class Sizes(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The pipelines between the producer and the consumers."""
+    """The pipelines between the producer and the consumers. dout: in the kernel for dQ (wide_dq.py), else None."""
 
     work_tiles: Pipeline
     q: Pipeline
     k: Pipeline
     v: Pipeline
+    dout: Any
 
 
 class WorkTile(NamedTuple):
@@ -221,7 +223,7 @@ def kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def load_q(q_desc, q, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
-    """Loads the 64 queries of each consumer warpgroup."""
+    """Loads the 64 queries of each consumer warpgroup, or their dO."""
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
     for warpgroup in gl.static_range(WARPGROUPS):
         i_buffer, phase = q_buffer_and_phase(i_tile, warpgroup, CONFIG)
@@ -232,8 +234,9 @@ def load_q(q_desc, q, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_kv(desc, kv, i_load, i_batch, i_head, kv_start, STAGES: gl.constexpr):
+def load_kv(desc, kv, i_load, i_batch, i_head, kv_start):
     """Loads the keys or the values of one step."""
+    STAGES: gl.constexpr = kv.buffers.shape[0]
     stage = i_load % STAGES
     producer_acquire(kv, stage, i_load // STAGES)
     full, buffer = kv.full.index(stage), kv.buffers.index(stage)
@@ -243,10 +246,10 @@ def load_kv(desc, kv, i_load, i_batch, i_head, kv_start, STAGES: gl.constexpr):
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, pipelines, ptrs, record_strides, sizes, CAUSAL: gl.constexpr, CONFIG: gl.constexpr
+    q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, record_strides, sizes,
+    CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the producer warp."""
-    STAGES: gl.constexpr = CONFIG.stages
+    """Entry point of the producer warp. dout_desc: None in the forward."""
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     n_work = sizes.n_lines * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
@@ -266,13 +269,15 @@ def load(
         i_batch = batch_head // sizes.n_heads
         i_head = batch_head % sizes.n_heads
         load_q(q_desc, pipelines.q, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
+        if dout_desc is not None:
+            load_q(dout_desc, pipelines.dout, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
         i_kv_head = i_head // sizes.group
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
         for i_step in range(work_tile.n_steps):
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)
-            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
-            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
+            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_start=kv_start)
+            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_start=kv_start)
             n_loaded += 1
             kv_start = next_kv_start
         i_tile += 1

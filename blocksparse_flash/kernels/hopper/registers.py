@@ -46,6 +46,12 @@ def pin(b_sum):
 
 
 @gluon.jit
+def opaque(i):
+    """Returns its argument; blocks constant propagation and loop-invariant code motion."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load_int(smem):
     """The int32 in a shared buffer of one value.
 
@@ -101,6 +107,21 @@ def in_register_order(b_sum):
     # warp, half of its 16 rows, row, 32 columns, 8 columns, thread, pair
     b_sum = b_sum.reshape([4, 2, 8, COLS // 32, 4, 4, 2])
     return b_sum.permute((3, 0, 4, 2, 5, 1, 6)).reshape([WARPGROUP_ROWS * COLS])
+
+
+@gluon.constexpr_function
+def register_order_layout(columns):
+    """Layout of the result of `in_register_order` for an accumulator [64, columns]."""
+    registers = [[1], [2], [128], [256]] + [[2048 << i] for i in range((columns // 32).bit_length() - 1)]
+    lanes, warps = [[4], [8], [16], [32], [64]], [[512], [1024]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64 * columns])
+
+
+@gluon.jit
+def from_register_order(b_vector, COLS: gl.constexpr):
+    """The accumulator [64, COLS] of a vector in the order of `in_register_order`."""
+    b_sum = b_vector.reshape([COLS // 32, 4, 4, 8, 4, 2, 2]).permute((1, 5, 3, 0, 2, 4, 6))
+    return gl.convert_layout(b_sum.reshape([WARPGROUP_ROWS, COLS]), accumulator(COLS), assert_trivial=True)
 
 
 @gluon.jit

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton'
 
 CPU = torch.device("cpu")
 LAYOUTS = [*cases.LAYOUTS, *zoo.DENSE]
-# wider heads use the Triton backward, which is slow in the interpreter: only their forward is simulated
 CALLS = [call for call in zoo.HOPPER_CALLS if max(call.head_dim, call.v_dim or 0) <= 128]
 WIDE_HEAD_CALLS = [call for call in zoo.HOPPER_CALLS if call not in CALLS]
 (WINDOW,) = [case for case in cases.LAYOUTS if case.name == "window"]
@@ -152,7 +151,7 @@ def test_several_kv_heads_each_serve_a_group(check, layout):
 @pytest.mark.parametrize("call", WIDE_HEAD_CALLS, ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_wide_heads_are_accurate(check, layout, call):
-    check(Simulation(seed=1), layout, call, backward=False)
+    check(Simulation(seed=1), layout, call)
 
 
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
@@ -176,6 +175,7 @@ def split(simulation: Simulation, num_splits: int, n_lines: int) -> Simulation:
     """The simulation, with n_lines tile rows and columns of each head split, and all of them without a layout."""
     for module in (
         simulation.hopper_forward, simulation.hopper_backward, simulation.fine_forward, simulation.fine_backward,
+        simulation.imports["wide_backward"],
     ):  # fmt: skip
         module.split_of = test_combine_splits.forced(num_splits, n_lines)
     return simulation
@@ -212,7 +212,7 @@ def test_the_deterministic_backward_with_splits_is_accurate(check, layout):
 @pytest.mark.sweep(by=lambda layout: {"one"})
 @pytest.mark.parametrize("layout", [(113, 203), WINDOW], ids=zoo.name_of)
 def test_wide_heads_with_splits_are_accurate(check, layout):
-    check(split(Simulation(seed=7), 2, 2), layout, in_float16(WIDE_HEAD_CALLS[0]), backward=False)
+    check(split(Simulation(seed=7), 2, 2), layout, in_float16(WIDE_HEAD_CALLS[0]))
 
 
 @pytest.mark.thorough
