@@ -134,7 +134,7 @@ def unmeasured(call: Call) -> str:
         return "sinks, softcap, alibi_slopes, block_bias and pair_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
-    if not call.is_fine and memory.uses_hopper_backward(call) and memory.has_separate_dq(call):
+    if memory.uses_hopper_backward(call) and not memory.sums_in_registers(call) and memory.has_separate_dq(call):
         return (
             "the backward of hopper with a launch for dq alone, for few tiles or deterministic=True, was not measured"
         )
@@ -199,8 +199,8 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
     if call.backend == "hopper":
         forward = forward._replace(rows=split(forward.rows, 0, call.batch * call.heads))
     if memory.uses_hopper_backward(call):
-        # in tiles of 64 x 64 the backward iterates over tile rows too, for dq
-        rows = forward.rows if call.is_fine else backward.rows
+        # kernels that keep their sums in registers iterate over tile rows too, for dq
+        rows = forward.rows if memory.sums_in_registers(call) else backward.rows
         cols, kv_axes = backward.cols, call.batch * call.kv_heads
         if memory.sums_dkdv(call, n_sms):
             axes = kv_axes = call.batch * call.heads

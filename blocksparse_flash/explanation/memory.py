@@ -10,8 +10,8 @@ from ..kernels.schedule import PROGRAMS_PER_SM, WHOLE, Split, is_dq_separate, pa
 from ..plan_format import TILE
 from .call import Call
 
-# head dimensions of hopper's own backward
-HOPPER_BACKWARD_DIMS = range(1, 129)
+# largest head dimension at which hopper's backward computes dq in the kernel for dk and dv
+MAX_JOINT_HEAD_DIM = 128
 # bytes of an element of lse, delta and the sum of dq
 FLOAT = 4
 
@@ -83,6 +83,9 @@ def _tile_counter(call: Call, first: int, n_sms: int) -> int:
     if first and sums_dkdv(call, n_sms):
         heads = call.heads
     n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), call.batch * heads)
+    if first and sums_in_registers(call):
+        # the kernel for wide heads has two work tiles per tile column
+        n_programs *= 2
     return FLOAT if n_programs > n_sms else 0
 
 
@@ -197,7 +200,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         return Moved(reads, results, statistics, main_bytes, extra_bytes)
     rows = call.batch * call.heads * call.q_len
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
-    if call.is_fine:
+    if sums_in_registers(call):
         workspace = statistics + (dq if call.head_dim % 8 else 0)
     elif has_separate_dq(call):
         # for two kernels, each in its own order
@@ -216,10 +219,11 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * dims
         workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
     parts = _parts(call, 3, n_sms)
-    if call.is_fine:
+    if sums_in_registers(call):
         # of dq
         columns = padded_dim("hopper", call.head_dim)
         parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
+        workspace += _tile_counter(call, 0, n_sms)
     workspace, main_bytes, extra_bytes = workspace + parts, main_bytes + parts, extra_bytes + parts
     workspace += _copies(call) + _tile_counter(call, 3, n_sms)
     for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
@@ -245,7 +249,7 @@ def varying_gradients(call: Call) -> str:
 
 def adds_dq(call: Call) -> bool:
     """Whether tile columns add to dq, in no fixed order."""
-    return uses_hopper_backward(call) and not call.is_fine and not has_separate_dq(call)
+    return uses_hopper_backward(call) and not sums_in_registers(call) and not has_separate_dq(call)
 
 
 def sums_dkdv(call: Call, n_sms: int) -> bool:
@@ -253,12 +257,17 @@ def sums_dkdv(call: Call, n_sms: int) -> bool:
     shapes = call.q_shape, call.k_shape
     return (
         uses_hopper_backward(call)
-        and not call.is_fine
+        and not sums_in_registers(call)
         and sums_over_heads(call.plan or (), *shapes, call.causal, n_sms, deterministic=call.deterministic)
     )
 
 
+def sums_in_registers(call: Call) -> bool:
+    """Whether hopper's backward has a launch for dk and dv and one for dq, which keep their sums in registers."""
+    is_wide = max(call.head_dim, call.v_dim) > MAX_JOINT_HEAD_DIM
+    return uses_hopper_backward(call) and (call.is_fine or is_wide)
+
+
 def uses_hopper_backward(call: Call) -> bool:
-    """Whether the backward is hopper's own; wider heads and the gradient of slopes use that of `triton`."""
-    is_own = call.backend == "hopper" and not call.has_slopes_gradient
-    return is_own and max(call.head_dim, call.v_dim) in HOPPER_BACKWARD_DIMS
+    """Whether the backward is hopper's own; the gradient of slopes uses that of `triton`."""
+    return call.backend == "hopper" and not call.has_slopes_gradient

@@ -52,7 +52,7 @@ class Allocations(TorchDispatchMode):
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The modules with launchers, on a simulated GPU of 132 SMs; launches do nothing."""
     from blocksparse_flash.kernels.hopper import backward as hopper_backward
-    from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
+    from blocksparse_flash.kernels.hopper import fine_backward, fine_forward, wide_backward
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
     from blocksparse_flash.kernels.triton import backward, forward
 
@@ -64,12 +64,13 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         "fine_forward": fine_forward,
         "fine_backward": fine_backward,
     }
-    of_hopper = (hopper_forward, hopper_backward, fine_forward, fine_backward)
+    of_hopper = (hopper_forward, hopper_backward, wide_backward, fine_forward, fine_backward)
     cached = (
         forward.forward_launch,
         backward.backward_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
+        wide_backward.backward_launches,
         fine_forward.forward_launches,
         fine_backward.backward_launches,
     )
@@ -149,9 +150,9 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     assert reported.writes == sum(grad.nbytes for grad in grads)
     assert reported.workspace == allocations.nbytes - reported.writes
     # the Hopper backward iterates over tile columns; a separate launch for dq iterates over tile rows
-    has_separate_dq = kind == "few tiles" and max(dims) <= 64
+    has_separate_dq = (kind == "few tiles" and max(dims) <= 64) or max(dims) > 128
     is_one_kernel = backend == "hopper" and not call.is_fine
-    uses_cols_only = is_one_kernel and memory.uses_hopper_backward(call) and not has_separate_dq
+    uses_cols_only = is_one_kernel and not has_separate_dq
     lists = plan[3:] if uses_cols_only else plan
     assert reported.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *lists))
 

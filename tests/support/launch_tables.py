@@ -24,7 +24,7 @@ from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
-from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
+from blocksparse_flash.kernels.hopper import fine_backward, fine_forward, wide_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, pair_bias_gradient, split_kv
@@ -250,6 +250,11 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
             yield name, dim, "dq in a launch of its own"
         if given["dk_sum_ptr"] is not None:
             yield name, dim, "sums over heads"
+    elif name.startswith("wide_"):
+        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+        has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
+        yield name, dim, *has, rest["cap"] is not None
+        yield from ((name, dim, word) for word in _features(rest, given))
     elif name.startswith("fine_"):
         # the block of q or k has all columns, the other one too unless it is loaded by tiles of 16
         dim = max(factory._arguments[2][-1] for factory in each._factories if factory is not None)
@@ -297,13 +302,16 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     """The configurations that a call would use on a GPU; launches nothing."""
     batch, heads, q_len, kv_len = call.shape
     variant, dim, v_dim = call.variant, call.head_dim, call.v_dim
-    modules = (forward, backward, split_kv, hopper_forward, hopper_backward, fine_forward, fine_backward)
+    modules = (
+        forward, backward, split_kv, hopper_forward, hopper_backward, wide_backward, fine_forward, fine_backward,
+    )  # fmt: skip
     for launches_of in (
         forward.forward_launch,
         backward.backward_launches,
         split_kv.split_kv_launches,
         hopper_forward.forward_launches,
         hopper_backward.backward_launches,
+        wide_backward.backward_launches,
         fine_forward.forward_launches,
         fine_backward.backward_launches,
     ):
@@ -415,17 +423,20 @@ def _known_hopper() -> Iterator[Key]:
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in HOPPER_DIMS:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
-        yield "combine_rows", dim
+        yield from (("combine_rows", dim), ("sum_splits", dim))
         if dim > hopper_backward.MAX_HEAD_DIM:
+            for name in ("wide_dkdv", "wide_dq"):
+                yield from ((name, dim, word) for word in ("split", "queued", "one round"))
+                yield from ((name, dim, *has) for has in itertools.product(flags, flags, flags))
             continue
         for *has, has_softcap in itertools.product(flags, flags, flags):
             of_cols = hopper_backward.config(dim, has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
-        yield from (("sum_splits", dim), ("postprocess", dim))
+        yield "postprocess", dim
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
-    yield "preprocess", False, True, False, False
+    yield from (("preprocess", False, True, False, has_counter) for has_counter in flags)
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
         kind = {"is_gathered": is_gathered, "modifies_scores": modifies_scores}
         of_rows = fine_forward.config(dim, **kind).registers

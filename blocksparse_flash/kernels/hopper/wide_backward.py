@@ -7,9 +7,9 @@
     dk, dv   wide_dkdv.py: 64 keys of a KV head per work tile, steps of 64 queries
     dq       wide_dq.py: 128 queries of a head per work tile, steps of 64 keys
 
-Each computes scores and dp for itself: seven products per pair of tiles, where five would do. Registers leave no choice:
-64 rows of dk and dv at head_dim 256 fill half of an SM's. In return dQ needs no float32 sum in memory, and all results
-have the same bits in every run.
+Each computes scores and dp for itself: seven products per pair of tiles, where five would do if the sums of dk, dv and
+dq fitted into registers. At head_dim 256, dk and dv of 64 keys fill half of an SM's. In return dQ needs no float32 sum
+in memory, and all results have the same bits in every run.
 
 Long tile rows and tile columns are split among programs: see schedule.py and combine_splits.py.
 """

@@ -1,7 +1,7 @@
 """Hopper kernel for dK and dV beyond head_dim 128, in Gluon (sm90), warp-specialized.
 
-Float32 sums of dk and dv for 128 keys do not fit into the registers of two warpgroups. A work tile has 64 keys here, and
-the warpgroups divide the products instead of the keys:
+Float32 sums of dk and dv for 128 keys do not fit into the registers of two warpgroups. Here a work tile has 64 keys,
+and the warpgroups divide the products instead of the keys:
 
     producer warp          "p" warpgroup                       "ds" warpgroup
     TMA loads of q, dO ->  s^T = k q^T, p = exp2(s - lse)      dp^T = v dO^T
@@ -16,7 +16,7 @@ The producer is that of the backward for smaller head dimensions (backward_produ
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,7 +53,6 @@ from .barriers import (
 )
 from .bitmask import transposed_mask
 from .registers import (
-    WARPGROUP_ROWS,
     accumulator,
     from_register_order,
     in_register_order,
