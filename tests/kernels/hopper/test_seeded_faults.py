@@ -25,6 +25,7 @@ from tests.support.gluon_simulator import Change, Simulation
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
 
 FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
+WIDE_DKDV, WIDE_DQ = "hopper.wide_dkdv", "hopper.wide_dq"
 FINE_FORWARD, FINE_BACKWARD, FINE_TILES = (f"hopper.fine_{name}" for name in ("forward", "backward", "tiles"))
 ROWS, COLS, TILE = "hopper.forward_producer", "hopper.backward_producer", "triton.tile"
 # faults of split tile rows and columns
@@ -432,6 +433,66 @@ BY_HEAD = [
     Run(seed, (300, 400), zoo.Call(head_dim=64, causal=True, dtype=torch.float16, kv_heads=2), n_sms=1)
     for seed in range(3)
 ]
+# the backward beyond head_dim 128, with kv_lengths and splits
+WIDE_FAULTS = {
+    "p overwritten before the other warpgroup has read it": Change(
+        WIDE_DKDV, "    producer_acquire(pipelines.p, i_buffer, i_step_total // P_STAGES)\n", ""
+    ),
+    "p read before it is written": Change(
+        WIDE_DKDV, "    consumer_wait(pipelines.p, i_buffer, i_step_total // P_STAGES)\n", ""
+    ),
+    "p released twice": Change(
+        WIDE_DKDV,
+        "    consumer_release(pipelines.p, i_buffer)\n",
+        "    consumer_release(pipelines.p, i_buffer)\n    consumer_release(pipelines.p, i_buffer)\n",
+    ),
+    "queries released during their product": Change(
+        WIDE_DKDV,
+        "    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))\n    consumer_release(pipelines.q, stage)\n",
+        "    consumer_release(pipelines.q, stage)\n    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))\n",
+    ),
+    "dO released during its product": Change(
+        WIDE_DKDV,
+        "    b_dv = warpgroup_mma_wait(0, deps=(dv_token,))\n    consumer_release(pipelines.dout, stage)\n",
+        "    consumer_release(pipelines.dout, stage)\n    b_dv = warpgroup_mma_wait(0, deps=(dv_token,))\n",
+    ),
+    "dk and dv stored while the other warpgroup multiplies": Change(
+        WIDE_DKDV, '    named_barrier("sync", 9)\n    if ptrs', "    if ptrs"
+    ),
+    "dk and dv stored without a fence": Change(WIDE_DKDV, "    fence_async_shared()\n    tma_store", "    tma_store"),
+    "keys released before dk is stored": Change(WIDE_DKDV, "    tma.store_wait(0)\n", ""),
+    "bitmask of the first half of the keys": Change(WIDE_DKDV, "kv_start % TILE + o_kv, o_first", "o_kv, o_first"),
+    "split of the first half of the keys": Change(
+        WIDE_DKDV, "SPLIT_OFFSET + kv_start % TILE", "SPLIT_OFFSET + kv_start % 1"
+    ),
+    "second half of the keys left out": Change(COLS, "    n_work = n_work * (TILE // KEYS)\n", ""),
+    "both halves of the keys at the same place": Change(COLS, "kv_start=kv_start + i_part * KEYS", "kv_start=kv_start"),
+    "values released during their product": Change(
+        WIDE_DQ,
+        "    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n    consumer_release(v, 0)\n",
+        "    consumer_release(v, 0)\n    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n",
+    ),
+    "keys released during their product": Change(
+        WIDE_DQ,
+        "    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))\n    consumer_release(k, stage)\n",
+        "    consumer_release(k, stage)\n    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))\n",
+    ),
+    "dO not waited for": Change(WIDE_DQ, "        consumer_wait(dout, i_buffer, phase)\n", ""),
+    "queries released before dq is stored": Change(WIDE_DQ, "    tma.store_wait(0)\n", ""),
+    "lse of the first warpgroup": Change(
+        WIDE_DQ, "first = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS", "first = work_tile.q_start"
+    ),
+    "values of the last step zeroed too late": Change(
+        WIDE_DQ, "        zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)\n", ""
+    ),
+}
+WIDE_LENGTHS = zoo.Call(head_dim=192, v_dim=40, causal=True, has_kv_lengths=True, dtype=torch.float16, kv_heads=2)
+WIDE_PLAIN = zoo.Call(head_dim=136, dtype=torch.float16, kv_heads=1)
+WIDE = [
+    *(Run(seed, (300, 400), WIDE_LENGTHS, n_sms=1 + seed % 2) for seed in range(3)),
+    *(Run(seed, WINDOW, WIDE_PLAIN, n_sms=1 + seed % 2) for seed in range(3)),
+    Run(0, WINDOW, WIDE_LENGTHS, splits=(2, 1)),
+]
 SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
@@ -451,6 +512,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "gathered tiles": (GATHERED_FAULTS, GATHERED),
     "score mods": (SCORE_MOD_FAULTS, SCORE_MODS),
     "by query head": (BY_HEAD_FAULTS, BY_HEAD),
+    "wide heads": (WIDE_FAULTS, WIDE),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -467,6 +529,7 @@ CORRECT_RUNS = {
     "gathered tiles": GATHERED,
     "score mods": SCORE_MODS,
     "by query head": BY_HEAD,
+    "wide heads": WIDE,
 }
 
 
@@ -504,7 +567,7 @@ def test_seeded_faults_are_detected(check_run, group, fault):
     faults, runs = FAULTS[group]
     change = faults[fault]
     # faults of the forward are detected without the backward, which takes longer
-    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS)
+    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS, WIDE_DKDV, WIDE_DQ)
     with pytest.raises((ProtocolError, AssertionError)):
         for run in runs:
             check_run(run._replace(has_backward=run.has_backward and concerns_backward), change)
