@@ -228,7 +228,10 @@ def untraced(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
         if not disabled:
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
-            disabled.append(torch.compiler.disable(function, reason=_OUTSIDE))
+            # in two steps: where this runs while torch.compile traces the caller, torch 2.11 warns of a bound method
+            # that it would have to keep across the call
+            made = torch.compiler.disable(function, reason=_OUTSIDE)
+            disabled.append(made)
         return disabled[0](*args, **kwargs)
 
     # what torch.compile reads of a function that is not to be traced
