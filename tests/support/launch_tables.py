@@ -21,7 +21,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
-from blocksparse_flash.kernels import arguments
+from blocksparse_flash.kernels import arguments, schedule
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
@@ -235,13 +235,14 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         )
         yield name, *wanted
     elif name == "hopper_forward":
-        dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+        # the block of v has all its columns
+        dim = max(rest["COLS"], each._factories[2]._arguments[2][-1])
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["CONFIG"]
         yield name, dim, "cap" if rest["cap"] is not None else "no cap"
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
-        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+        dim = max(rest["COLS"], rest["COLS_V"])
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         block_q = each._factories[0]._arguments[2][2]
         yield name, dim, *has, rest["cap"] is not None, block_q, rest["KV_STAGES"]
@@ -406,24 +407,33 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
     yield "preprocess", True, False, False, False
 
 
+def _tails(*dims: int) -> tuple[int, ...]:
+    """The dims, if the Hopper kernels have tails."""
+    return dims if schedule.HAS_TAILS else ()
+
+
 def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
-    for dim, has_layout, has_lengths, is_wide in itertools.product(HOPPER_DIMS, flags, flags, flags):
+    of_rows_dims, of_cols_dims = (*HOPPER_DIMS, *_tails(192)), (*HOPPER_DIMS, *_tails(96))
+    for dim, has_layout, has_lengths, is_wide in itertools.product(of_rows_dims, flags, flags, flags):
         if is_wide and (has_layout or has_lengths):
             continue
         of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
-    for dim in HOPPER_DIMS:
+    for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
-        yield "combine_rows", dim
+    yield from (("combine_rows", dim) for dim in HOPPER_DIMS)
+    for dim in of_cols_dims:
         if dim > hopper_backward.MAX_HEAD_DIM:
             continue
         for *has, has_softcap in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config(dim, has_softcap)
+            of_cols = hopper_backward.config((dim, dim), has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
-        yield from (("sum_splits", dim), ("postprocess", dim))
+        yield "postprocess", dim
+        # a tail is summed beside 64 columns
+        yield "sum_splits", 64 if dim == 96 else dim
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
@@ -474,6 +484,12 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         if variant.tile < TILE and dim > MAX_FINE_HEAD_DIM:
             continue
         yield Call("hopper", shape, dim, HALF, variant)
+    # 96 columns in the backward, 192 in the forward
+    for (dim, v_dim), shape, variant in itertools.product(
+        ((96, None), (80, 128), (128, 72), (192, 128)) if schedule.HAS_TAILS else (), small, HOPPER
+    ):
+        if variant.tile == TILE:
+            yield Call("hopper", shape, dim, HALF, replace(variant, name=f"{variant.name}-tail-{v_dim}", v_dim=v_dim))
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,7 +1,8 @@
 """Hopper forward in Gluon (sm90): out = softmax(scale q k^T) v over the pairs of a layout, and lse.
 
 Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, head_dim), lse (batch, heads, q_len).
-head_dim is padded to DIM, that of v and out to DIM_V: 64, 128 or 256. The kernel is persistent: one program per SM.
+head_dim is padded to DIM, and that of v and out to DIM_V: 64, 128 or 256. With a tail (tma.py), head_dim is padded to
+192. The kernel is persistent: one program per SM.
 
     producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
     tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
@@ -43,7 +44,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
-from ..schedule import Split, heads_in_turn, padded_dim, split_of
+from ..schedule import Split, forward_columns, heads_in_turn, split_of
 from ..triton.combine_splits import combine_rows
 from ..triton.tile import LN_2, TILE, clamped_kv_len
 from .barriers import (
@@ -68,7 +69,7 @@ from .forward_producer import (
 from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, pin, store_split, zero_tail
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
-from .tma import DescriptorFactory, tma_store, to_tma_loadable
+from .tma import DescriptorFactory, allocate_rows, block_columns, tma_store, to_tma_loadable
 from .work_tiles import END, WORK_TILE_STAGES
 
 # ---- configuration ----
@@ -102,27 +103,32 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
+def config(columns: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
     """The launch table; TUNING.md has the candidates that lost.
 
-    dim      the larger padded head dimension
+    columns  the larger number from forward_columns
     is_wide  whether tile rows of 192 queries are possible and pay
 
     Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Values of BEFORE_TRITON_3_9 would spill from Triton 3.9 on.
     """
-    if dim == 256:
+    if columns == 256:
         # out takes 128 registers per thread, and shared memory has no room for it beside q
         return Config(block_kv=64, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
-    if dim == 64 and is_wide and BEFORE_TRITON_3_9:
+    if columns == 64 and is_wide and BEFORE_TRITON_3_9:
         # dense 545, 2 warpgroups 473
         return Config(stages=4, warpgroups=3, consumer_registers=160, producer_registers=32)
-    if dim == 64:
+    if columns == 64:
         # butterfly 424, with 1 stage of q 400
         return Config(stages=4, q_stages=2, pin=BEFORE_TRITON_3_9)
     # with a layout butterfly 561, without the threshold 546; without a layout dense 662, with the threshold 600
     rescale_threshold = 8.0 if has_layout and not has_lengths else 0.0
+    # with 192 columns, shared memory has no room for a second stage of q, nor for out beside q
     return Config(
-        q_stages=2, rescale_threshold=rescale_threshold, pin=BEFORE_TRITON_3_9, early_bitmask=BEFORE_TRITON_3_9
+        q_stages=1 if columns == 192 else 2,
+        rescale_threshold=rescale_threshold,
+        out_in_q=columns == 192,
+        pin=BEFORE_TRITON_3_9,
+        early_bitmask=BEFORE_TRITON_3_9,
     )
 
 
@@ -189,12 +195,13 @@ def zero_v_tail(v, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.cons
 
 @gluon.jit
 def step(
-    state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+    state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
     KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
 
     q_tile  this warpgroup's queries, [64, DIM] in shared memory
+    q_tail  the last 64 of 192 columns, else None
     slope   see score_mods.load_slope
     n_done  steps of earlier work tiles
     KIND    "first" step of the work tile, which may be partial or full; "partial" or "full" for later ones
@@ -229,6 +236,9 @@ def step(
     k_tile = k.buffers.index(stage).reshape([BLOCK_KV, k.buffers.shape[4]]).permute((1, 0))
     # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
+    if q_tail is not None:
+        k_tail = pipelines.k_tails.index(stage).reshape([BLOCK_KV, pipelines.k_tails.shape[4]]).permute((1, 0))
+        scores_token = warpgroup_mma(q_tail, k_tail, scores_token, is_async=True)
     if not FIRST:
         v_tile = wait_for_v(v, i_load - 1, STAGES)
         # [WARPGROUP_ROWS, DIM_V]
@@ -360,20 +370,23 @@ def mma(
         consumer_wait(q, i_buffer, phase)
         # [WARPGROUP_ROWS, DIM]
         q_tile = q.buffers.index(i_buffer).reshape([WARPGROUP_ROWS, DIM])
+        q_tail = None
+        if pipelines.q_tails is not None:
+            q_tail = pipelines.q_tails.index(i_buffer).reshape([WARPGROUP_ROWS, pipelines.q_tails.shape[4]])
         if n_steps > 0:
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit, KIND="first",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit,
+                KIND="first", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(1, n_partial):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit, KIND="partial",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+                KIND="partial", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1), n_steps):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit, KIND="full",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+                KIND="full", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         n_done += n_steps
         if not CONFIG.out_in_q:
@@ -421,17 +434,16 @@ def hopper_forward_kernel(
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
-    # compile time; SIGN of the scale
-    SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
+    # compile time; SIGN of the scale, COLS: columns of q and k in shared memory
+    SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     STAGES: gl.constexpr = CONFIG.stages
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
     Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.warpgroups
-    DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = out_desc.block_type.shape[3]
-    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, WARPGROUP_ROWS, DIM], q_desc.layout)
-    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
+    q_buffers, q_tails = allocate_rows(q_desc, Q_BUFFERS, COLS)
+    k_buffers, k_tails = allocate_rows(k_desc, STAGES, COLS)
     v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
     if CONFIG.out_in_q:
         out_buffers = q_buffers
@@ -444,7 +456,9 @@ def hopper_forward_kernel(
     pipelines = Pipelines(
         work_tiles=allocate_pipeline(work_tile_buffers, WORK_TILE_STAGES, CONSUMERS=WARPGROUPS),
         q=allocate_pipeline(q_buffers, Q_BUFFERS, CONSUMERS=1),
+        q_tails=q_tails,
         k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS),
+        k_tails=k_tails,
         v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS),
     )
     fence_async_shared()
@@ -546,15 +560,13 @@ def forward_launches(
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     records_shape, _ = lists
-    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
+    columns, dim_v = forward_columns(head_dim, v_dim)
     n_batch_heads, n_sms = batch * heads, num_sms(index)
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
     is_wide = not (has_layout or has_lengths or split.num_splits > 1) and wide_pays(q_len, n_batch_heads, n_sms)
-    chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
+    chosen = config(max(columns, dim_v), has_layout, has_lengths, is_wide)
     assert is_wide or chosen.warpgroups == 2, "tile rows of a layout have 128 queries, and zero_tail has two warpgroups"
-    if chosen.out_in_q:
-        dim = dim_v = max(dim, dim_v)
     rows = WARPGROUP_ROWS.value
     n_tile_rows = -(-q_len // (rows * chosen.warpgroups))
     arguments = {
@@ -571,12 +583,13 @@ def forward_launches(
         **mods.arguments(scale, is_forward=True),
         "CAUSAL": causal,
         "CONFIG": chosen,
+        "COLS": columns,
         "num_warps": 4,
     }
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, rows, dim)),
-        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, dim)),
+        "q_desc": DescriptorFactory(q, (1, 1, rows, block_columns(columns))),
+        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, block_columns(columns))),
         "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v)),
         "out_desc": DescriptorFactory(out.spec, (1, 1, rows, dim_v)),
     }

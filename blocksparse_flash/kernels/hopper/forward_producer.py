@@ -14,7 +14,7 @@ The producer runs ahead: while the consumers finish one work tile, it loads the 
 Buffers in shared memory
     work_tiles  int32, two work tiles
     q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
-    k           [stages, 1, 1, BLOCK_KV, DIM]
+    k           [stages, 1, 1, BLOCK_KV, DIM]; of 192 columns the last 64 are in q_tails and k_tails
     v           [stages, 1, 1, BLOCK_KV, DIM_V]
 """
 
@@ -43,7 +43,7 @@ from ..triton.tile import (
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, load_int
-from .tma import tma_load
+from .tma import bytes_of_rows, index_or_none, load_rows
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # int32 values of a work tile in shared memory, and from one to the next
@@ -95,11 +95,16 @@ class Sizes(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The pipelines between the producer and the consumers."""
+    """The pipelines between the producer and the consumers.
+
+    q_tails, k_tails  buffers of the last 64 of 192 columns of q and k; None otherwise
+    """
 
     work_tiles: Pipeline
     q: Pipeline
+    q_tails: Any
     k: Pipeline
+    k_tails: Any
     v: Pipeline
 
 
@@ -220,25 +225,26 @@ def kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def load_q(q_desc, q, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
+def load_q(q_desc, q, tails, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
     """Loads the 64 queries of each consumer warpgroup."""
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
     for warpgroup in gl.static_range(WARPGROUPS):
         i_buffer, phase = q_buffer_and_phase(i_tile, warpgroup, CONFIG)
         producer_acquire(q, i_buffer, phase)
-        q_full = q.full.index(i_buffer)
-        mbarrier.expect(q_full, q_desc.block_type.nbytes)
-        tma_load(q_desc, [i_batch, i_head, q_start + warpgroup * WARPGROUP_ROWS, 0], q_full, q.buffers.index(i_buffer))
+        q_full, tail = q.full.index(i_buffer), index_or_none(tails, i_buffer)
+        mbarrier.expect(q_full, bytes_of_rows(q_desc.block_type.nbytes, tails is not None))
+        start = q_start + warpgroup * WARPGROUP_ROWS
+        load_rows(q_desc, q_full, q.buffers.index(i_buffer), tail, i_batch, i_head, start)
 
 
 @gluon.jit
-def load_kv(desc, kv, i_load, i_batch, i_head, kv_start, STAGES: gl.constexpr):
-    """Loads the keys or the values of one step."""
+def load_kv(desc, kv, tails, i_load, i_batch, i_head, kv_start, STAGES: gl.constexpr):
+    """Loads the keys or the values of one step. tails: see Pipelines."""
     stage = i_load % STAGES
     producer_acquire(kv, stage, i_load // STAGES)
-    full, buffer = kv.full.index(stage), kv.buffers.index(stage)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, [i_batch, i_head, kv_start, 0], full, buffer)
+    full, tail = kv.full.index(stage), index_or_none(tails, stage)
+    mbarrier.expect(full, bytes_of_rows(desc.block_type.nbytes, tails is not None))
+    load_rows(desc, full, kv.buffers.index(stage), tail, i_batch, i_head, kv_start)
 
 
 @gluon.jit
@@ -265,14 +271,18 @@ def load(
         write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // sizes.n_heads
         i_head = batch_head % sizes.n_heads
-        load_q(q_desc, pipelines.q, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
+        load_q(
+            q_desc, pipelines.q, pipelines.q_tails, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG
+        )
         i_kv_head = i_head // sizes.group
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
         for i_step in range(work_tile.n_steps):
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)
-            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
-            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
+            load_kv(
+                k_desc, pipelines.k, pipelines.k_tails, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES
+            )
+            load_kv(v_desc, pipelines.v, None, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
             n_loaded += 1
             kv_start = next_kv_start
         i_tile += 1
