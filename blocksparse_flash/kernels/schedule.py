@@ -1,4 +1,4 @@
-"""Decides from shapes which tile rows or tile columns are split among programs, and whether dQ has its own launch.
+"""Which tile rows or tile columns are split among programs, and which sums have a launch; from shapes alone.
 
 A line is the work of one program: a tile row of the forward, or a tile column of the backward for all query heads of a
 group. Lines longer than an SM's fair share are split, since all other programs would wait for them.
@@ -30,9 +30,9 @@ SPLIT_COST, COMBINE_COST = 2, 4
 MAX_HEADS_IN_TURN = 16
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
-# dQ has its own launch for at most this padded head dimension and this mean number of tiles per row, and at least this
-# number of tile rows of all heads, whose sum of dQ is far larger than L2. H200, head_dim 64, summed over tile columns
-# and with its own launch: 5.73 and 5.47 ms with 2 tiles per row, 0.82 and 0.88 ms with 8 (hopper/TUNING.md)
+# dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
+# tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
+# own: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
 MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
 
 
@@ -43,20 +43,22 @@ def padded_dim(backend: str, head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# whether the Hopper kernels for tiles of 128 use 96 and 192 columns (hopper/tma.py). They are accurate in the simulator
-# and spill at most 28 bytes (hopper/TUNING.md), but have not run on a GPU
-HAS_TAILS = False
+# whether the Hopper kernels for tiles of 128 have 96 and 192 columns (hopper/tma.py) where powers of two would be 128
+# and 256; hopper/TUNING.md has their registers and shared memory
+HAS_TAILS = True
 
 
 def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
-    """Columns in the Hopper forward of (q and k, v and out): powers of two, or 192 for q and k.
+    """Columns in the Hopper forward of (q and k, v and out): powers of two, or 192.
 
-    256 for all if one of them has 256, since out is staged in q's buffers.
+    Beyond 128, q and k have as many as v or more, since out is staged in q's buffers.
     """
     columns, columns_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    if HAS_TAILS and 128 < head_dim <= 192 and columns_v == 128:
-        return 192, 128
-    return (256, 256) if max(columns, columns_v) == 256 else (columns, columns_v)
+    if max(columns, columns_v) <= 128:
+        return columns, columns_v
+    if HAS_TAILS and max(head_dim, v_dim) <= 192:
+        return 192, 192 if v_dim > 128 else 128
+    return 256, 256
 
 
 def backward_columns(head_dim: int) -> int:
@@ -213,11 +215,11 @@ def sums_over_heads(
 
 
 def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, *, deterministic: bool) -> bool:
-    """Whether the Hopper backward computes dQ in its own launch.
+    """Whether the Hopper backward computes dQ in a launch of its own.
 
-    If dQ is summed over tile columns, one launch zeroes a float32 sum and another converts it: about 10 bytes per
-    element, however few tiles contribute. With its own launch, dQ takes two more products per tile, which is cheaper if
-    tiles are few, and gives the same bits in every run.
+    Summed over tile columns, dQ needs a float32 sum that one launch zeroes and another converts: some 10 bytes per
+    element, however few tiles contribute. A launch of its own needs two more products per tile, which is cheaper for
+    few tiles, and gives the same bits in every run.
 
     plan           the tensors of plan_format.Plan; empty: dense or causal
     q_shape        (batch, heads, q_len, head_dim)

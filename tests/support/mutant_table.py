@@ -866,8 +866,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/combine_splits.py",
-            "p_dv_splits = p_dk_splits + SIDE * DIM",
-            "p_dv_splits = p_dk_splits + SIDE * DIM_V",
+            "tl.load(p_split + SIDE * DIM + o_row[:, None]",
+            "tl.load(p_split + SIDE * DIM_V + o_row[:, None]",
             "tests/kernels/triton/test_combine_splits.py -k columns_are_added",
         ),
         (

@@ -81,18 +81,21 @@ from .bitmask import transposed_mask
 from .registers import (
     WARPGROUP_ROWS,
     accumulator,
+    add_product,
     atomic_add_sum,
     in_register_order,
     reinterpret,
     store_split,
+    wait_for_products,
     zero_tail,
 )
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
 from .tma import (
     DescriptorFactory,
     allocate_rows,
+    allocate_tail,
     block_columns,
-    index_or_none,
+    has_tail,
     store_rows,
     tma_padded_memory,
     tma_reduce_add,
@@ -163,7 +166,7 @@ class Staging(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """dk and dv of this warpgroup's keys in registers, [64, DIM | DIM_V], and their tails or None."""
+    """dk and dv of this warpgroup's keys in registers, [64, DIM | DIM_V], and their tails or 0."""
 
     dk: Any
     dk_tail: Any
@@ -176,7 +179,7 @@ def zero_sums(kv):
     """Sums of 0 for keys and values in these KVBuffers."""
     DIM: gl.constexpr = kv.k.shape[4]
     DIM_V: gl.constexpr = kv.v.shape[4]
-    b_dk_tail, b_dv_tail = None, None
+    b_dk_tail, b_dv_tail = 0, 0
     b_dk = gl.zeros([WARPGROUP_ROWS, DIM], gl.float32, accumulator(DIM))
     if kv.k_tail is not None:
         TAIL: gl.constexpr = kv.k_tail.shape[4]
@@ -231,22 +234,6 @@ def dq_share(columns, tail, warpgroup, block_q):
 def rows_of(buffers, i_buffer, FIRST: gl.constexpr, N: gl.constexpr):
     """Rows FIRST to FIRST + N - 1 of a buffer [1, 1, rows, columns]: [N, columns]."""
     return buffers.index(i_buffer).reshape([buffers.shape[3], buffers.shape[4]]).slice(FIRST, N, 0)
-
-
-@gluon.jit
-def add_product(b_left, right, accumulator_or_token):
-    """Starts accumulator + left @ right, left being in registers; returns its token."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(right.shape[1]), 2)
-    return warpgroup_mma(gl.convert_layout(b_left, layout), right, accumulator_or_token, is_async=True)
-
-
-@gluon.jit
-def wait_for_products(N_PENDING: gl.constexpr, token, tail_token):
-    """Waits until only the last N_PENDING products are in flight. Returns both results; without a tail None."""
-    if tail_token is None:
-        return warpgroup_mma_wait(N_PENDING, deps=(token,)), None
-    else:
-        return warpgroup_mma_wait(N_PENDING, deps=(token, tail_token))
 
 
 @gluon.jit
@@ -409,13 +396,13 @@ def mma(
             tma.store_wait(0)
         # the first two conditions are known at compile time, the third is not
         if ptrs.dk_sum_ptr is not None:
-            add_to_sums(sums, ptrs, sizes, work_tile, WARPGROUP)
+            add_to_sums(sums, kv, ptrs, sizes, work_tile, WARPGROUP)
         elif ptrs.splits_ptr is None:  # noqa: SIM114
             epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGROUP)
         elif work_tile.i_block < 0:
             epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGROUP)
         else:
-            store_splits(sums, ptrs, work_tile, WARPGROUP)
+            store_splits(sums, kv, ptrs, work_tile, WARPGROUP)
         if HAS_TAIL:
             # TMA has read dk and dv from the buffers of K and V
             tma.store_wait(0)
@@ -433,12 +420,12 @@ def zero_rows(buffers, kv_stage, kv_start, kv_limit, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def add_to_sums(sums, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr):
+def add_to_sums(sums, kv, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr):
     """Adds dk and dv of one query head to the sums over the heads of its group."""
     i_row = (work_tile.batch_head // sizes.heads_per_kv).to(gl.int64) * (sizes.n_tile_cols * TILE)
     i_row = i_row + work_tile.kv_start + WARPGROUP * WARPGROUP_ROWS
-    add_rows(ptrs.dk_sum_ptr, i_row, sums.dk, sums.dk_tail)
-    add_rows(ptrs.dv_sum_ptr, i_row, sums.dv, sums.dv_tail)
+    add_rows(ptrs.dk_sum_ptr, i_row, sums.dk, None if kv.k_tail is None else sums.dk_tail)
+    add_rows(ptrs.dv_sum_ptr, i_row, sums.dv, None if kv.v_tail is None else sums.dv_tail)
 
 
 @gluon.jit
@@ -454,18 +441,20 @@ def add_rows(sum_ptr, i_row, b_sum, b_tail):
 
 
 @gluon.jit
-def store_splits(sums, ptrs, work_tile, WARPGROUP: gl.constexpr):
-    """Stores dk and dv of a split to its block of the workspace, then their tails."""
-    COLS: gl.constexpr = sums.dk.shape[1] + sums.dv.shape[1]
-    TAIL: gl.constexpr = 0 if sums.dk_tail is None else sums.dk_tail.shape[1]
-    TAIL_V: gl.constexpr = 0 if sums.dv_tail is None else sums.dv_tail.shape[1]
-    p_split = ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (TILE * (COLS + TAIL + TAIL_V))
-    store_split(p_split, sums.dk, WARPGROUP)
-    store_split(p_split + TILE * sums.dk.shape[1], sums.dv, WARPGROUP)
-    if TAIL > 0:
-        store_split(p_split + TILE * COLS, sums.dk_tail, WARPGROUP)
-    if TAIL_V > 0:
-        store_split(p_split + TILE * (COLS + TAIL), sums.dv_tail, WARPGROUP)
+def store_splits(sums, kv, ptrs, work_tile, WARPGROUP: gl.constexpr):
+    """Stores dk and dv of a split to its block of the workspace."""
+    DIM: gl.constexpr = sums.dk.shape[1]
+    DIM_V: gl.constexpr = sums.dv.shape[1]
+    COLS: gl.constexpr = DIM if kv.k_tail is None else DIM + kv.k_tail.shape[4]
+    COLS_V: gl.constexpr = DIM_V if kv.v_tail is None else DIM_V + kv.v_tail.shape[4]
+    p_dk = ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (TILE * (COLS + COLS_V))
+    p_dv = p_dk + TILE * COLS
+    store_split(p_dk, sums.dk, WARPGROUP, COLS)
+    store_split(p_dv, sums.dv, WARPGROUP, COLS_V)
+    if kv.k_tail is not None:
+        store_split(p_dk + DIM, sums.dk_tail, WARPGROUP, COLS)
+    if kv.v_tail is not None:
+        store_split(p_dv + DIM_V, sums.dv_tail, WARPGROUP, COLS_V)
 
 
 @gluon.jit
@@ -473,7 +462,8 @@ def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGR
     """Stores dk and dv of a whole tile column with TMA."""
     i_batch, i_head = work_tile.batch_head // sizes.n_heads, work_tile.batch_head % sizes.n_heads
     kv = pipelines.kv.buffers
-    k_tail, v_tail = index_or_none(kv.k_tail, kv_stage), index_or_none(kv.v_tail, kv_stage)
+    k_tail = None if kv.k_tail is None else kv.k_tail.index(kv_stage)
+    v_tail = None if kv.v_tail is None else kv.v_tail.index(kv_stage)
     if kv.k_tail is not None or kv.v_tail is not None:
         dk_buffer, dv_buffer = kv.k.index(kv_stage), kv.v.index(kv_stage)
     else:
@@ -561,37 +551,34 @@ def hopper_backward_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_type.shape[2]
-    q_buffers, q_tails = allocate_rows(q_desc, STAGES, COLS)
-    dout_buffers, dout_tails = allocate_rows(dout_desc, STAGES, COLS_V)
-    k_buffers, k_tails = allocate_rows(k_desc, KV_STAGES, COLS)
-    v_buffers, v_tails = allocate_rows(v_desc, KV_STAGES, COLS_V)
-    HAS_TAIL: gl.constexpr = k_tails is not None or v_tails is not None
+    q_buffers = allocate_rows(q_desc, STAGES, COLS)
+    dout_buffers = allocate_rows(dout_desc, STAGES, COLS_V)
+    k_buffers = allocate_rows(k_desc, KV_STAGES, COLS)
+    v_buffers = allocate_rows(v_desc, KV_STAGES, COLS_V)
+    q_tails, dout_tails, k_tails, v_tails = None, None, None, None
+    if has_tail(q_desc, COLS):
+        q_tails, k_tails = allocate_tail(q_desc, STAGES), allocate_tail(k_desc, KV_STAGES)
+    if has_tail(v_desc, COLS_V):
+        dout_tails, v_tails = allocate_tail(dout_desc, STAGES), allocate_tail(v_desc, KV_STAGES)
+    # placeholders, never used
+    ds_buffers, dq_buffers, dk_buffer, dv_buffer = q_buffers, q_buffers, k_buffers, v_buffers
     if ptrs.dq_sum_ptr is not None:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BLOCK_Q], dtype)
         ds_buffers = gl.allocate_shared_memory(dtype, [2, TILE, BLOCK_Q], ds_layout)
-        if HAS_TAIL:
-            # placeholders, never used
-            dk_buffer, dv_buffer, dq_buffers = k_buffers, v_buffers, q_buffers
-        else:
-            dk_buffer = staging_buffer(ds_buffers, dk_desc, 0)
-        if HAS_TAIL:
-            pass
-        elif dq_sum_desc is not None:
+        if dq_sum_desc is not None:
             dq_shape: gl.constexpr = [2, dq_sum_desc.block_type.shape[0], DQ_SUM_COLS]
             dq_buffers = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum_desc.layout)
-            dv_buffer = staging_buffer(dq_buffers, dv_desc, 0)
-        else:
-            dq_buffers = q_buffers
-            dv_buffer = staging_buffer(ds_buffers, dv_desc, bytes_of(dk_desc.block_type.shape, dtype))
-    else:
-        # placeholders, never used
-        ds_buffers = q_buffers
-        dq_buffers = q_buffers
-        if HAS_TAIL:
-            dk_buffer, dv_buffer = k_buffers, v_buffers
-        else:
+    # with a tail, dk and dv are staged in the buffers of K and V
+    if k_tails is None and v_tails is None:
+        if ptrs.dq_sum_ptr is None:
             dk_buffer = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
             dv_buffer = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
+        else:
+            dk_buffer = staging_buffer(ds_buffers, dk_desc, 0)
+            if dq_sum_desc is not None:
+                dv_buffer = staging_buffer(dq_buffers, dv_desc, 0)
+            else:
+                dv_buffer = staging_buffer(ds_buffers, dv_desc, bytes_of(dk_desc.block_type.shape, dtype))
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     work_tile_ints = gl.allocate_shared_memory(

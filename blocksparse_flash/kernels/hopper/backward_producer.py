@@ -39,7 +39,7 @@ from ..triton.tile import (
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
 from .registers import load_int
-from .tma import bytes_of_rows, index_or_none, load_rows, tma_load
+from .tma import bytes_of_rows, load_rows, tma_load
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # buffers of queries and dO
@@ -307,7 +307,8 @@ def load_kv(descs, kv, ptrs, sizes, batch_head, kv_start, i_tile):
     KV_STAGES: gl.constexpr = kv.buffers.k.shape[0]
     stage = i_tile % KV_STAGES
     kv_full, buffers = kv.full.index(stage), kv.buffers
-    k_tail, v_tail = index_or_none(buffers.k_tail, stage), index_or_none(buffers.v_tail, stage)
+    k_tail = None if buffers.k_tail is None else buffers.k_tail.index(stage)
+    v_tail = None if buffers.v_tail is None else buffers.v_tail.index(stage)
     producer_acquire(kv, stage, i_tile // KV_STAGES)
     k_bytes: gl.constexpr = bytes_of_rows(descs.k.block_type.nbytes, k_tail is not None)
     v_bytes: gl.constexpr = bytes_of_rows(descs.v.block_type.nbytes, v_tail is not None)
@@ -321,7 +322,8 @@ def load_step(descs, q, dout, i_batch, i_head, q_start, head_start, n_loaded):
     """Loads Q, LSE, dO and delta of one step. head_start: where LSE and delta of the head begin."""
     stage = n_loaded % STAGES
     q_full, dout_full = q.full.index(stage), dout.full.index(stage)
-    q_tail, dout_tail = index_or_none(q.buffers.q_tail, stage), index_or_none(dout.buffers.dout_tail, stage)
+    q_tail = None if q.buffers.q_tail is None else q.buffers.q_tail.index(stage)
+    dout_tail = None if dout.buffers.dout_tail is None else dout.buffers.dout_tail.index(stage)
     producer_acquire(q, stage, n_loaded // STAGES)
     q_bytes: gl.constexpr = bytes_of_rows(descs.q.block_type.nbytes, q_tail is not None)
     mbarrier.expect(q_full, q_bytes + descs.lse.block_type.nbytes)

@@ -540,7 +540,7 @@ def backward_launches(
         dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, col_descriptors),
         dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, row_descriptors),
         sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, dkdv_arguments, (dim, dim_v)),
-        sum_rows=sum_splits(of_rows, by_rows[0], dq_spec, None, row_sizes, (dim, 0)),
+        sum_rows=sum_splits(of_rows, by_rows[0], dq_spec, None, row_sizes, (dim, 16)),
         outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
             contiguous(torch.float32, col_floats) if of_cols.num_splits > 1 else None,

@@ -14,8 +14,8 @@ The producer runs ahead: while the consumers finish one work tile, it loads the 
 Buffers in shared memory
     work_tiles  int32, two work tiles
     q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
-    k           [stages, 1, 1, BLOCK_KV, DIM]; of 192 columns the last 64 are in q_tails and k_tails
-    v           [stages, 1, 1, BLOCK_KV, DIM_V]
+    k, v        [stages, 1, 1, BLOCK_KV, DIM | DIM_V]
+    q_tails, k_tails, v_tails  the last 64 of 192 columns of q, k and v
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ..triton.tile import (
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, load_int
-from .tma import bytes_of_rows, index_or_none, load_rows
+from .tma import bytes_of_rows, load_rows
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # int32 values of a work tile in shared memory, and from one to the next
@@ -97,7 +97,7 @@ class Sizes(NamedTuple):
 class Pipelines(NamedTuple):
     """The pipelines between the producer and the consumers.
 
-    q_tails, k_tails  buffers of the last 64 of 192 columns of q and k; None otherwise
+    q_tails, k_tails, v_tails  buffers of the last 64 of 192 columns of q, k and v; None without
     """
 
     work_tiles: Pipeline
@@ -106,6 +106,7 @@ class Pipelines(NamedTuple):
     k: Pipeline
     k_tails: Any
     v: Pipeline
+    v_tails: Any
 
 
 class WorkTile(NamedTuple):
@@ -231,7 +232,8 @@ def load_q(q_desc, q, tails, i_tile, i_batch, i_head, q_start, CONFIG: gl.conste
     for warpgroup in gl.static_range(WARPGROUPS):
         i_buffer, phase = q_buffer_and_phase(i_tile, warpgroup, CONFIG)
         producer_acquire(q, i_buffer, phase)
-        q_full, tail = q.full.index(i_buffer), index_or_none(tails, i_buffer)
+        q_full = q.full.index(i_buffer)
+        tail = None if tails is None else tails.index(i_buffer)
         mbarrier.expect(q_full, bytes_of_rows(q_desc.block_type.nbytes, tails is not None))
         start = q_start + warpgroup * WARPGROUP_ROWS
         load_rows(q_desc, q_full, q.buffers.index(i_buffer), tail, i_batch, i_head, start)
@@ -242,7 +244,8 @@ def load_kv(desc, kv, tails, i_load, i_batch, i_head, kv_start, STAGES: gl.const
     """Loads the keys or the values of one step. tails: see Pipelines."""
     stage = i_load % STAGES
     producer_acquire(kv, stage, i_load // STAGES)
-    full, tail = kv.full.index(stage), index_or_none(tails, stage)
+    full = kv.full.index(stage)
+    tail = None if tails is None else tails.index(stage)
     mbarrier.expect(full, bytes_of_rows(desc.block_type.nbytes, tails is not None))
     load_rows(desc, full, kv.buffers.index(stage), tail, i_batch, i_head, kv_start)
 
@@ -282,7 +285,9 @@ def load(
             load_kv(
                 k_desc, pipelines.k, pipelines.k_tails, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES
             )
-            load_kv(v_desc, pipelines.v, None, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES)
+            load_kv(
+                v_desc, pipelines.v, pipelines.v_tails, n_loaded, i_batch, i_kv_head, kv_start=kv_start, STAGES=STAGES
+            )
             n_loaded += 1
             kv_start = next_kv_start
         i_tile += 1

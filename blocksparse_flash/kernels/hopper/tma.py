@@ -34,16 +34,8 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 
 # Triton's tensors have sides that are powers of two. The last third of 96 or 192 columns is therefore a tensor of its
-# own, the tail; TMA then loads and stores a third of the columns at a time.
-
-
-@gluon.jit
-def index_or_none(buffers, i_buffer):
-    """A buffer of a tail, or None."""
-    if buffers is None:
-        return None
-    else:
-        return buffers.index(i_buffer)
+# own, the tail; TMA then loads and stores a third of the columns at a time. Buffers of a tail that does not exist are
+# None, and its sums 0: functions of Triton 3.6 cannot return None in a tuple.
 
 
 @gluon.constexpr_function
@@ -74,19 +66,24 @@ def store_rows(desc, buffer, tail, i_batch, i_head, start):
         tma_store(desc, [i_batch, i_head, start, COLS], tail)
 
 
+@gluon.constexpr_function
+def has_tail(desc, columns):
+    """Whether rows with this number of columns have a tail: a block of the descriptor has all columns, or a third."""
+    return columns > desc.block_type.shape[3]
+
+
 @gluon.jit
 def allocate_rows(desc, STAGES: gl.constexpr, COLS: gl.constexpr):
-    """(buffers of a descriptor's rows, buffers of the last third of their columns or None).
+    """Buffers of a descriptor's rows, without the tail."""
+    WIDTH: gl.constexpr = COLS // 3 * 2 if has_tail(desc, COLS) else COLS
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], WIDTH], desc.layout)
 
-    COLS is the number of columns of the descriptor's block, or three times that.
-    """
+
+@gluon.jit
+def allocate_tail(desc, STAGES: gl.constexpr):
+    """Buffers of the tail of a descriptor's rows."""
     ROWS: gl.constexpr = desc.block_type.shape[2]
-    STEP: gl.constexpr = desc.block_type.shape[3]
-    if COLS == STEP:
-        return gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, COLS], desc.layout), None
-    else:
-        buffers = gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, 2 * STEP], desc.layout)
-        return buffers, gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, STEP], desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, desc.block_type.shape[3]], desc.layout)
 
 
 def block_columns(columns: int) -> int:

@@ -1,10 +1,9 @@
 """Combining splits: out and lse of split tile rows by their lse; dk and dv of split tile columns, or dq, by sums.
 
 Split p of a tile row is block (p * n_split_lines + i) * n_batch_heads + batch_head of a float32 workspace, where i
-counts the split tile rows of a head. It has (SIDE, DIM_V) values of out, then SIDE of lse in base 2. For tile columns,
-it has (SIDE, DIM) values of dk, (SIDE, DIM_V) of dv, and their tails (SIDE, TAIL) and (SIDE, TAIL_V), the last third
-of 96 or 192 columns. For dq, it has (SIDE, DIM) values. SIDE is 128 or 64, the tokens of a tile. Splits are combined in
-order, so results are bitwise reproducible.
+counts the split tile rows of a head: (SIDE, DIM_V) values of out, then SIDE of lse in base 2; for tile columns
+(SIDE, DIM) values of dk, then (SIDE, DIM_V) of dv; for dq (SIDE, DIM). SIDE is 128 or 64, the tokens of a tile. Splits
+are combined in order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def combine_rows_kernel(
     record_strides, out_strides,
     # sizes, as in the kernel that wrote the splits
     n_heads, n_batch_heads, n_lines, n_split_lines, num_splits, q_len,
-    # compile time
+    # compile time; DIM_V: columns of a split
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr, SIDE: tl.constexpr,
 ):
     # one query
@@ -69,13 +68,15 @@ def combine_rows_kernel(
     q = i_tile * SIDE + i_row
     if q < q_len:
         o_split = tl.arange(0, SPLITS)
-        o_dim = tl.arange(0, DIM_V)
+        BLOCK_V: tl.constexpr = triton.next_power_of_2(DIM_V)
+        o_dim = tl.arange(0, BLOCK_V)
         m_split = o_split < num_splits
         p_split = splits_ptr + (o_split.to(tl.int64) * (n_split_lines * n_batch_heads) + i_line) * (SIDE * (DIM_V + 1))
         b_lse = tl.load(p_split + SIDE * DIM_V + i_row, mask=m_split, other=float("-inf"))
-        # [SPLITS, DIM_V]
-        b_split = tl.load((p_split + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_split[:, None], other=0.0)
-        b_none, b_max = tl.zeros([DIM_V], tl.float32), tl.full([1], -3.0e38, tl.float32)
+        # [SPLITS, BLOCK_V]
+        m_value = m_split[:, None] if BLOCK_V == DIM_V else m_split[:, None] & (o_dim < DIM_V)[None, :]
+        b_split = tl.load((p_split + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_value, other=0.0)
+        b_none, b_max = tl.zeros([BLOCK_V], tl.float32), tl.full([1], -3.0e38, tl.float32)
         b_zero = tl.zeros([1], tl.float32)
         # splits are already divided by their sum
         b_out, b_max, b_sum = combine_step(b_none, b_max, b_zero, b_lse, 1.0, b_split)
@@ -84,25 +85,6 @@ def combine_rows_kernel(
         p_out = p_head + q.to(tl.int64) * out_strides[2]
         tl.store(p_out + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < V_DIM)
         tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + q + tl.arange(0, 1), b_lse)
-
-
-@triton.jit
-def sum_columns(
-    p_splits, p_out, block_stride, num_splits, o_row, m_row, scale,
-    FIRST: tl.constexpr, COLS: tl.constexpr, LIMIT: tl.constexpr,
-):
-    """Stores columns FIRST .. FIRST + COLS - 1 of scale * the sum of the splits.
-
-    p_splits  the columns in the first split, [SIDE, COLS]
-    p_out     [ROWS, 1], the output's rows, which have LIMIT columns
-    """
-    o_col = tl.arange(0, COLS)
-    b_sum = tl.zeros([o_row.shape[0], COLS], tl.float32)
-    for i_split in tl.range(0, num_splits):
-        p_split = p_splits + i_split * block_stride
-        b_sum += tl.load(p_split + o_row[:, None] * COLS + o_col[None, :])
-    m_col = (FIRST + o_col < LIMIT)[None, :]
-    tl.store(p_out + (FIRST + o_col)[None, :], (b_sum * scale).to(p_out.dtype.element_ty), mask=m_row & m_col)
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len"])
@@ -115,13 +97,12 @@ def sum_splits_kernel(
     record_strides, dk_strides, dv_strides,
     # sizes, as in the kernel that wrote the splits; n_heads counts KV heads
     n_heads, n_batch_heads, n_split_lines, num_splits, kv_len, scale,
-    # compile time; GROUP: query heads per KV head; TAIL, TAIL_V: columns beside DIM and DIM_V
+    # compile time; GROUP: query heads per KV head; DIM, DIM_V: columns of a split
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    TAIL: tl.constexpr, TAIL_V: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
+    ROWS: tl.constexpr, SIDE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = SIDE // ROWS
-    # DIM_V and TAIL_V are 0 without dv
-    COLS: tl.constexpr = DIM + DIM_V + TAIL + TAIL_V
+    COLS: tl.constexpr = DIM if dv_ptr is None else DIM + DIM_V
     o_row = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
     i_line = tl.program_id(0) // BLOCKS
     batch_head = i_line % n_batch_heads
@@ -130,23 +111,27 @@ def sum_splits_kernel(
         i_tile = tl.load(p_record + NUMBER)
     else:
         i_tile = i_line // n_batch_heads
+    BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
+    BLOCK_V: tl.constexpr = triton.next_power_of_2(DIM_V)
+    o_k, o_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
+    m_k = None if BLOCK == DIM else (o_k < DIM)[None, :]
+    m_v = None if BLOCK_V == DIM_V else (o_v < DIM_V)[None, :]
+    # [ROWS, BLOCK], [ROWS, BLOCK_V]
+    b_dk, b_dv = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for i_split in tl.range(0, num_splits):
+        i_block = (i_split * n_split_lines) * n_batch_heads + i_line
+        p_split = splits_ptr + i_block.to(tl.int64) * (SIDE * COLS)
+        b_dk += tl.load(p_split + o_row[:, None] * DIM + o_k[None, :], mask=m_k)
+        if dv_ptr is not None:
+            b_dv += tl.load(p_split + SIDE * DIM + o_row[:, None] * DIM_V + o_v[None, :], mask=m_v)
     o_kv = i_tile.to(tl.int64) * SIDE + o_row
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     m_kv = (o_kv < kv_len)[:, None]
-    block_stride = (n_split_lines * n_batch_heads).to(tl.int64) * (SIDE * COLS)
-    p_dk_splits = splits_ptr + i_line.to(tl.int64) * (SIDE * COLS)
-    p_dv_splits = p_dk_splits + SIDE * DIM
-    p_tail_splits = p_dk_splits + SIDE * (DIM + DIM_V)
-    p_dk = head_base(dk_ptr, dk_strides, i_batch, i_head) + o_kv[:, None] * dk_strides[2]
-    sum_columns(p_dk_splits, p_dk, block_stride, num_splits, o_row, m_kv, scale, 0, DIM, HEAD_DIM)
-    if TAIL > 0:
-        sum_columns(p_tail_splits, p_dk, block_stride, num_splits, o_row, m_kv, scale, DIM, TAIL, HEAD_DIM)
+    p_dk = head_base(dk_ptr, dk_strides, i_batch, i_head) + o_kv[:, None] * dk_strides[2] + o_k[None, :]
+    tl.store(p_dk, (b_dk * scale).to(dk_ptr.dtype.element_ty), mask=m_kv & (o_k < HEAD_DIM)[None, :])
     if dv_ptr is not None:
-        p_dv = head_base(dv_ptr, dv_strides, i_batch, i_head) + o_kv[:, None] * dv_strides[2]
-        sum_columns(p_dv_splits, p_dv, block_stride, num_splits, o_row, m_kv, 1.0, 0, DIM_V, V_DIM)
-        if TAIL_V > 0:
-            p_tail_splits += SIDE * TAIL
-            sum_columns(p_tail_splits, p_dv, block_stride, num_splits, o_row, m_kv, 1.0, DIM_V, TAIL_V, V_DIM)
+        p_dv = head_base(dv_ptr, dv_strides, i_batch, i_head) + o_kv[:, None] * dv_strides[2] + o_v[None, :]
+        tl.store(p_dv, b_dv.to(dv_ptr.dtype.element_ty), mask=m_kv & (o_v < V_DIM)[None, :])
 # fmt: on
 
 
@@ -177,7 +162,7 @@ def sum_splits(
 
     dv    None: the launch sums dq of split tile rows, as if it were dk
     rest  arguments of the kernel that wrote the splits
-    dims  columns of dk and dv in a split, or (columns of dq, 0) without dv; the last third of 96 or 192 is a tail
+    dims  columns of dk and dv in a split
     """
     if split.num_splits == 1:
         return None
@@ -186,16 +171,7 @@ def sum_splits(
         for name in ("n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len", "scale", "GROUP")
     }
     v_dim, dv_strides = (0, (0, 0, 0)) if dv is None else (dv.shape[3], dv.strides[:3])
-    tail, tail_v = (dim // 3 if dim % 3 == 0 else 0 for dim in dims)
-    fixed = {
-        "HEAD_DIM": dk.shape[3],
-        "V_DIM": v_dim,
-        "DIM": dims[0] - tail,
-        "DIM_V": dims[1] - tail_v,
-        "TAIL": tail,
-        "TAIL_V": tail_v,
-        "ROWS": SUM_ROWS,
-    }
+    fixed = {"HEAD_DIM": dk.shape[3], "V_DIM": v_dim, "DIM": dims[0], "DIM_V": dims[1], "ROWS": SUM_ROWS}
     strides = {
         "record_strides": strides_of_records(record_shape),
         "dk_strides": dk.strides[:3],
