@@ -7,22 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from blocksparse_flash.kernels import schedule
 from tests.support import launch_tables
 from tests.support.launch_runs import assert_is_accurate, run
 from tests.support.launch_tables import A10, A100, B200, H200, Call, Gpu
 
 HAS_CUDA = torch.cuda.is_available()
 CALLS = launch_tables.cover(launch_tables.this_gpu()) if HAS_CUDA else ()
-
-
-@pytest.mark.thorough
-def test_calls_reach_every_configuration_with_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "HAS_TAILS", True)
-    for cached in (launch_tables.chosen, launch_tables.cover):
-        # not the cached ones of other tests
-        monkeypatch.setattr(launch_tables, cached.__name__, cached.__wrapped__)
-    test_calls_reach_every_configuration_with_every_sign_of_scale(H200)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import arguments, schedule
+from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
@@ -69,13 +69,12 @@ FINE = ("fine", "gathered", "neighbors")
 
 
 def launches(
-    arch: int, *, num_splits: int = 1, small: bool = False, tails: bool = False, **call: Any
+    arch: int, *, num_splits: int = 1, small: bool = False, **call: Any
 ) -> list[tuple[JITFunction, dict[str, Any]]]:
     """(kernel, keyword arguments) of every launch of one forward and backward, or of one decoding step.
 
     num_splits  splits of the two tile rows and columns of each head that `hopper` splits; 1: none is split
     small       whether the call leaves SMs idle: blocks of queries are halved, and one launch computes dk, dv and dq
-    tails       schedule.HAS_TAILS
     """
     caught: list[tuple[JITFunction, dict[str, Any]]] = []
 
@@ -99,7 +98,6 @@ def launches(
     limits = (arch // 10, SHARED_MEMORY[arch])
     with (
         mock.patch.object(JITFunction, "run", catch),
-        mock.patch.object(schedule, "HAS_TAILS", tails),
         mock.patch.object(arguments, "device_limits", lambda _: limits),
         mock.patch.object(forward, "num_sms", lambda _: 1 << 30 if small else 0),
         mock.patch.object(backward, "num_sms", lambda _: 1 << 30 if small else 0),
@@ -700,7 +698,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     options = [{"mode": "dense"}, {"mode": "causal"}, {"limited": True}, {"num_splits": 3}]
     options += [{"scores": "softcap"}, {"deterministic": True}, {"group": 4}, *SIGNS]
     grid += [
-        {"head_dim": head_dim, "v_dim": v_dim, "dtype": half, "tails": True, **option}
+        {"head_dim": head_dim, "v_dim": v_dim, "dtype": half, **option}
         for head_dim, v_dim in ((96, 96), (192, 128), (192, 192), (96, 128), (64, 96))
         for option in (({}, *options) if head_dim == 192 or v_dim == head_dim else options[1:2])
     ]
@@ -720,7 +718,7 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
-    grid += [{"head_dim": dim, "v_dim": v_dim, "dtype": half, "tails": True} for dim, v_dim in ((96, 96), (192, 128), (192, 192))]
+    grid += [{"head_dim": dim, "v_dim": v_dim, "dtype": half} for dim, v_dim in ((96, 96), (192, 128), (192, 192))]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in SIGNS]
     grid += [{"head_dim": 128, "dtype": half, **SIGNS[0]}]
     return [{**call, "backend": "hopper"} for call in grid]

@@ -205,6 +205,12 @@ def _layout(mode: str, heads: int, q_len: int, kv_len: int) -> BlockLayout | Non
 # ---- configurations of a call ----
 
 
+def _columns_of(rest: dict[str, Any]) -> int | tuple[int, int]:
+    """Columns of a Hopper kernel: the larger number of those of q and v, or both if one of them has a tail."""
+    columns = rest["COLS"], rest["COLS_V"]
+    return columns if any(each % 3 == 0 for each in columns) else max(columns)
+
+
 def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     """The configurations that a launch uses."""
     rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
@@ -235,14 +241,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         )
         yield name, *wanted
     elif name == "hopper_forward":
-        # the block of v has all its columns
-        dim = max(rest["COLS"], each._factories[2]._arguments[2][-1])
+        dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["CONFIG"]
         yield name, dim, "cap" if rest["cap"] is not None else "no cap"
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
-        dim = max(rest["COLS"], rest["COLS_V"])
+        dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         block_q = each._factories[0]._arguments[2][2]
         yield name, dim, *has, rest["cap"] is not None, block_q, rest["KV_STAGES"]
@@ -407,33 +412,29 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
     yield "preprocess", True, False, False, False
 
 
-def _tails(*dims: int) -> tuple[int, ...]:
-    """The dims, if the Hopper kernels have tails."""
-    return dims if schedule.HAS_TAILS else ()
-
-
 def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
-    of_rows_dims, of_cols_dims = (*HOPPER_DIMS, *_tails(192)), (*HOPPER_DIMS, *_tails(96))
+    of_rows_dims, of_cols_dims = list[Any](HOPPER_DIMS), list[Any](HOPPER_DIMS[:2])
+    if schedule.HAS_TAILS:
+        of_rows_dims += [(192, 128), (192, 192)]
+        of_cols_dims += [(96, 96), (96, 128), (128, 96)]
     for dim, has_layout, has_lengths, is_wide in itertools.product(of_rows_dims, flags, flags, flags):
         if is_wide and (has_layout or has_lengths):
             continue
-        of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
+        columns = dim if isinstance(dim, tuple) else (dim, dim)
+        of_rows = hopper_forward.config(columns, has_layout, has_lengths, is_wide)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
-    yield from (("combine_rows", dim) for dim in HOPPER_DIMS)
+        yield "combine_rows", dim[1] if isinstance(dim, tuple) else dim
     for dim in of_cols_dims:
-        if dim > hopper_backward.MAX_HEAD_DIM:
-            continue
+        columns = dim if isinstance(dim, tuple) else (dim, dim)
         for *has, has_softcap in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config((dim, dim), has_softcap)
+            of_cols = hopper_backward.config(columns, has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
-        yield "postprocess", dim
-        # a tail is summed beside 64 columns
-        yield "sum_splits", 64 if dim == 96 else dim
+        yield from (("sum_splits", max(columns)), ("postprocess", columns[0]))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield "preprocess", False, True, False, False
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
@@ -485,11 +486,10 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
             continue
         yield Call("hopper", shape, dim, HALF, variant)
     # 96 columns in the backward, 192 in the forward
-    for (dim, v_dim), shape, variant in itertools.product(
-        ((96, None), (80, 128), (128, 72), (192, 128)) if schedule.HAS_TAILS else (), small, HOPPER
-    ):
+    dims = ((96, 96), (80, 80), (80, 128), (128, 72), (192, 192), (160, 160), (192, 128))
+    for (dim, v_dim), shape, variant in itertools.product(dims, small, HOPPER):
         if variant.tile == TILE:
-            yield Call("hopper", shape, dim, HALF, replace(variant, name=f"{variant.name}-tail-{v_dim}", v_dim=v_dim))
+            yield Call("hopper", shape, dim, HALF, replace(variant, name=f"{variant.name}-{dim}-{v_dim}", v_dim=v_dim))
 
 
 @functools.lru_cache(maxsize=4)

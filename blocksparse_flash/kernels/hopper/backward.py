@@ -262,11 +262,11 @@ def backward_step(
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
     query_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
     stage = i_step_total % STAGES
+    q_tile, dout_tile = rows_of(q.q, stage, 0, BLOCK_Q), rows_of(dout.dout, stage, 0, BLOCK_Q)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_Q], gl.float32, score_layout)
     # otherwise values derived from it stay in registers across steps and spill; and with two stages the ptxas of Triton
     # 3.6 loses it and reads keys from invalid addresses
     kv_stage = opaque(kv_stage)
-    q_tile, dout_tile = rows_of(q.q, stage, 0, BLOCK_Q), rows_of(dout.dout, stage, 0, BLOCK_Q)
     k_half, v_half = rows_of(kv.k, kv_stage, FIRST, WARPGROUP_ROWS), rows_of(kv.v, kv_stage, FIRST, WARPGROUP_ROWS)
     dv_tail_token, dk_tail_token = None, None
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)

@@ -244,10 +244,10 @@ def load_kv(desc, kv, tails, i_load, i_batch, i_head, kv_start, STAGES: gl.const
     """Loads the keys or the values of one step. tails: see Pipelines."""
     stage = i_load % STAGES
     producer_acquire(kv, stage, i_load // STAGES)
-    full = kv.full.index(stage)
+    full, buffer = kv.full.index(stage), kv.buffers.index(stage)
     tail = None if tails is None else tails.index(stage)
     mbarrier.expect(full, bytes_of_rows(desc.block_type.nbytes, tails is not None))
-    load_rows(desc, full, kv.buffers.index(stage), tail, i_batch, i_head, kv_start)
+    load_rows(desc, full, buffer, tail, i_batch, i_head, kv_start)
 
 
 @gluon.jit

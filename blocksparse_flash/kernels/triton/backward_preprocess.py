@@ -38,10 +38,10 @@ def preprocess_kernel(
     if cleared_ptr is not None:
         # the largest power of two that divides CLEARED
         STEP: tl.constexpr = CLEARED & -CLEARED
+        o_cleared = tl.arange(0, STEP)
         p_cleared = cleared_ptr + (batch_head.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED
         for first in tl.static_range(0, CLEARED, STEP):
-            o_cleared = first + tl.arange(0, STEP)
-            tl.store(p_cleared + o_cleared[None, :], tl.zeros([ROWS, STEP], tl.float32))
+            tl.store(p_cleared + (first + o_cleared)[None, :], tl.zeros([ROWS, STEP], tl.float32))
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]

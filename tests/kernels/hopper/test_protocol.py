@@ -175,8 +175,8 @@ def test_the_deterministic_backward_is_accurate(check, layout, call):
 
 # head_dim and v_head_dim with tails in the backward, 96 columns of either
 BACKWARD_TAILS = [(96, 96), (80, 128), (128, 72), (64, 96)]
-# and in the forward, 192 columns of q and k
-FORWARD_TAILS = [(192, 128), (136, 72)]
+# and in the forward, 192 columns of q and k, and of v
+FORWARD_TAILS = [(192, 192), (192, 128), (160, 136), (72, 192), (136, 40)]
 
 
 def with_tails(index: int, dims: list[tuple[int, int]]) -> Each:
