@@ -179,12 +179,12 @@ FORWARD_FAULTS = {
     "ping-pong started without arrivals": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
     "tail of V zeroed inside a ping-pong turn": Change(
         FORWARD,
-        """        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+        """        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)""",
         """        pass
     ping_pong_wait(WARPGROUP, WARPGROUPS)
     if not FIRST:
-        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
+        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
     ),
     "out stored without a proxy fence": Change(FORWARD, "    fence_async_shared()\n    q_start", "    q_start"),
     "out overwritten while TMA stores it": Change(
@@ -463,7 +463,7 @@ TAIL_FAULTS = {
         "",
     ),
     "tail of dv in place of that of dk": Change(
-        BACKWARD, "p_split + TILE * (COLS + TAIL), sums.dv_tail", "p_split + TILE * COLS, sums.dv_tail"
+        BACKWARD, "store_split(p_dv + DIM_V, sums.dv_tail", "store_split(p_dk + DIM_V, sums.dv_tail"
     ),
     "tail of keys past the last not zeroed": Change(
         BACKWARD, "            zero_rows(kv.k_tail, kv_stage, kv_start, kv_limit, WARPGROUP)\n", ""
@@ -473,6 +473,21 @@ TAIL_FAULTS = {
     ),
     "tail of k not multiplied in the forward": Change(
         FORWARD, "scores_token = warpgroup_mma(q_tail, k_tail", "ignored = warpgroup_mma(q_tail, k_tail"
+    ),
+    "scores read while the tail of v is multiplied": Change(
+        FORWARD, "PV_PRODUCTS: gl.constexpr = 1 if v_tails is None else 2", "PV_PRODUCTS: gl.constexpr = 3"
+    ),
+    "tail of out not rescaled": Change(
+        FORWARD, "b_out_tail = scale_rows(b_out_tail, b_decay, CAN_SKIP)", "b_out_tail = b_out_tail"
+    ),
+    "tail of values past the last not zeroed": Change(
+        FORWARD, "        if v_tails is not None:\n            zero_tail(", "        if False:\n            zero_tail("
+    ),
+    "tail of out of a split at its first columns": Change(
+        FORWARD, "store_split(p_split + DIM_V, b_out_tail", "store_split(p_split, b_out_tail"
+    ),
+    "tail of out stored over the tail of the other warpgroup": Change(
+        FORWARD, "else pipelines.q_tails.index(i_buffer)", "else pipelines.q_tails.index(0)"
     ),
 }
 TAIL_LENGTHS = zoo.Call(head_dim=96, has_kv_lengths=True, dtype=torch.float16)
@@ -488,6 +503,14 @@ TAILS = [
     ),
     Run(
         3, (130, 300), zoo.Call(head_dim=136, v_dim=128, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
+        has_backward=False, has_tails=True,
+    ),
+    Run(
+        4, (130, 300), zoo.Call(head_dim=72, v_dim=144, has_kv_lengths=True, dtype=torch.float16), splits=(2, 1),
+        config=ForwardConfig(out_in_q=True), has_backward=False, has_tails=True,
+    ),
+    Run(
+        5, (130, 300), zoo.Call(head_dim=160, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
         has_backward=False, has_tails=True,
     ),
 ]  # fmt: skip
