@@ -6,7 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.schedule import PROGRAMS_PER_SM, WHOLE, Split, is_dq_separate, padded_dim, split_of, sums_over_heads
+from ..kernels.schedule import (
+    PROGRAMS_PER_SM,
+    WHOLE,
+    Split,
+    backward_columns,
+    forward_columns,
+    is_dq_separate,
+    padded_dim,
+    split_of,
+    sums_over_heads,
+)
 from ..plan_format import TILE
 from .call import Call
 
@@ -92,11 +102,15 @@ def _tile_counter(call: Call, first: int, n_sms: int) -> int:
 def _parts(call: Call, first: int, n_sms: int) -> int:
     """Bytes that splits of tile rows (first = 0) or columns (3) write."""
     of_lines = split(call, first, n_sms)
-    dim, dim_v = padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
     if first:
-        return FLOAT * of_lines.floats(dim + dim_v, call.batch * call.kv_heads)
-    # at head_dim 256, out is staged in q's buffers and so has q's padded width; + 1 for lse
-    return FLOAT * of_lines.floats((max(dim, dim_v) if max(dim, dim_v) == 256 else dim_v) + 1, call.batch * call.heads)
+        return FLOAT * of_lines.floats(_columns(call, call.head_dim, call.v_dim), call.batch * call.kv_heads)
+    # + 1 for lse
+    return FLOAT * of_lines.floats(forward_columns(call.head_dim, call.v_dim)[1] + 1, call.batch * call.heads)
+
+
+def _columns(call: Call, *dims: int) -> int:
+    """Columns that the float32 sums of the backward have for these head dimensions, all together."""
+    return sum(padded_dim("hopper", dim) if call.is_fine else backward_columns(dim) for dim in dims)
 
 
 def _lists(call: Call, *sides: str) -> int:
@@ -207,7 +221,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         workspace, extra_bytes = 2 * statistics, extra_bytes + statistics
     else:
         # of whole tiles
-        dq_sum = statistics // 2 * padded_dim("hopper", call.head_dim)
+        dq_sum = statistics // 2 * _columns(call, call.head_dim)
         workspace = statistics + dq_sum
         if call.head_dim % 8:
             workspace += dq
@@ -215,13 +229,13 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         extra_bytes += 2 * dq_sum + dq
     if sums_dkdv(call, n_sms):
-        dims = padded_dim("hopper", call.head_dim) + padded_dim("hopper", call.v_dim)
-        sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * dims
+        columns = _columns(call, call.head_dim, call.v_dim)
+        sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * columns
         workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
     parts = _parts(call, 3, n_sms)
     if sums_in_registers(call):
         # of dq
-        columns = padded_dim("hopper", call.head_dim)
+        columns = _columns(call, call.head_dim)
         parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
         workspace += _tile_counter(call, 0, n_sms)
     workspace, main_bytes, extra_bytes = workspace + parts, main_bytes + parts, extra_bytes + parts

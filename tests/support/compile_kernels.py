@@ -697,6 +697,14 @@ def hopper_calls() -> list[dict[str, Any]]:
     ]
     # the deterministic dq, which a Triton kernel computes
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
+    # 96 columns in the backward, 192 in the forward
+    options = [{"mode": "dense"}, {"mode": "causal"}, {"limited": True}, {"num_splits": 3}]
+    options += [{"scores": "softcap"}, {"deterministic": True}, {"group": 4}, *SIGNS]
+    grid += [
+        {"head_dim": head_dim, "v_dim": v_dim, "dtype": half, **option}
+        for head_dim, v_dim in ((96, 96), (192, 128), (192, 192), (96, 128), (64, 96))
+        for option in (({}, *options) if head_dim == 192 or v_dim == head_dim else options[1:2])
+    ]
     return [{**call, "backend": "hopper"} for call in grid]
 
 
@@ -713,6 +721,7 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
+    grid += [{"head_dim": dim, "v_dim": v_dim, "dtype": half} for dim, v_dim in ((96, 96), (192, 128), (192, 192))]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in SIGNS]
     grid += [{"head_dim": 128, "dtype": half, **SIGNS[0]}]
     return [{**call, "backend": "hopper"} for call in grid]

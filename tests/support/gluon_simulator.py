@@ -330,11 +330,15 @@ class Language:
     # matrix products
 
     def warpgroup_mma(
-        self, left: Any, right: Shared, accumulator: Tensor, *, use_acc: bool = True, is_async: bool = False
+        self, left: Any, right: Shared, accumulator: Tensor | Token, *, use_acc: bool = True, is_async: bool = False
     ) -> Token:
-        assert is_async and isinstance(accumulator, Tensor), "the accumulator is the result of a wgmma in flight"
+        assert is_async
         partition = self._partition
         partition.pause("the issue of a wgmma")
+        if isinstance(accumulator, Token):
+            # wgmma on the same registers complete in order; the last one issued may be added to while in flight
+            assert partition.products[-1] is accumulator, "the accumulator is the result of a wgmma in flight"
+            accumulator = accumulator.value
         operands = [operand for operand in (left, right) if isinstance(operand, Shared)]
         for operand in operands:
             operand.begin_read()
@@ -344,16 +348,16 @@ class Language:
         partition.products.append(token)
         return token
 
-    def warpgroup_mma_wait(self, n_pending: int, deps: tuple[Token, ...]) -> Tensor:
+    def warpgroup_mma_wait(self, n_pending: int, deps: tuple[Token, ...]) -> Any:
         partition = self._partition
         partition.pause("wgmma")
         while len(partition.products) > n_pending:
             # each warp waits for itself: others may still read the operands
             partition.read.extend(partition.products.pop(0).operands)
-        (token,) = deps
-        if token in partition.products:
+        if any(token in partition.products for token in deps):
             raise ProtocolError(f"{partition.name} uses the result of a wgmma in flight")
-        return token.value
+        values = tuple(token.value for token in deps)
+        return values if len(values) > 1 else values[0]
 
     def warp_specialize(self, calls: list[Any], warps: list[int], registers: list[int]) -> None:
         self.starting.begin(calls, [4, *warps])
@@ -427,7 +431,7 @@ class Simulation:
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
         self.hopper_forward = self._load("hopper.forward")
-        self._load("hopper.wide_dq")
+        self._load("hopper.backward_dq")
         # after the forward, since it defines functions with the same names as the forward's producer
         self._load("hopper.backward_producer")
         self._load("hopper.backward_postprocess")
@@ -478,7 +482,7 @@ class Simulation:
             "hopper.backward_postprocess",
             "hopper.fine_tiles",
             "hopper.wide_dkdv",
-            "hopper.wide_dq",
+            "hopper.backward_dq",
         ):
             exported = {
                 key: value

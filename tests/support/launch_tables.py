@@ -21,7 +21,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
-from blocksparse_flash.kernels import arguments
+from blocksparse_flash.kernels import arguments, schedule
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import fine_backward, fine_forward, wide_backward
@@ -205,6 +205,12 @@ def _layout(mode: str, heads: int, q_len: int, kv_len: int) -> BlockLayout | Non
 # ---- configurations of a call ----
 
 
+def _columns_of(rest: dict[str, Any]) -> int | tuple[int, int]:
+    """Columns of a Hopper kernel: the larger number of those of q and v, or both if one of them has a tail."""
+    columns = rest["COLS"], rest["COLS_V"]
+    return columns if any(each % 3 == 0 for each in columns) else max(columns)
+
+
 def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
     """The configurations that a launch uses."""
     rest, name = each._rest, each._kernel.fn.__name__.removesuffix("_kernel")
@@ -235,13 +241,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         )
         yield name, *wanted
     elif name == "hopper_forward":
-        dim = dim or max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+        dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["CONFIG"]
         yield name, dim, "cap" if rest["cap"] is not None else "no cap"
         yield from ((name, dim, word) for word in _features(rest, given))
     elif name == "hopper_backward":
-        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+        dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         block_q = each._factories[0]._arguments[2][2]
         yield name, dim, *has, rest["cap"] is not None, block_q, rest["KV_STAGES"]
@@ -416,12 +422,17 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
 
 def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
-    for dim, has_layout, has_lengths, is_wide in itertools.product(HOPPER_DIMS, flags, flags, flags):
+    of_rows_dims, of_cols_dims = list[Any](HOPPER_DIMS), list[Any](HOPPER_DIMS[:2])
+    if schedule.HAS_TAILS:
+        of_rows_dims += [(192, 128), (192, 192)]
+        of_cols_dims += [(96, 96), (96, 128), (128, 96)]
+    for dim, has_layout, has_lengths, is_wide in itertools.product(of_rows_dims, flags, flags, flags):
         if is_wide and (has_layout or has_lengths):
             continue
-        of_rows = hopper_forward.config(dim, has_layout, has_lengths, is_wide)
+        columns = dim if isinstance(dim, tuple) else (dim, dim)
+        of_rows = hopper_forward.config(columns, has_layout, has_lengths, is_wide)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
-    for dim in HOPPER_DIMS:
+    for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
         yield from (("combine_rows", dim), ("sum_splits", dim))
         if dim > hopper_backward.MAX_HEAD_DIM:
@@ -429,12 +440,16 @@ def _known_hopper() -> Iterator[Key]:
                 yield from ((name, dim, word) for word in ("split", "queued", "one round"))
                 yield from ((name, dim, *has) for has in itertools.product(flags, flags, flags))
             continue
+        yield "combine_rows", dim[1] if isinstance(dim, tuple) else dim
+    for dim in of_cols_dims:
+        columns = dim if isinstance(dim, tuple) else (dim, dim)
         for *has, has_softcap in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config(dim, has_softcap)
+            of_cols = hopper_backward.config(columns, has_softcap)
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
         yield "postprocess", dim
+        yield from (("sum_splits", max(columns)), ("postprocess", columns[0]))
     yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
     yield from (("preprocess", False, True, False, has_counter) for has_counter in flags)
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
@@ -485,6 +500,11 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
         if variant.tile < TILE and dim > MAX_FINE_HEAD_DIM:
             continue
         yield Call("hopper", shape, dim, HALF, variant)
+    # 96 columns in the backward, 192 in the forward
+    dims = ((96, 96), (80, 80), (80, 128), (128, 72), (192, 192), (160, 160), (192, 128))
+    for (dim, v_dim), shape, variant in itertools.product(dims, small, HOPPER):
+        if variant.tile == TILE:
+            yield Call("hopper", shape, dim, HALF, replace(variant, name=f"{variant.name}-{dim}-{v_dim}", v_dim=v_dim))
 
 
 @functools.lru_cache(maxsize=4)

@@ -26,17 +26,17 @@ writes float32 dK and dV to a workspace, which another launch sums in order (tri
 In causal calls with grouped heads and no layout, a work tile is a tile column for one query head, which adds its dK and
 dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
 
-For deterministic calls and for few tiles per row (schedule.is_dq_separate) this kernel leaves dQ out, and the Triton
-kernel computes it, with two more products per tile. Beyond head_dim 128 registers do not suffice: wide_backward.py has
+For deterministic calls and for few tiles per row (schedule.is_dq_separate), this kernel leaves dQ out, and the Triton
+kernel computes it, with two more products per tile. Beyond head_dim 128, registers do not suffice: wide_backward.py has
 the kernels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, score_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import WHOLE, Split, heads_in_turn, is_dq_separate, padded_dim, split_of, sums_over_heads
+from ..schedule import WHOLE, Split, backward_columns, heads_in_turn, is_dq_separate, split_of, sums_over_heads
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
@@ -82,15 +82,27 @@ from .bitmask import transposed_mask
 from .registers import (
     WARPGROUP_ROWS,
     accumulator,
+    add_product,
     atomic_add_sum,
     in_register_order,
     opaque,
     reinterpret,
     store_split,
+    wait_for_products,
     zero_tail,
 )
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
-from .tma import DescriptorFactory, tma_padded_memory, tma_reduce_add, tma_store, to_tma_loadable
+from .tma import (
+    DescriptorFactory,
+    allocate_rows,
+    allocate_tail,
+    block_columns,
+    has_tail,
+    store_rows,
+    tma_padded_memory,
+    tma_reduce_add,
+    to_tma_loadable,
+)
 from .work_tiles import WORK_TILE_STAGES
 
 MAX_HEAD_DIM = 128
@@ -101,7 +113,7 @@ REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(32)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """One launch configuration.
 
@@ -126,11 +138,15 @@ CONFIGS = {
 
 # with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes
 CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
+# if q or v has 96 columns
+WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)
 
 
-def config(dim: int, has_softcap: bool) -> Config:
-    """The launch configuration; dim is the larger padded head dimension. TUNING.md has the candidates that lost."""
-    return (CAPPED if has_softcap else CONFIGS)[dim]
+def config(columns: tuple[int, int], has_softcap: bool) -> Config:
+    """The launch configuration for the columns of q and v. TUNING.md has the candidates that lost."""
+    if 96 in columns:
+        return WITH_TAIL
+    return (CAPPED if has_softcap else CONFIGS)[max(columns)]
 
 
 # ---- consumer warpgroups ----
@@ -141,13 +157,40 @@ class Staging(NamedTuple):
 
     ds      [2, 128, BLOCK_Q], both warpgroups' keys; by parity of the step
     dq      [2, ...] float32, one buffer per warpgroup, from which TMA adds to the sum of dQ
-    dk, dv  the descriptors' blocks, from which TMA stores them; they may share memory with ds and dq
+    dk, dv  the descriptors' blocks, from which TMA stores them; they may share memory with ds and dq. With a tail, they
+            overwrite K and V instead
     """
 
     ds: Any
     dq: Any
     dk: Any
     dv: Any
+
+
+class Sums(NamedTuple):
+    """dk and dv of this warpgroup's keys in registers, [64, DIM | DIM_V], and their tails or 0."""
+
+    dk: Any
+    dk_tail: Any
+    dv: Any
+    dv_tail: Any
+
+
+@gluon.jit
+def zero_sums(kv):
+    """Sums of 0 for keys and values in these KVBuffers."""
+    DIM: gl.constexpr = kv.k.shape[4]
+    DIM_V: gl.constexpr = kv.v.shape[4]
+    b_dk_tail, b_dv_tail = 0, 0
+    b_dk = gl.zeros([WARPGROUP_ROWS, DIM], gl.float32, accumulator(DIM))
+    if kv.k_tail is not None:
+        TAIL: gl.constexpr = kv.k_tail.shape[4]
+        b_dk_tail = gl.zeros([WARPGROUP_ROWS, TAIL], gl.float32, accumulator(TAIL))
+    b_dv = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, accumulator(DIM_V))
+    if kv.v_tail is not None:
+        TAIL_V: gl.constexpr = kv.v_tail.shape[4]
+        b_dv_tail = gl.zeros([WARPGROUP_ROWS, TAIL_V], gl.float32, accumulator(TAIL_V))
+    return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
 
 
 @gluon.jit
@@ -169,9 +212,29 @@ def pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL: gl.const
         return gl.expand_dims(o_q, 0) >= gl.expand_dims(o_first, 1)
 
 
+@gluon.constexpr_function
+def dq_share(columns, tail, warpgroup, block_q):
+    """(first row, first column, columns) of the 64 rows of dq [block_q, columns + tail] that a warpgroup computes.
+
+    Half the rows, or half the columns. A tail has the 32 columns of a piece of `in_register_order`: one warpgroup
+    computes it, the other one the rest.
+    """
+    if block_q == 128:
+        return 64 * warpgroup, 0, columns
+    if tail:
+        return (0, 0, columns) if warpgroup == 0 else (0, columns, tail)
+    return 0, warpgroup * (columns // 2), columns // 2
+
+
+@gluon.jit
+def rows_of(buffers, i_buffer, FIRST: gl.constexpr, N: gl.constexpr):
+    """Rows FIRST to FIRST + N - 1 of a buffer [1, 1, rows, columns]: [N, columns]."""
+    return buffers.index(i_buffer).reshape([buffers.shape[3], buffers.shape[4]]).slice(FIRST, N, 0)
+
+
 @gluon.jit
 def backward_step(
-    b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head, step, i_step_total,
+    sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head, step, i_step_total,
     WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One step: adds to dk and dv of this warpgroup's keys, and this warpgroup's part of the step's dq to the dQ sum.
@@ -182,40 +245,43 @@ def backward_step(
     i_step_total  steps of this program so far: they choose the stage
     MASKED    applies bitmasks, or the diagonal and the end of the keys
     """
-    q_buffers, dout_buffers = pipelines.q.buffers.q, pipelines.dout.buffers.dout
-    k_buffers, v_buffers = pipelines.kv.buffers.k, pipelines.kv.buffers.v
-    dtype: gl.constexpr = q_buffers.dtype
-    BLOCK_Q: gl.constexpr = q_buffers.shape[3]
-    DIM: gl.constexpr = q_buffers.shape[4]
-    DIM_V: gl.constexpr = dout_buffers.shape[4]
-    # dq [BLOCK_Q, DIM] is divided between the warpgroups by rows if there are 128, else by columns
-    BY_ROWS: gl.constexpr = BLOCK_Q == 2 * WARPGROUP_ROWS
-    DQ_DIM: gl.constexpr = DIM if BY_ROWS else DIM // 2
+    q, dout, kv = pipelines.q.buffers, pipelines.dout.buffers, pipelines.kv.buffers
+    dtype: gl.constexpr = q.q.dtype
+    BLOCK_Q: gl.constexpr = q.q.shape[3]
+    DIM: gl.constexpr = kv.k.shape[4]
+    TAIL: gl.constexpr = 0 if kv.k_tail is None else kv.k_tail.shape[4]
+    # products with q, and with dO: one more for the tail
+    DK_PRODUCTS: gl.constexpr = 1 if kv.k_tail is None else 2
+    DV_PRODUCTS: gl.constexpr = 1 if kv.v_tail is None else 2
+    # of this warpgroup's keys
+    FIRST: gl.constexpr = WARPGROUP * WARPGROUP_ROWS
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
-    dk_layout: gl.constexpr = accumulator(DIM)
-    dv_layout: gl.constexpr = accumulator(DIM_V)
-    dq_layout: gl.constexpr = accumulator(DQ_DIM)
     query_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
     stage = i_step_total % STAGES
-    q_tile = q_buffers.index(stage).reshape([BLOCK_Q, DIM])
-    dout_tile = dout_buffers.index(stage).reshape([BLOCK_Q, DIM_V])
+    q_tile, dout_tile = rows_of(q.q, stage, 0, BLOCK_Q), rows_of(dout.dout, stage, 0, BLOCK_Q)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_Q], gl.float32, score_layout)
     # otherwise values derived from it stay in registers across steps and spill; and with two stages the ptxas of Triton
     # 3.6 loses it and reads keys from invalid addresses
     kv_stage = opaque(kv_stage)
-    k_all = k_buffers.index(kv_stage).reshape([TILE, DIM])
-    k_half = k_all.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
-    v_half = v_buffers.index(kv_stage).reshape([TILE, DIM_V]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
+    k_half, v_half = rows_of(kv.k, kv_stage, FIRST, WARPGROUP_ROWS), rows_of(kv.v, kv_stage, FIRST, WARPGROUP_ROWS)
+    dv_tail_token, dk_tail_token = None, None
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     # [WARPGROUP_ROWS, BLOCK_Q]
     scores_token = warpgroup_mma(k_half, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    if kv.k_tail is not None:
+        q_tail, k_tail = rows_of(q.q_tail, stage, 0, BLOCK_Q), rows_of(kv.k_tail, kv_stage, FIRST, WARPGROUP_ROWS)
+        scores_token = warpgroup_mma(k_tail, q_tail.permute((1, 0)), scores_token, is_async=True)
     consumer_wait(pipelines.dout, stage, i_step_total // STAGES)
     # [WARPGROUP_ROWS, BLOCK_Q]
     dp_token = warpgroup_mma(v_half, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
+    if kv.v_tail is not None:
+        dout_tail = rows_of(dout.dout_tail, stage, 0, BLOCK_Q)
+        v_tail = rows_of(kv.v_tail, kv_stage, FIRST, WARPGROUP_ROWS)
+        dp_token = warpgroup_mma(v_tail, dout_tail.permute((1, 0)), dp_token, is_async=True)
+    b_scores = warpgroup_mma_wait(DV_PRODUCTS, deps=(scores_token,))
     # loaded late to save registers during the products
-    b_lse = pipelines.q.buffers.lse.index(stage).load(query_layout)
-    o_kv = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
+    b_lse = q.lse.index(stage).load(query_layout)
+    o_kv = FIRST + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
     kv_start = work_tile.kv_start
     o_query = gl.arange(0, BLOCK_Q, layout=query_layout)
     if mods.slopes_ptr is not None:
@@ -228,37 +294,40 @@ def backward_step(
         o_q = gl.arange(0, BLOCK_Q, layout=query_layout)
         b_p = gl.where(pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL, BLOCK_Q), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    b_delta = pipelines.dout.buffers.delta.index(stage).load(query_layout)
+    b_delta = dout.delta.index(stage).load(query_layout)
     b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype)
-    b_p16 = gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2))
     # [WARPGROUP_ROWS, DIM_V]
-    dv_token = warpgroup_mma(b_p16, dout_tile, b_dv, is_async=True)
+    dv_token = add_product(b_p16, dout_tile, sums.dv)
+    if kv.v_tail is not None:
+        dv_tail_token = add_product(b_p16, dout_tail, sums.dv_tail)
+    SHARE: gl.constexpr = dq_share(DIM, TAIL, WARPGROUP, BLOCK_Q)
+    DQ_COLS: gl.constexpr = SHARE[2]
     if ptrs.dq_sum_ptr is not None:
         # two buffers: both warpgroups have met in the step between, so nobody still reads this one
         ds_tile = staging.ds.index(i_step_total % 2)
-        ds_tile.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(b_ds)
+        ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
         named_barrier("sync", 9)
-        if BY_ROWS:
-            ds_part = ds_tile.permute((1, 0)).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
-            k_part = k_all
+        ds_part = ds_tile.permute((1, 0)).slice(SHARE[0], WARPGROUP_ROWS, 0)
+        if SHARE[1] < DIM:
+            k_part = rows_of(kv.k, kv_stage, 0, TILE).slice(SHARE[1], DQ_COLS, 1)
         else:
-            ds_part = ds_tile.permute((1, 0))
-            k_part = k_all.slice(WARPGROUP * DQ_DIM, DQ_DIM, 1)
-        b_none = gl.zeros([WARPGROUP_ROWS, DQ_DIM], gl.float32, dq_layout)
-        # [WARPGROUP_ROWS, DQ_DIM]
+            k_part = rows_of(kv.k_tail, kv_stage, 0, TILE)
+        b_none = gl.zeros([WARPGROUP_ROWS, DQ_COLS], gl.float32, accumulator(DQ_COLS))
+        # [WARPGROUP_ROWS, DQ_COLS]
         dq_token = warpgroup_mma(ds_part, k_part, b_none, use_acc=False, is_async=True)
-        b_dv = warpgroup_mma_wait(1, deps=(dv_token,))
+        b_dv, b_dv_tail = wait_for_products(1, dv_token, dv_tail_token)
         consumer_release(pipelines.dout, stage)
     # [WARPGROUP_ROWS, DIM]
-    dk_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dk_layout, 2)), q_tile, b_dk, is_async=True)
+    dk_token = add_product(b_ds, q_tile, sums.dk)
+    if kv.k_tail is not None:
+        dk_tail_token = add_product(b_ds, q_tail, sums.dk_tail)
     if ptrs.dq_sum_ptr is not None:
         q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
-        b_dq = warpgroup_mma_wait(1, deps=(dq_token,))
+        b_dq = warpgroup_mma_wait(DK_PRODUCTS, deps=(dq_token,))
         n_heads = sizes.n_heads
         i_row = (work_tile.batch_head // n_heads * n_heads * GROUP + i_head).to(gl.int64) * sizes.n_padded + q_start
-        # this warpgroup's share: rows, or columns of all rows
-        first = i_row * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM
+        first = i_row * (DIM + TAIL) + (SHARE[0] * DIM + WARPGROUP_ROWS * SHARE[1])
         if descs.dq_sum is None:
             atomic_add_sum(ptrs.dq_sum_ptr + first, in_register_order(b_dq))
         else:
@@ -269,11 +338,11 @@ def backward_step(
             fence_async_shared()
             tma_reduce_add(descs.dq_sum, [(first // DQ_SUM_COLS).to(gl.int32), 0], dq_tile)
     else:
-        b_dv = warpgroup_mma_wait(1, deps=(dv_token,))
+        b_dv, b_dv_tail = wait_for_products(DK_PRODUCTS, dv_token, dv_tail_token)
         consumer_release(pipelines.dout, stage)
-    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)
     consumer_release(pipelines.q, stage)
-    return b_dk, b_dv
+    return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
 
 
 @gluon.jit
@@ -282,27 +351,26 @@ def mma(
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Entry point of a consumer warpgroup, which computes keys 64 * WARPGROUP to 64 * WARPGROUP + 63 of each tile."""
-    k_buffers, v_buffers = pipelines.kv.buffers.k, pipelines.kv.buffers.v
+    kv = pipelines.kv.buffers
     BLOCK_Q: gl.constexpr = pipelines.q.buffers.q.shape[3]
-    DIM: gl.constexpr = k_buffers.shape[4]
-    DIM_V: gl.constexpr = v_buffers.shape[4]
-    KV_STAGES: gl.constexpr = k_buffers.shape[0]
+    KV_STAGES: gl.constexpr = kv.k.shape[0]
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     while work_tile.batch_head >= 0:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
-        b_dk = gl.zeros([WARPGROUP_ROWS, DIM], gl.float32, accumulator(DIM))
-        b_dv = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, accumulator(DIM_V))
+        sums = zero_sums(kv)
         # TMA has read dk and dv of the previous work tile from the buffers that the steps write
         tma.store_wait(0)
         named_barrier("sync", 9)
         kv_stage = i_tile % KV_STAGES
         consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
         if ptrs.kv_lengths_ptr is not None:
-            zero_tail(k_buffers.index(kv_stage).reshape([TILE, DIM]), kv_start, kv_limit, WARPGROUP)
-            zero_tail(v_buffers.index(kv_stage).reshape([TILE, DIM_V]), kv_start, kv_limit, WARPGROUP)
+            zero_rows(kv.k, kv_stage, kv_start, kv_limit, WARPGROUP)
+            zero_rows(kv.k_tail, kv_stage, kv_start, kv_limit, WARPGROUP)
+            zero_rows(kv.v, kv_stage, kv_start, kv_limit, WARPGROUP)
+            zero_rows(kv.v_tail, kv_stage, kv_start, kv_limit, WARPGROUP)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, TILE
@@ -311,60 +379,112 @@ def mma(
             # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
-                    b_dk, b_dv = backward_step(
-                        b_dk, b_dv, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
+                    sums = backward_step(
+                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
                         i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=not FULL, CAUSAL=CAUSAL, GROUP=GROUP,
                     )  # fmt: skip
             n_done += steps.n_steps
-        consumer_release(pipelines.kv, kv_stage)
+        HAS_TAIL: gl.constexpr = kv.k_tail is not None or kv.v_tail is not None
+        if not HAS_TAIL:
+            consumer_release(pipelines.kv, kv_stage)
         if descs.dq_sum is not None:
             # TMA has read the last dq, whose buffer may be that of dv
             tma.store_wait(0)
         # the first two conditions are known at compile time, the third is not
         if ptrs.dk_sum_ptr is not None:
-            add_to_sums(b_dk, b_dv, ptrs, sizes, work_tile, WARPGROUP)
+            add_to_sums(sums, kv, ptrs, sizes, work_tile, WARPGROUP)
         elif ptrs.splits_ptr is None:  # noqa: SIM114
-            epilogue(b_dk, b_dv, descs, staging, sizes, work_tile, WARPGROUP)
+            epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGROUP)
         elif work_tile.i_block < 0:
-            epilogue(b_dk, b_dv, descs, staging, sizes, work_tile, WARPGROUP)
+            epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGROUP)
         else:
-            p_split = ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (TILE * (DIM + DIM_V))
-            store_split(p_split, b_dk, WARPGROUP)
-            store_split(p_split + TILE * DIM, b_dv, WARPGROUP)
+            store_splits(sums, kv, ptrs, work_tile, WARPGROUP)
+        if HAS_TAIL:
+            # TMA has read dk and dv from the buffers of K and V
+            tma.store_wait(0)
+            consumer_release(pipelines.kv, kv_stage)
         i_tile += 1
         work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     tma.store_wait(0)
 
 
 @gluon.jit
-def add_to_sums(b_dk, b_dv, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr):
-    """Adds dk and dv of one query head to the sums over the heads of its group."""
-    i_row = (work_tile.batch_head // sizes.heads_per_kv).to(gl.int64) * (sizes.n_tile_cols * TILE)
-    i_row = i_row + work_tile.kv_start + WARPGROUP * WARPGROUP_ROWS
-    atomic_add_sum(ptrs.dk_sum_ptr + i_row * b_dk.shape[1], in_register_order(b_dk))
-    atomic_add_sum(ptrs.dv_sum_ptr + i_row * b_dv.shape[1], in_register_order(b_dv))
+def zero_rows(buffers, kv_stage, kv_start, kv_limit, WARPGROUP: gl.constexpr):
+    """Zeroes keys or values from kv_limit on, see zero_tail. buffers: as in KVBuffers."""
+    if buffers is not None:
+        zero_tail(buffers.index(kv_stage).reshape([TILE, buffers.shape[4]]), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit
-def epilogue(b_dk, b_dv, descs, staging, sizes, work_tile, WARPGROUP: gl.constexpr):
+def add_to_sums(sums, kv, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr):
+    """Adds dk and dv of one query head to the sums over the heads of its group."""
+    i_row = (work_tile.batch_head // sizes.heads_per_kv).to(gl.int64) * (sizes.n_tile_cols * TILE)
+    i_row = i_row + work_tile.kv_start + WARPGROUP * WARPGROUP_ROWS
+    add_rows(ptrs.dk_sum_ptr, i_row, sums.dk, None if kv.k_tail is None else sums.dk_tail)
+    add_rows(ptrs.dv_sum_ptr, i_row, sums.dv, None if kv.v_tail is None else sums.dv_tail)
+
+
+@gluon.jit
+def add_rows(sum_ptr, i_row, b_sum, b_tail):
+    """Adds 64 rows to a sum in the order of `in_register_order`. b_tail: the tail of their columns, or None."""
+    COLS: gl.constexpr = b_sum.shape[1]
+    if b_tail is None:
+        atomic_add_sum(sum_ptr + i_row * COLS, in_register_order(b_sum))
+    else:
+        p_rows = sum_ptr + i_row * (COLS + b_tail.shape[1])
+        atomic_add_sum(p_rows, in_register_order(b_sum))
+        atomic_add_sum(p_rows + WARPGROUP_ROWS * COLS, in_register_order(b_tail))
+
+
+@gluon.jit
+def store_splits(sums, kv, ptrs, work_tile, WARPGROUP: gl.constexpr):
+    """Stores dk and dv of a split to its block of the workspace."""
+    DIM: gl.constexpr = sums.dk.shape[1]
+    DIM_V: gl.constexpr = sums.dv.shape[1]
+    COLS: gl.constexpr = DIM if kv.k_tail is None else DIM + kv.k_tail.shape[4]
+    COLS_V: gl.constexpr = DIM_V if kv.v_tail is None else DIM_V + kv.v_tail.shape[4]
+    p_dk = ptrs.splits_ptr + work_tile.i_block.to(gl.int64) * (TILE * (COLS + COLS_V))
+    p_dv = p_dk + TILE * COLS
+    store_split(p_dk, sums.dk, WARPGROUP, COLS)
+    store_split(p_dv, sums.dv, WARPGROUP, COLS_V)
+    if kv.k_tail is not None:
+        store_split(p_dk + DIM, sums.dk_tail, WARPGROUP, COLS)
+    if kv.v_tail is not None:
+        store_split(p_dv + DIM_V, sums.dv_tail, WARPGROUP, COLS_V)
+
+
+@gluon.jit
+def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGROUP: gl.constexpr):
     """Stores dk and dv of a whole tile column with TMA."""
-    n_heads, batch_head, kv_start = sizes.n_heads, work_tile.batch_head, work_tile.kv_start
-    DIM: gl.constexpr = b_dk.shape[1]
-    DIM_V: gl.constexpr = b_dv.shape[1]
-    # the other warpgroup has read ds, and TMA its dq
+    i_batch, i_head = work_tile.batch_head // sizes.n_heads, work_tile.batch_head % sizes.n_heads
+    kv = pipelines.kv.buffers
+    k_tail = None if kv.k_tail is None else kv.k_tail.index(kv_stage)
+    v_tail = None if kv.v_tail is None else kv.v_tail.index(kv_stage)
+    if kv.k_tail is not None or kv.v_tail is not None:
+        dk_buffer, dv_buffer = kv.k.index(kv_stage), kv.v.index(kv_stage)
+    else:
+        dk_buffer, dv_buffer = staging.dk, staging.dv
+    # the other warpgroup has read ds, or K and V, and TMA its dq
     named_barrier("sync", 9)
-    staging.dk.reshape([TILE, DIM]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(
-        (b_dk * sizes.scale).to(staging.dk.dtype)
-    )
-    staging.dv.reshape([TILE, DIM_V]).slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(
-        b_dv.to(staging.dv.dtype)
-    )
+    stage_rows(sums.dk * sizes.scale, dk_buffer, WARPGROUP)
+    stage_rows(sums.dv, dv_buffer, WARPGROUP)
+    if k_tail is not None:
+        stage_rows(sums.dk_tail * sizes.scale, k_tail, WARPGROUP)
+    if v_tail is not None:
+        stage_rows(sums.dv_tail, v_tail, WARPGROUP)
     fence_async_shared()
     named_barrier("sync", 9)
     if WARPGROUP == 0:
-        tma_store(descs.dk, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], staging.dk)
+        store_rows(descs.dk, dk_buffer, k_tail, i_batch, i_head, work_tile.kv_start)
     else:
-        tma_store(descs.dv, [batch_head // n_heads, batch_head % n_heads, kv_start, 0], staging.dv)
+        store_rows(descs.dv, dv_buffer, v_tail, i_batch, i_head, work_tile.kv_start)
+
+
+@gluon.jit
+def stage_rows(b_sum, buffer, WARPGROUP: gl.constexpr):
+    """Stores this warpgroup's rows to a buffer [1, 1, 128, columns]."""
+    tile = buffer.reshape([TILE, b_sum.shape[1]])
+    tile.slice(WARPGROUP * WARPGROUP_ROWS, WARPGROUP_ROWS, 0).store(b_sum.to(buffer.dtype))
 
 
 # ---- shared memory ----
@@ -422,34 +542,39 @@ def hopper_backward_kernel(
     scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
-    # GROUP: query heads of a work tile
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr,
+    # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and of v, padded
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_type.shape[2]
-    DIM: gl.constexpr = q_desc.block_type.shape[3]
-    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BLOCK_Q], dtype)
-    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, DIM], q_desc.layout)
-    dout_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, DIM_V], dout_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, TILE, DIM], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, TILE, DIM_V], v_desc.layout)
+    q_buffers = allocate_rows(q_desc, STAGES, COLS)
+    dout_buffers = allocate_rows(dout_desc, STAGES, COLS_V)
+    k_buffers = allocate_rows(k_desc, KV_STAGES, COLS)
+    v_buffers = allocate_rows(v_desc, KV_STAGES, COLS_V)
+    q_tails, dout_tails, k_tails, v_tails = None, None, None, None
+    if has_tail(q_desc, COLS):
+        q_tails, k_tails = allocate_tail(q_desc, STAGES), allocate_tail(k_desc, KV_STAGES)
+    if has_tail(v_desc, COLS_V):
+        dout_tails, v_tails = allocate_tail(dout_desc, STAGES), allocate_tail(v_desc, KV_STAGES)
+    # placeholders, never used
+    ds_buffers, dq_buffers, dk_buffer, dv_buffer = q_buffers, q_buffers, k_buffers, v_buffers
     if ptrs.dq_sum_ptr is not None:
+        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BLOCK_Q], dtype)
         ds_buffers = gl.allocate_shared_memory(dtype, [2, TILE, BLOCK_Q], ds_layout)
-        dk_buffer = staging_buffer(ds_buffers, dk_desc, 0)
         if dq_sum_desc is not None:
             dq_shape: gl.constexpr = [2, dq_sum_desc.block_type.shape[0], DQ_SUM_COLS]
             dq_buffers = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum_desc.layout)
-            dv_buffer = staging_buffer(dq_buffers, dv_desc, 0)
+    # with a tail, dk and dv are staged in the buffers of K and V
+    if k_tails is None and v_tails is None:
+        if ptrs.dq_sum_ptr is None:
+            dk_buffer = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
+            dv_buffer = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
         else:
-            dq_buffers = q_buffers
-            dv_buffer = staging_buffer(ds_buffers, dv_desc, bytes_of(dk_desc.block_type.shape, dtype))
-    else:
-        # placeholders, never used
-        ds_buffers = q_buffers
-        dq_buffers = q_buffers
-        dk_buffer = gl.allocate_shared_memory(dtype, dk_desc.block_type.shape, dk_desc.layout)
-        dv_buffer = gl.allocate_shared_memory(dtype, dv_desc.block_type.shape, dv_desc.layout)
+            dk_buffer = staging_buffer(ds_buffers, dk_desc, 0)
+            if dq_sum_desc is not None:
+                dv_buffer = staging_buffer(dq_buffers, dv_desc, 0)
+            else:
+                dv_buffer = staging_buffer(ds_buffers, dv_desc, bytes_of(dk_desc.block_type.shape, dtype))
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     work_tile_ints = gl.allocate_shared_memory(
@@ -457,17 +582,17 @@ def hopper_backward_kernel(
     )
     # not by allocate_pipeline, which would return buffers without their names
     kv = Pipeline(
-        buffers=KVBuffers(k=k_buffers, v=v_buffers),
+        buffers=KVBuffers(k=k_buffers, k_tail=k_tails, v=v_buffers, v_tail=v_tails),
         full=allocate_mbarriers(KV_STAGES, 1),
         empty=allocate_mbarriers(KV_STAGES, 2),
     )
     q = Pipeline(
-        buffers=QBuffers(q=q_buffers, lse=lse_buffers),
+        buffers=QBuffers(q=q_buffers, q_tail=q_tails, lse=lse_buffers),
         full=allocate_mbarriers(STAGES, 1),
         empty=allocate_mbarriers(STAGES, 2),
     )
     dout = Pipeline(
-        buffers=DOutBuffers(dout=dout_buffers, delta=delta_buffers),
+        buffers=DOutBuffers(dout=dout_buffers, dout_tail=dout_tails, delta=delta_buffers),
         full=allocate_mbarriers(STAGES, 1),
         empty=allocate_mbarriers(STAGES, 2),
     )
@@ -544,8 +669,8 @@ def backward_launches(
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    chosen = config(max(dim, dim_v), mods.softcap > 0)
+    columns, columns_v = backward_columns(head_dim), backward_columns(v_dim)
+    chosen = config((columns, columns_v), mods.softcap > 0)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
     n_work_heads = heads if by_head else kv_heads
@@ -555,15 +680,16 @@ def backward_launches(
     dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     line = contiguous(torch.float32, batch * heads * n_padded).spec
+    block, block_v = block_columns(columns), block_columns(columns_v)
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, block_q, dim)),
-        "k_desc": DescriptorFactory(k, (1, 1, TILE_SIDE, dim)),
-        "v_desc": DescriptorFactory(v, (1, 1, TILE_SIDE, dim_v)),
-        "dout_desc": DescriptorFactory(dout, (1, 1, block_q, dim_v)),
+        "q_desc": DescriptorFactory(q, (1, 1, block_q, block)),
+        "k_desc": DescriptorFactory(k, (1, 1, TILE_SIDE, block)),
+        "v_desc": DescriptorFactory(v, (1, 1, TILE_SIDE, block_v)),
+        "dout_desc": DescriptorFactory(dout, (1, 1, block_q, block_v)),
         "lse_desc": DescriptorFactory(line, (block_q,)),
         "delta_desc": DescriptorFactory(line, (block_q,)),
-        "dk_desc": DescriptorFactory(dk_spec, (1, 1, TILE_SIDE, dim)),
-        "dv_desc": DescriptorFactory(dv_spec, (1, 1, TILE_SIDE, dim_v)),
+        "dk_desc": DescriptorFactory(dk_spec, (1, 1, TILE_SIDE, block)),
+        "dv_desc": DescriptorFactory(dv_spec, (1, 1, TILE_SIDE, block_v)),
     }
     n_sms, n_programs = num_sms(options.device), split.n_programs(n_tile_cols, n_batch_heads)
     postprocess = dq_sum = lse_delta_pairs = None
@@ -571,12 +697,12 @@ def backward_launches(
         dq, lse_delta_pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
     else:
         # whole tiles, so that additions need no mask
-        dq_sum = contiguous(torch.float32, batch * heads, n_padded, dim)
+        dq_sum = contiguous(torch.float32, batch * heads, n_padded, columns)
         if not chosen.dq_from_registers:
-            n_values, n_step_values = batch * heads * n_padded * dim, 64 * (64 if block_q == 128 else dim // 2)
+            n_values, n_step_values = batch * heads * n_padded * columns, 64 * (64 if block_q == 128 else columns // 2)
             sum_spec = contiguous(torch.float32, n_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value).spec
-            block = (n_step_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value)
-            descriptor_factories["dq_sum_desc"] = DescriptorFactory(sum_spec, block)
+            sum_block = (n_step_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value)
+            descriptor_factories["dq_sum_desc"] = DescriptorFactory(sum_spec, sum_block)
         postprocess = postprocess_launch(dq_sum.spec, dq.spec, scale)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
@@ -595,19 +721,23 @@ def backward_launches(
         "CAUSAL": options.causal,
         "GROUP": 1 if by_head else group,
         "KV_STAGES": chosen.kv_stages,
+        "COLS": columns,
+        "COLS_V": columns_v,
         "num_warps": 4,
     }
     sums_dk = sums_dv = convert_dk = convert_dv = None
     if by_head:
         rows = batch * kv_heads, n_tile_cols * TILE_SIDE
-        sums_dk, sums_dv = contiguous(torch.float32, *rows, dim), contiguous(torch.float32, *rows, dim_v)
+        sums_dk, sums_dv = contiguous(torch.float32, *rows, columns), contiguous(torch.float32, *rows, columns_v)
         convert_dk = postprocess_launch(sums_dk.spec, dk.spec, scale)
         convert_dv = postprocess_launch(sums_dv.spec, dv.spec, 1.0)
-    splits = contiguous(torch.float32, split.floats(dim + dim_v, n_batch_heads)) if split.num_splits > 1 else None
+    splits = (
+        contiguous(torch.float32, split.floats(columns + columns_v, n_batch_heads)) if split.num_splits > 1 else None
+    )
     return BackwardLaunches(
-        preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else dim),
+        preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else columns),
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
-        sum_splits=sum_splits(split, lists[0], dk_spec, dv_spec, arguments, (dim, dim_v)),
+        sum_splits=sum_splits(split, lists[0], dk_spec, dv_spec, arguments, (columns, columns_v)),
         convert_dk=convert_dk,
         convert_dv=convert_dv,
         postprocess=postprocess,

@@ -40,7 +40,7 @@ from ..triton.tile import (
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
 from .registers import load_int
-from .tma import tma_load
+from .tma import bytes_of_rows, load_rows, tma_load
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # buffers of queries and dO
@@ -61,10 +61,10 @@ class Pointers(NamedTuple):
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
     slopes_ptr        see score_mods.ScoreMods
-    dq_sum_ptr        (batch * heads, n_padded, DIM) float32 sum of dQ, in the order of `in_register_order`; None:
+    dq_sum_ptr        (batch * heads, n_padded, columns) float32 sum of dQ, in the order of `in_register_order`; None:
                       another launch computes dQ
-    dk_sum_ptr, dv_sum_ptr  (batch * KV heads, n_tile_cols * 128, DIM | DIM_V) float32 sums of dK and dV, in the same
-                      order; None: a work tile has all query heads of its group, and stores dK and dV
+    dk_sum_ptr, dv_sum_ptr  (batch * KV heads, n_tile_cols * 128, columns) float32 sums of dK and dV, in the same order;
+                      None: a work tile has all query heads of its group, and stores dK and dV
     """
 
     records_ptr: Any
@@ -150,24 +150,28 @@ class Steps(NamedTuple):
 
 
 class QBuffers(NamedTuple):
-    """q [STAGES, 1, 1, BLOCK_Q, DIM] and lse [STAGES, BLOCK_Q]."""
+    """q [STAGES, 1, 1, BLOCK_Q, DIM], its tail [STAGES, 1, 1, BLOCK_Q, 32] or None, and lse [STAGES, BLOCK_Q]."""
 
     q: Any
+    q_tail: Any
     lse: Any
 
 
 class DOutBuffers(NamedTuple):
-    """dout [STAGES, 1, 1, BLOCK_Q, DIM_V] and delta [STAGES, BLOCK_Q]."""
+    """dout [STAGES, 1, 1, BLOCK_Q, DIM_V], its tail [STAGES, 1, 1, BLOCK_Q, 32] or None, delta [STAGES, BLOCK_Q]."""
 
     dout: Any
+    dout_tail: Any
     delta: Any
 
 
 class KVBuffers(NamedTuple):
-    """k [KV_STAGES, 1, 1, KEYS, DIM] and v [KV_STAGES, 1, 1, KEYS, DIM_V]; KEYS: of a work tile."""
+    """k [KV_STAGES, 1, 1, KEYS, DIM], v [KV_STAGES, 1, 1, KEYS, DIM_V], and their tails or None."""
 
     k: Any
+    k_tail: Any
     v: Any
+    v_tail: Any
 
 
 class Pipelines(NamedTuple):
@@ -305,11 +309,15 @@ def load_kv(descs, kv, ptrs, sizes, batch_head, kv_start, i_tile):
         i_kv_head = i_kv_head // sizes.heads_per_kv
     KV_STAGES: gl.constexpr = kv.buffers.k.shape[0]
     stage = i_tile % KV_STAGES
-    kv_full = kv.full.index(stage)
+    kv_full, buffers = kv.full.index(stage), kv.buffers
+    k_tail = None if buffers.k_tail is None else buffers.k_tail.index(stage)
+    v_tail = None if buffers.v_tail is None else buffers.v_tail.index(stage)
     producer_acquire(kv, stage, i_tile // KV_STAGES)
-    mbarrier.expect(kv_full, descs.k.block_type.nbytes + descs.v.block_type.nbytes)
-    tma_load(descs.k, [i_batch, i_kv_head, kv_start, 0], kv_full, kv.buffers.k.index(stage))
-    tma_load(descs.v, [i_batch, i_kv_head, kv_start, 0], kv_full, kv.buffers.v.index(stage))
+    k_bytes: gl.constexpr = bytes_of_rows(descs.k.block_type.nbytes, k_tail is not None)
+    v_bytes: gl.constexpr = bytes_of_rows(descs.v.block_type.nbytes, v_tail is not None)
+    mbarrier.expect(kv_full, k_bytes + v_bytes)
+    load_rows(descs.k, kv_full, buffers.k.index(stage), k_tail, i_batch, i_kv_head, kv_start)
+    load_rows(descs.v, kv_full, buffers.v.index(stage), v_tail, i_batch, i_kv_head, kv_start)
 
 
 @gluon.jit
@@ -317,13 +325,17 @@ def load_step(descs, q, dout, i_batch, i_head, q_start, head_start, n_loaded):
     """Loads Q, LSE, dO and delta of one step. head_start: where LSE and delta of the head begin."""
     stage = n_loaded % STAGES
     q_full, dout_full = q.full.index(stage), dout.full.index(stage)
+    q_tail = None if q.buffers.q_tail is None else q.buffers.q_tail.index(stage)
+    dout_tail = None if dout.buffers.dout_tail is None else dout.buffers.dout_tail.index(stage)
     producer_acquire(q, stage, n_loaded // STAGES)
-    mbarrier.expect(q_full, descs.q.block_type.nbytes + descs.lse.block_type.nbytes)
-    tma_load(descs.q, [i_batch, i_head, q_start, 0], q_full, q.buffers.q.index(stage))
+    q_bytes: gl.constexpr = bytes_of_rows(descs.q.block_type.nbytes, q_tail is not None)
+    mbarrier.expect(q_full, q_bytes + descs.lse.block_type.nbytes)
+    load_rows(descs.q, q_full, q.buffers.q.index(stage), q_tail, i_batch, i_head, q_start)
     tma_load(descs.lse, [head_start + q_start], q_full, q.buffers.lse.index(stage))
     producer_acquire(dout, stage, n_loaded // STAGES)
-    mbarrier.expect(dout_full, descs.dout.block_type.nbytes + descs.delta.block_type.nbytes)
-    tma_load(descs.dout, [i_batch, i_head, q_start, 0], dout_full, dout.buffers.dout.index(stage))
+    dout_bytes: gl.constexpr = bytes_of_rows(descs.dout.block_type.nbytes, dout_tail is not None)
+    mbarrier.expect(dout_full, dout_bytes + descs.delta.block_type.nbytes)
+    load_rows(descs.dout, dout_full, dout.buffers.dout.index(stage), dout_tail, i_batch, i_head, q_start)
     tma_load(descs.delta, [head_start + q_start], dout_full, dout.buffers.delta.index(stage))
 
 

@@ -1,7 +1,8 @@
 """Hopper forward in Gluon (sm90): out = softmax(scale q k^T) v over the pairs of a layout, and lse.
 
 Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, head_dim), lse (batch, heads, q_len).
-head_dim is padded to DIM, that of v and out to DIM_V: 64, 128 or 256. The kernel is persistent: one program per SM.
+head_dim is padded to DIM, and that of v and out to DIM_V: 64, 128 or 256. Of 192 columns, the last 64 are a tensor of
+their own, the tail (tma.py). The kernel is persistent: one program per SM.
 
     producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
     tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
@@ -43,7 +44,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
-from ..schedule import Split, heads_in_turn, padded_dim, split_of
+from ..schedule import Split, forward_columns, heads_in_turn, split_of
 from ..triton.combine_splits import combine_rows
 from ..triton.tile import LN_2, TILE, clamped_kv_len
 from .barriers import (
@@ -65,10 +66,20 @@ from .forward_producer import (
     q_buffer_and_phase,
     read_work_tile,
 )
-from .registers import BEFORE_TRITON_3_9, WARPGROUP_ROWS, accumulator, pin, store_split, zero_tail
+from .registers import (
+    BEFORE_TRITON_3_9,
+    WARPGROUP_ROWS,
+    accumulator,
+    add_product,
+    pin,
+    store_split,
+    tile_of,
+    wait_for_products,
+    zero_tail,
+)
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
-from .tma import DescriptorFactory, tma_store, to_tma_loadable
+from .tma import DescriptorFactory, allocate_rows, allocate_tail, block_columns, has_tail, store_rows, to_tma_loadable
 from .work_tiles import END, WORK_TILE_STAGES
 
 # ---- configuration ----
@@ -102,27 +113,36 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def config(dim: int, has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
+def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
     """The launch table; TUNING.md has the candidates that lost.
 
-    dim      the larger padded head dimension
+    dims     forward_columns
     is_wide  whether tile rows of 192 queries are possible and pay
 
     Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Values of BEFORE_TRITON_3_9 would spill from Triton 3.9 on.
     """
-    if dim == 256:
+    columns = max(dims)
+    if columns == 256:
         # out takes 128 registers per thread, and shared memory has no room for it beside q
         return Config(block_kv=64, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
-    if dim == 64 and is_wide and BEFORE_TRITON_3_9:
+    if columns == 64 and is_wide and BEFORE_TRITON_3_9:
         # dense 545, 2 warpgroups 473
         return Config(stages=4, warpgroups=3, consumer_registers=160, producer_registers=32)
-    if dim == 64:
+    if columns == 64:
         # butterfly 424, with 1 stage of q 400
         return Config(stages=4, q_stages=2, pin=BEFORE_TRITON_3_9)
     # with a layout butterfly 561, without the threshold 546; without a layout dense 662, with the threshold 600
     rescale_threshold = 8.0 if has_layout and not has_lengths else 0.0
+    # with 192 columns, shared memory has no room for a second stage of q, nor for out beside q; with 192 of v too, it
+    # has none for steps of 128 keys
     return Config(
-        q_stages=2, rescale_threshold=rescale_threshold, pin=BEFORE_TRITON_3_9, early_bitmask=BEFORE_TRITON_3_9
+        block_kv=64 if dims == (192, 192) else 128,
+        stages=3 if dims == (192, 192) else 2,
+        q_stages=1 if columns == 192 else 2,
+        rescale_threshold=rescale_threshold,
+        out_in_q=columns == 192,
+        pin=BEFORE_TRITON_3_9,
+        early_bitmask=BEFORE_TRITON_3_9,
     )
 
 
@@ -141,20 +161,21 @@ def wide_pays(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
 class RowState(NamedTuple):
     """State of the online softmax of a warpgroup's 64 queries.
 
-    out  [64, DIM_V] unnormalized, without the p v of the last step
+    out  [64, DIM_V] unnormalized, without the p v of the last step; out_tail: its tail, or 0
     max  [64] running maximum in base 2
     sum  [64, 4] sum of p, one partial sum per thread of a row
     p    [64, BLOCK_KV] of the last step, as left operand of p v
     """
 
     out: Any
+    out_tail: Any
     max: Any
     sum: Any
     p: Any
 
 
 @gluon.jit
-def initial_state(BLOCK_KV: gl.constexpr, DIM_V: gl.constexpr, dtype: gl.constexpr):
+def initial_state(BLOCK_KV: gl.constexpr, DIM_V: gl.constexpr, TAIL_V: gl.constexpr, dtype: gl.constexpr):
     """The RowState before the first step."""
     score_layout: gl.constexpr = accumulator(BLOCK_KV)
     out_layout: gl.constexpr = accumulator(DIM_V)
@@ -163,20 +184,33 @@ def initial_state(BLOCK_KV: gl.constexpr, DIM_V: gl.constexpr, dtype: gl.constex
     # finite, since -inf - (-inf) = nan, and below every score
     b_max = gl.full([WARPGROUP_ROWS], -3.0e38, gl.float32, gl.SliceLayout(1, score_layout))
     b_sum = gl.full([WARPGROUP_ROWS, 4], 0.0, gl.float32, row_sum_layout())
-    b_out = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, out_layout)
-    return RowState(out=b_out, max=b_max, sum=b_sum, p=b_p)
+    b_out, b_out_tail = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, out_layout), 0
+    if TAIL_V > 0:
+        b_out_tail = gl.zeros([WARPGROUP_ROWS, TAIL_V], gl.float32, accumulator(TAIL_V))
+    return RowState(out=b_out, out_tail=b_out_tail, max=b_max, sum=b_sum, p=b_p)
 
 
 @gluon.jit
 def wait_for_v(v, i_load, STAGES: gl.constexpr):
-    """The values of the i_load-th step of this program, [BLOCK_KV, DIM_V] in shared memory."""
+    """The values of the i_load-th step of this program, [BLOCK_KV, DIM_V] in shared memory, without the tail."""
     stage = i_load % STAGES
     consumer_wait(v, stage, i_load // STAGES)
-    return v.buffers.index(stage).reshape([v.buffers.shape[3], v.buffers.shape[4]])
+    return tile_of(v.buffers, stage)
 
 
 @gluon.jit
-def zero_v_tail(v, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+def scale_rows(b_out, b_factor, CAN_SKIP: gl.constexpr):
+    """b_out times a factor for each row. CAN_SKIP: see softmax.rescale."""
+    layout: gl.constexpr = gl.SliceLayout(1, accumulator(b_out.shape[1]))
+    b_factor = gl.expand_dims(gl.convert_layout(b_factor, layout), 1)
+    if CAN_SKIP:
+        return rescale(b_out, b_factor)
+    else:
+        return b_out * b_factor
+
+
+@gluon.jit
+def zero_v_tail(v, v_tails, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
     """With kv_lengths, zeroes the values of a step from kv_limit on.
 
     The warpgroups meet in it, so it must not run in a ping-pong turn that another one waits for.
@@ -185,30 +219,36 @@ def zero_v_tail(v, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.cons
         v_tile = wait_for_v(v, i_load, STAGES)
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, v_tile.shape[0])
         zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)
+        if v_tails is not None:
+            zero_tail(tile_of(v_tails, i_load % STAGES), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit
 def step(
-    state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+    state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
     KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
 
     q_tile  this warpgroup's queries, [64, DIM] in shared memory
+    q_tail  the last 64 of 192 columns, else None
     slope   see score_mods.load_slope
     n_done  steps of earlier work tiles
     KIND    "first" step of the work tile, which may be partial or full; "partial" or "full" for later ones
     """
     STAGES: gl.constexpr = CONFIG.stages
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
-    k, v = pipelines.k, pipelines.v
+    k, v, v_tails = pipelines.k, pipelines.v, pipelines.v_tails
     dtype: gl.constexpr = k.buffers.dtype
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     FIRST: gl.constexpr = KIND == "first"
     MASKED: gl.constexpr = KIND == "partial"
+    # products with v: one more for the tail
+    PV_PRODUCTS: gl.constexpr = 1 if v_tails is None else 2
     score_layout: gl.constexpr = accumulator(BLOCK_KV)
     out_layout: gl.constexpr = accumulator(v.buffers.shape[4])
-    b_out, b_max, b_sum = state.out, state.max, state.sum
+    b_out, b_out_tail, b_max, b_sum = state.out, state.out_tail, state.max, state.sum
+    out_tail_token = None
     i_load = n_done + i_step
     stage = i_load % STAGES
     v_stage = (i_load - 1) % STAGES
@@ -223,18 +263,23 @@ def step(
             bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
     consumer_wait(k, stage, i_load // STAGES)
     if not FIRST:
-        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
-    k_tile = k.buffers.index(stage).reshape([BLOCK_KV, k.buffers.shape[4]]).permute((1, 0))
+    k_tile = tile_of(k.buffers, stage).permute((1, 0))
     # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
+    if q_tail is not None:
+        k_tail = tile_of(pipelines.k_tails, stage).permute((1, 0))
+        scores_token = warpgroup_mma(q_tail, k_tail, scores_token, is_async=True)
     if not FIRST:
         v_tile = wait_for_v(v, i_load - 1, STAGES)
         # [WARPGROUP_ROWS, DIM_V]
         out_token = warpgroup_mma(state.p, v_tile, b_out, is_async=True)
+        if v_tails is not None:
+            out_tail_token = add_product(state.p, tile_of(v_tails, v_stage), b_out_tail)
     ping_pong_next(WARPGROUP, WARPGROUPS)
-    b_scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores_token,))
+    b_scores = warpgroup_mma_wait(0 if FIRST else PV_PRODUCTS, deps=(scores_token,))
     consumer_release(k, stage)
     if SIGN != 1:
         b_scores = b_scores * SIGN
@@ -269,31 +314,35 @@ def step(
         # with kv_lengths it would spill more
         if CONFIG.pin and ptrs.kv_lengths_ptr is None:
             b_sum = pin(b_sum)
-        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+        b_out, b_out_tail = wait_for_products(0, out_token, out_tail_token)
         consumer_release(v, v_stage)
-        b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
-        if CONFIG.rescale_threshold > 0 and not MASKED:  # noqa: SIM108
-            b_out = rescale(b_out, b_decay)
-        else:
-            b_out = b_out * b_decay
+        CAN_SKIP: gl.constexpr = CONFIG.rescale_threshold > 0 and not MASKED
+        b_out = scale_rows(b_out, b_decay, CAN_SKIP)
+        if v_tails is not None:
+            b_out_tail = scale_rows(b_out_tail, b_decay, CAN_SKIP)
     b_p = gl.convert_layout(b_p32.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
-    return RowState(out=b_out, max=b_max, sum=b_sum, p=b_p)
+    return RowState(out=b_out, out_tail=b_out_tail, max=b_max, sum=b_sum, p=b_p)
 
 
 @gluon.jit
-def add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """out + p v of the last step: [WARPGROUP_ROWS, DIM_V]. n_done counts the steps of this work tile too."""
-    zero_v_tail(v, ptrs, work_tile, work_tile.n_steps - 1, n_done - 1, kv_limit, WARPGROUP, STAGES)
+def add_last_pv(state, v, v_tails, ptrs, work_tile, n_done, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+    """out + p v of the last step: [WARPGROUP_ROWS, DIM_V], and the tail. n_done counts this work tile's steps too."""
+    zero_v_tail(v, v_tails, ptrs, work_tile, work_tile.n_steps - 1, n_done - 1, kv_limit, WARPGROUP, STAGES)
     v_tile = wait_for_v(v, n_done - 1, STAGES)
-    out_token = warpgroup_mma(state.p, v_tile, state.out, is_async=True)
-    b_out = warpgroup_mma_wait(0, deps=(out_token,))
+    out_token, out_tail_token = warpgroup_mma(state.p, v_tile, state.out, is_async=True), None
+    if v_tails is not None:
+        out_tail_token = add_product(state.p, tile_of(v_tails, (n_done - 1) % STAGES), state.out_tail)
+    b_out, b_out_tail = wait_for_products(0, out_token, out_tail_token)
     consumer_release(v, (n_done - 1) % STAGES)
-    return b_out
+    return b_out, b_out_tail
 
 
 @gluon.jit
-def epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP: gl.constexpr, CONFIG: gl.constexpr):
-    """Stores out, through shared memory, and lse (in base 2) of a whole tile row."""
+def epilogue(
+    b_out, b_out_tail, b_lse, out_desc, out_tile, out_tail, ptrs, sizes, work_tile,
+    WARPGROUP: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Stores out, through shared memory, and lse (in base 2) of a whole tile row. out_tail: None without a tail."""
     batch_head = work_tile.target
     o_q = (
         work_tile.q_start
@@ -307,20 +356,26 @@ def epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP
         # TMA has read the previous tile row from the buffer
         tma.store_wait(0)
     out_tile.reshape([WARPGROUP_ROWS, b_out.shape[1]]).store(b_out.to(out_tile.dtype))
+    if out_tail is not None:
+        out_tail.reshape([WARPGROUP_ROWS, b_out_tail.shape[1]]).store(b_out_tail.to(out_tile.dtype))
     fence_async_shared()
     q_start = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS
-    tma_store(out_desc, [batch_head // sizes.n_heads, batch_head % sizes.n_heads, q_start, 0], out_tile)
+    store_rows(out_desc, out_tile, out_tail, batch_head // sizes.n_heads, batch_head % sizes.n_heads, q_start)
     if CONFIG.out_in_q:
         tma.store_wait(0)
 
 
 @gluon.jit
-def epilogue_split(b_out, b_lse, splits_ptr, i_block, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr):
+def epilogue_split(
+    b_out, b_out_tail, b_lse, splits_ptr, i_block, WARPGROUP: gl.constexpr, BLOCK_KV: gl.constexpr, TAIL_V: gl.constexpr
+):  # fmt: skip
     """Stores out and lse (in base 2) of a split to block i_block of the workspace."""
     DIM_V: gl.constexpr = b_out.shape[1]
-    p_split = splits_ptr + i_block.to(gl.int64) * (TILE * (DIM_V + 1))
-    store_split(p_split, b_out, WARPGROUP)
-    p_lse = p_split + TILE * DIM_V + WARPGROUP * WARPGROUP_ROWS
+    p_split = splits_ptr + i_block.to(gl.int64) * (TILE * (DIM_V + TAIL_V + 1))
+    store_split(p_split, b_out, WARPGROUP, DIM_V + TAIL_V)
+    if TAIL_V > 0:
+        store_split(p_split + DIM_V, b_out_tail, WARPGROUP, DIM_V + TAIL_V)
+    p_lse = p_split + TILE * (DIM_V + TAIL_V) + WARPGROUP * WARPGROUP_ROWS
     gl.store(p_lse + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_KV))), b_lse)
 
 
@@ -336,11 +391,10 @@ def mma(
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     STAGES: gl.constexpr = CONFIG.stages
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
-    q, v = pipelines.q, pipelines.v
+    q, v, v_tails = pipelines.q, pipelines.v, pipelines.v_tails
     dtype: gl.constexpr = q.buffers.dtype
-    DIM: gl.constexpr = q.buffers.shape[4]
     DIM_V: gl.constexpr = v.buffers.shape[4]
-    out_layout: gl.constexpr = accumulator(DIM_V)
+    TAIL_V: gl.constexpr = 0 if v_tails is None else v_tails.shape[4]
     query_layout: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_KV))
     # work tiles and steps so far
     i_tile = 0
@@ -355,46 +409,52 @@ def mma(
             batch_head = batch_head % sizes.n_batch_heads
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         slope = load_slope(mods, batch_head % sizes.n_heads)
-        state = initial_state(BLOCK_KV, DIM_V, dtype)
+        state = initial_state(BLOCK_KV, DIM_V, TAIL_V, dtype)
         i_buffer, phase = q_buffer_and_phase(i_tile, WARPGROUP, CONFIG)
         consumer_wait(q, i_buffer, phase)
         # [WARPGROUP_ROWS, DIM]
-        q_tile = q.buffers.index(i_buffer).reshape([WARPGROUP_ROWS, DIM])
+        q_tile = tile_of(q.buffers, i_buffer)
+        q_tail = None if pipelines.q_tails is None else tile_of(pipelines.q_tails, i_buffer)
         if n_steps > 0:
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit, KIND="first",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit,
+                KIND="first", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(1, n_partial):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit, KIND="partial",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+                KIND="partial", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1), n_steps):
             state = step(
-                state, q_tile, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit, KIND="full",
-                WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+                KIND="full", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         n_done += n_steps
         if not CONFIG.out_in_q:
             consumer_release(q, i_buffer)
-        b_out = state.out
+        b_out, b_out_tail = state.out, state.out_tail
         if n_steps > 0:
-            b_out = add_last_pv(state, v, ptrs, work_tile, n_done, kv_limit, WARPGROUP=WARPGROUP, STAGES=STAGES)
+            b_out, b_out_tail = add_last_pv(
+                state, v, v_tails, ptrs, work_tile, n_done, kv_limit, WARPGROUP=WARPGROUP, STAGES=STAGES
+            )
         b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)
         # only the first split of a row has the sink: see split_index
         has_sink = work_tile.target < sizes.n_batch_heads * (1 + sizes.n_split_lines)
         b_lse, b_factor = finish_rows(state.max, b_sum, mods, batch_head % sizes.n_heads, has_sink)
-        b_out = b_out * gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, out_layout)), 1)
+        b_out = scale_rows(b_out, b_factor, CAN_SKIP=False)
+        if v_tails is not None:
+            b_out_tail = scale_rows(b_out_tail, b_factor, CAN_SKIP=False)
         out_tile = out_buffers.index(i_buffer if CONFIG.out_in_q else WARPGROUP)
+        out_tail = None if v_tails is None else pipelines.q_tails.index(i_buffer)
         # the first condition is known at compile time, the second is not
         if ptrs.splits_ptr is None:  # noqa: SIM114
-            epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP=WARPGROUP, CONFIG=CONFIG)
+            epilogue(b_out, b_out_tail, b_lse, out_desc, out_tile, out_tail, ptrs, sizes, work_tile, WARPGROUP, CONFIG)
         elif work_tile.target < sizes.n_batch_heads:
-            epilogue(b_out, b_lse, out_desc, out_tile, ptrs, sizes, work_tile, WARPGROUP=WARPGROUP, CONFIG=CONFIG)
+            epilogue(b_out, b_out_tail, b_lse, out_desc, out_tile, out_tail, ptrs, sizes, work_tile, WARPGROUP, CONFIG)
         else:
             i_block = work_tile.target - sizes.n_batch_heads
-            epilogue_split(b_out, b_lse, ptrs.splits_ptr, i_block, WARPGROUP=WARPGROUP, BLOCK_KV=BLOCK_KV)
+            epilogue_split(b_out, b_out_tail, b_lse, ptrs.splits_ptr, i_block, WARPGROUP, BLOCK_KV, TAIL_V)
         if CONFIG.out_in_q:
             consumer_release(q, i_buffer)
         i_tile += 1
@@ -421,22 +481,22 @@ def hopper_forward_kernel(
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
-    # compile time; SIGN of the scale
-    SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
+    # compile time; SIGN of the scale, columns of q and of v from forward_columns
+    SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_KV: gl.constexpr = CONFIG.block_kv
     STAGES: gl.constexpr = CONFIG.stages
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
     Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.warpgroups
-    DIM: gl.constexpr = q_desc.block_type.shape[3]
-    DIM_V: gl.constexpr = out_desc.block_type.shape[3]
-    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, WARPGROUP_ROWS, DIM], q_desc.layout)
-    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_KV, DIM_V], v_desc.layout)
+    q_buffers = allocate_rows(q_desc, Q_BUFFERS, COLS)
+    k_buffers = allocate_rows(k_desc, STAGES, COLS)
+    v_buffers = allocate_rows(v_desc, STAGES, COLS_V)
+    q_tails = allocate_tail(q_desc, Q_BUFFERS) if has_tail(q_desc, COLS) else None
+    k_tails = allocate_tail(k_desc, STAGES) if has_tail(k_desc, COLS) else None
+    v_tails = allocate_tail(v_desc, STAGES) if has_tail(v_desc, COLS_V) else None
     if CONFIG.out_in_q:
         out_buffers = q_buffers
     else:
-        out_shape: gl.constexpr = [WARPGROUPS, 1, 1, WARPGROUP_ROWS, DIM_V]
+        out_shape: gl.constexpr = [WARPGROUPS, 1, 1, WARPGROUP_ROWS, COLS_V]
         out_buffers = gl.allocate_shared_memory(out_desc.dtype, out_shape, out_desc.layout)
     work_tile_buffers = gl.allocate_shared_memory(
         gl.int32, [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -444,9 +504,13 @@ def hopper_forward_kernel(
     pipelines = Pipelines(
         work_tiles=allocate_pipeline(work_tile_buffers, WORK_TILE_STAGES, CONSUMERS=WARPGROUPS),
         q=allocate_pipeline(q_buffers, Q_BUFFERS, CONSUMERS=1),
+        q_tails=q_tails,
         k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS),
+        k_tails=k_tails,
         v=allocate_pipeline(v_buffers, STAGES, CONSUMERS=WARPGROUPS),
+        v_tails=v_tails,
         dout=None,
+        dout_tails=None,
     )
     fence_async_shared()
     sizes = Sizes(
@@ -547,15 +611,13 @@ def forward_launches(
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     records_shape, _ = lists
-    dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
+    columns, columns_v = forward_columns(head_dim, v_dim)
     n_batch_heads, n_sms = batch * heads, num_sms(index)
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
     is_wide = not (has_layout or has_lengths or split.num_splits > 1) and wide_pays(q_len, n_batch_heads, n_sms)
-    chosen = config(max(dim, dim_v), has_layout, has_lengths, is_wide)
+    chosen = config((columns, columns_v), has_layout, has_lengths, is_wide)
     assert is_wide or chosen.warpgroups == 2, "tile rows of a layout have 128 queries, and zero_tail has two warpgroups"
-    if chosen.out_in_q:
-        dim = dim_v = max(dim, dim_v)
     rows = WARPGROUP_ROWS.value
     n_tile_rows = -(-q_len // (rows * chosen.warpgroups))
     arguments = {
@@ -572,14 +634,16 @@ def forward_launches(
         **mods.arguments(scale, is_forward=True),
         "CAUSAL": causal,
         "CONFIG": chosen,
+        "COLS": columns,
+        "COLS_V": columns_v,
         "num_warps": 4,
     }
     out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, rows, dim)),
-        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, dim)),
-        "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v)),
-        "out_desc": DescriptorFactory(out.spec, (1, 1, rows, dim_v)),
+        "q_desc": DescriptorFactory(q, (1, 1, rows, block_columns(columns))),
+        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, block_columns(columns))),
+        "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, block_columns(columns_v))),
+        "out_desc": DescriptorFactory(out.spec, (1, 1, rows, block_columns(columns_v))),
     }
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
     # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed
@@ -588,8 +652,8 @@ def forward_launches(
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         kernel=Launch(hopper_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        combine=combine_rows(split, records_shape, out.spec, arguments, dim_v),
-        n_split_floats=split.floats(dim_v + 1, n_batch_heads),
+        combine=combine_rows(split, records_shape, out.spec, arguments, columns_v),
+        n_split_floats=split.floats(columns_v + 1, n_batch_heads),
         has_tile_counter=n_work_tiles > n_sms,
     )
 

@@ -14,9 +14,9 @@ The producer runs ahead: while the consumers finish one work tile, it loads the 
 Buffers in shared memory
     work_tiles  int32, two work tiles
     q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
-    k           [stages, 1, 1, BLOCK_KV, DIM]
-    v           [stages, 1, 1, BLOCK_KV, DIM_V]
-    dout        as q, with DIM_V columns; in the kernel for dQ beyond head_dim 128 (wide_dq.py)
+    k, v        [stages, 1, 1, BLOCK_KV, DIM | DIM_V]
+    dout        as q, with DIM_V columns; in the kernel for dQ (backward_dq.py)
+    q_tails, k_tails, v_tails, dout_tails  the last 64 of 192 columns
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..triton.tile import (
 from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquire
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, load_int
-from .tma import tma_load
+from .tma import bytes_of_rows, load_rows
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
 # int32 values of a work tile in shared memory, and from one to the next
@@ -96,13 +96,21 @@ class Sizes(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The pipelines between the producer and the consumers. dout: in the kernel for dQ (wide_dq.py), else None."""
+    """The pipelines between the producer and the consumers.
+
+    dout    in the kernel for dQ (backward_dq.py), else None
+    q_tails, k_tails, v_tails, dout_tails  buffers of the last 64 of 192 columns; None without
+    """
 
     work_tiles: Pipeline
     q: Pipeline
+    q_tails: Any
     k: Pipeline
+    k_tails: Any
     v: Pipeline
+    v_tails: Any
     dout: Any
+    dout_tails: Any
 
 
 class WorkTile(NamedTuple):
@@ -222,26 +230,29 @@ def kv_start_of(indices_ptr, work_tile, i_step, BLOCK_KV: gl.constexpr):
 
 
 @gluon.jit
-def load_q(q_desc, q, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
+def load_q(q_desc, q, tails, i_tile, i_batch, i_head, q_start, CONFIG: gl.constexpr):
     """Loads the 64 queries of each consumer warpgroup, or their dO."""
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
     for warpgroup in gl.static_range(WARPGROUPS):
         i_buffer, phase = q_buffer_and_phase(i_tile, warpgroup, CONFIG)
         producer_acquire(q, i_buffer, phase)
         q_full = q.full.index(i_buffer)
-        mbarrier.expect(q_full, q_desc.block_type.nbytes)
-        tma_load(q_desc, [i_batch, i_head, q_start + warpgroup * WARPGROUP_ROWS, 0], q_full, q.buffers.index(i_buffer))
+        tail = None if tails is None else tails.index(i_buffer)
+        mbarrier.expect(q_full, bytes_of_rows(q_desc.block_type.nbytes, tails is not None))
+        start = q_start + warpgroup * WARPGROUP_ROWS
+        load_rows(q_desc, q_full, q.buffers.index(i_buffer), tail, i_batch, i_head, start)
 
 
 @gluon.jit
-def load_kv(desc, kv, i_load, i_batch, i_head, kv_start):
-    """Loads the keys or the values of one step."""
+def load_kv(desc, kv, tails, i_load, i_batch, i_head, kv_start):
+    """Loads the keys or the values of one step. tails: see Pipelines."""
     STAGES: gl.constexpr = kv.buffers.shape[0]
     stage = i_load % STAGES
     producer_acquire(kv, stage, i_load // STAGES)
     full, buffer = kv.full.index(stage), kv.buffers.index(stage)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma_load(desc, [i_batch, i_head, kv_start, 0], full, buffer)
+    tail = None if tails is None else tails.index(stage)
+    mbarrier.expect(full, bytes_of_rows(desc.block_type.nbytes, tails is not None))
+    load_rows(desc, full, buffer, tail, i_batch, i_head, kv_start)
 
 
 @gluon.jit
@@ -268,16 +279,17 @@ def load(
         write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // sizes.n_heads
         i_head = batch_head % sizes.n_heads
-        load_q(q_desc, pipelines.q, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
+        q_start = work_tile.q_start
+        load_q(q_desc, pipelines.q, pipelines.q_tails, i_tile, i_batch, i_head, q_start, CONFIG)
         if dout_desc is not None:
-            load_q(dout_desc, pipelines.dout, i_tile, i_batch, i_head, q_start=work_tile.q_start, CONFIG=CONFIG)
+            load_q(dout_desc, pipelines.dout, pipelines.dout_tails, i_tile, i_batch, i_head, q_start, CONFIG)
         i_kv_head = i_head // sizes.group
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
         for i_step in range(work_tile.n_steps):
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)
-            load_kv(k_desc, pipelines.k, n_loaded, i_batch, i_kv_head, kv_start=kv_start)
-            load_kv(v_desc, pipelines.v, n_loaded, i_batch, i_kv_head, kv_start=kv_start)
+            load_kv(k_desc, pipelines.k, pipelines.k_tails, n_loaded, i_batch, i_kv_head, kv_start)
+            load_kv(v_desc, pipelines.v, pipelines.v_tails, n_loaded, i_batch, i_kv_head, kv_start)
             n_loaded += 1
             kv_start = next_kv_start
         i_tile += 1

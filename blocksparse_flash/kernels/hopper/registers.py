@@ -6,7 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .barriers import named_barrier
 
@@ -21,6 +21,28 @@ WARPGROUP_ROWS = gl.constexpr(64)
 def accumulator(columns):
     """Layout of a wgmma accumulator [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def tile_of(buffers, i_buffer):
+    """A buffer [1, 1, rows, columns] as [rows, columns]."""
+    return buffers.index(i_buffer).reshape([buffers.shape[3], buffers.shape[4]])
+
+
+@gluon.jit
+def add_product(b_left, right, b_sum):
+    """Starts b_sum + left @ right, left being in registers; returns its token."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(right.shape[1]), 2)
+    return warpgroup_mma(gl.convert_layout(b_left, layout), right, b_sum, is_async=True)
+
+
+@gluon.jit
+def wait_for_products(N_PENDING: gl.constexpr, token, tail_token):
+    """Waits until only the last N_PENDING products are in flight. Returns both results; without a tail_token, 0."""
+    if tail_token is None:
+        return warpgroup_mma_wait(N_PENDING, deps=(token,)), 0
+    else:
+        return warpgroup_mma_wait(N_PENDING, deps=(token, tail_token))
 
 
 @builtin
@@ -132,15 +154,17 @@ def atomic_add_sum(ptr, b_sum):
 
 
 @gluon.jit
-def store_split(ptr, b_sum, WARPGROUP: gl.constexpr):
+def store_split(ptr, b_sum, WARPGROUP: gl.constexpr, ROW: gl.constexpr = None):
     """Stores a warpgroup's 64 rows of a split's float32 block: half of it with tiles of 128, all of it with 64.
 
-    combine_splits.py describes the workspace.
+    combine_splits.py describes the workspace. ROW: values from one row to the next, if there are more than those of
+    b_sum.
     """
     layout: gl.constexpr = accumulator(b_sum.shape[1])
+    STRIDE: gl.constexpr = b_sum.shape[1] if ROW is None else ROW
     o_row = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     o_col = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, layout))
-    gl.store(ptr + (gl.expand_dims(o_row * b_sum.shape[1], 1) + gl.expand_dims(o_col, 0)), b_sum)
+    gl.store(ptr + (gl.expand_dims(o_row * STRIDE, 1) + gl.expand_dims(o_col, 0)), b_sum)
 
 
 @gluon.jit

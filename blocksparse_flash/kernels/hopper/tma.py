@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from triton._C.libtriton import ir
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -30,6 +31,64 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     return _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
     )
+
+
+# Triton's tensors have sides that are powers of two. The last third of 96 or 192 columns is therefore a tensor of its
+# own, the tail; TMA then loads and stores a third of the columns at a time. Buffers of a tail that does not exist are
+# None, and its sums 0: functions of Triton 3.6 cannot return None in a tuple.
+
+
+@gluon.constexpr_function
+def bytes_of_rows(block_bytes, has_tail):
+    """Bytes of rows with all their columns; a block has all of them, or a third."""
+    return 3 * block_bytes if has_tail else block_bytes
+
+
+@gluon.jit
+def load_rows(desc, full, buffer, tail, i_batch, i_head, start):
+    """Loads a block of rows with all its columns. tail: buffer of the last third, or None."""
+    COLS: gl.constexpr = buffer.shape[3]
+    LOAD_COLS: gl.constexpr = desc.block_type.shape[3]
+    for column in gl.static_range(0, COLS, LOAD_COLS):
+        tma_load(desc, [i_batch, i_head, start, column], full, buffer.slice(column, LOAD_COLS, 3))
+    if tail is not None:
+        tma_load(desc, [i_batch, i_head, start, COLS], full, tail)
+
+
+@gluon.jit
+def store_rows(desc, buffer, tail, i_batch, i_head, start):
+    """Stores a block of rows with all its columns. tail: buffer of the last third, or None."""
+    COLS: gl.constexpr = buffer.shape[3]
+    STORE_COLS: gl.constexpr = desc.block_type.shape[3]
+    for column in gl.static_range(0, COLS, STORE_COLS):
+        tma_store(desc, [i_batch, i_head, start, column], buffer.slice(column, STORE_COLS, 3))
+    if tail is not None:
+        tma_store(desc, [i_batch, i_head, start, COLS], tail)
+
+
+@gluon.constexpr_function
+def has_tail(desc, columns):
+    """Whether rows with this number of columns have a tail: a block of the descriptor has all columns, or a third."""
+    return columns > desc.block_type.shape[3]
+
+
+@gluon.jit
+def allocate_rows(desc, STAGES: gl.constexpr, COLS: gl.constexpr):
+    """Buffers of a descriptor's rows, without the tail."""
+    WIDTH: gl.constexpr = COLS // 3 * 2 if has_tail(desc, COLS) else COLS
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, desc.block_type.shape[2], WIDTH], desc.layout)
+
+
+@gluon.jit
+def allocate_tail(desc, STAGES: gl.constexpr):
+    """Buffers of the tail of a descriptor's rows."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, desc.block_type.shape[3]], desc.layout)
+
+
+def block_columns(columns: int) -> int:
+    """Columns of a TMA block: all, or a third of 96 or 192."""
+    return columns // 3 if columns % 3 == 0 else columns
 
 
 def tma_padded_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:

@@ -54,14 +54,17 @@ from .barriers import (
 from .bitmask import transposed_mask
 from .registers import (
     accumulator,
+    add_product,
     from_register_order,
     in_register_order,
     register_order_layout,
     store_split,
+    tile_of,
+    wait_for_products,
     zero_tail,
 )
 from .score_mods import ScoreMods, apply_score_mods, load_slope
-from .tma import tma_store
+from .tma import allocate_rows, allocate_tail, has_tail, store_rows
 from .work_tiles import WORK_TILE_STAGES
 
 # keys of a work tile, and queries of a step
@@ -106,29 +109,30 @@ def pair_mask(ptrs, sizes, kv_start, step, o_kv, o_q, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def add_dv(
-    b_dv, pipelines, ptrs, sizes, mods, kv_start, kv_limit, i_head, step, i_step_total,
+    b_dv, b_dv_tail, pipelines, ptrs, sizes, mods, kv_start, kv_limit, i_head, step, i_step_total,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Computes p of one step, passes it to the other warpgroup, and returns dv plus p^T dO.
+    """Computes p of one step, passes it to the other warpgroup, and returns dv plus p^T dO, and its tail or 0.
 
     step  of the tile lists, or of the head without a layout
     i_step_total  steps of this program so far: they choose the stage
     MASKED  applies bitmasks, or the diagonal and the end of the keys
     """
-    q_buffers, dout_buffers = pipelines.q.buffers.q, pipelines.dout.buffers.dout
-    dtype: gl.constexpr = q_buffers.dtype
-    DIM: gl.constexpr = q_buffers.shape[4]
-    DIM_V: gl.constexpr = dout_buffers.shape[4]
+    q, dout, kv = pipelines.q.buffers, pipelines.dout.buffers, pipelines.kv.buffers
+    dtype: gl.constexpr = q.q.dtype
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
     query_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
     stage = i_step_total % STAGES
-    k_tile = pipelines.kv.buffers.k.index(0).reshape([KEYS, DIM])
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
-    q_tile = q_buffers.index(stage).reshape([BLOCK_Q, DIM])
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
     # [KEYS, BLOCK_Q]
-    scores_token = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    b_lse = pipelines.q.buffers.lse.index(stage).load(query_layout)
+    scores_token = warpgroup_mma(
+        tile_of(kv.k, 0), tile_of(q.q, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
+    )
+    if kv.k_tail is not None:
+        q_tail = tile_of(q.q_tail, stage).permute((1, 0))
+        scores_token = warpgroup_mma(tile_of(kv.k_tail, 0), q_tail, scores_token, is_async=True)
+    b_lse = q.lse.index(stage).load(query_layout)
     b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
     consumer_release(pipelines.q, stage)
     o_kv = gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_layout))
@@ -150,31 +154,33 @@ def add_dv(
     producer_acquire(pipelines.p, i_buffer, i_step_total // P_STAGES)
     pipelines.p.buffers.index(i_buffer).store(in_register_order(b_passed))
     producer_commit(pipelines.p, i_buffer)
-    b_p16 = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, accumulator(DIM_V), 2))
+    b_p16 = b_p.to(dtype)
     consumer_wait(pipelines.dout, stage, i_step_total // STAGES)
     # [KEYS, DIM_V]
-    dv_token = warpgroup_mma(b_p16, dout_buffers.index(stage).reshape([BLOCK_Q, DIM_V]), b_dv, is_async=True)
-    b_dv = warpgroup_mma_wait(0, deps=(dv_token,))
+    dv_token, tail_token = add_product(b_p16, tile_of(dout.dout, stage), b_dv), None
+    if dout.dout_tail is not None:
+        tail_token = add_product(b_p16, tile_of(dout.dout_tail, stage), b_dv_tail)
+    b_dv, b_dv_tail = wait_for_products(0, dv_token, tail_token)
     consumer_release(pipelines.dout, stage)
-    return b_dv
+    return b_dv, b_dv_tail
 
 
 @gluon.jit
 def compute_dv(
-    dv_desc, pipelines, ptrs, record_strides, sizes, mods, CAUSAL: gl.constexpr, GROUP: gl.constexpr
+    dv_desc, pipelines, ptrs, record_strides, sizes, mods,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
     """Entry point of the "p" warpgroup."""
-    DIM: gl.constexpr = pipelines.kv.buffers.k.shape[4]
-    DIM_V: gl.constexpr = pipelines.kv.buffers.v.shape[4]
+    kv = pipelines.kv
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     while work_tile.batch_head >= 0:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
-        b_dv = gl.zeros([KEYS, DIM_V], gl.float32, accumulator(DIM_V))
-        consumer_wait(pipelines.kv, 0, i_tile)
-        zero_kv_tails(pipelines.kv, ptrs, kv_start, kv_limit, 0)
+        b_dv, b_dv_tail = zero_sum(kv.buffers.v, kv.buffers.v_tail)
+        consumer_wait(kv, 0, i_tile)
+        zero_last_keys(kv.buffers, ptrs, kv_start, kv_limit, 0)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, KEYS
@@ -183,15 +189,15 @@ def compute_dv(
             # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
-                    b_dv = add_dv(
-                        b_dv, pipelines, ptrs, sizes, mods, kv_start, kv_limit, i_head, steps.first + i, n_done + i,
-                        MASKED=not FULL, CAUSAL=CAUSAL,
+                    b_dv, b_dv_tail = add_dv(
+                        b_dv, b_dv_tail, pipelines, ptrs, sizes, mods, kv_start, kv_limit, i_head, steps.first + i,
+                        n_done + i, MASKED=not FULL, CAUSAL=CAUSAL,
                     )  # fmt: skip
             n_done += steps.n_steps
-        # offset of dv in the block of a split
+        # in the block of a split, dv comes after dk
         store_sum(
-            b_dv, 1.0, dv_desc, pipelines.kv, pipelines.kv.buffers.v, ptrs, sizes, work_tile, TILE * DIM,
-            TILE * (DIM + DIM_V),
+            b_dv, b_dv_tail, 1.0, dv_desc, kv, kv.buffers.v, kv.buffers.v_tail, ptrs, sizes, work_tile, TILE * COLS,
+            TILE * (COLS + COLS_V), COLS_V,
         )  # fmt: skip
         i_tile += 1
         work_tile = read_work_tile(pipelines.work_tiles, i_tile)
@@ -201,21 +207,22 @@ def compute_dv(
 
 
 @gluon.jit
-def add_dk(b_dk, pipelines, i_step_total):
-    """dk plus ds^T q of one step. i_step_total: steps of this program so far, which choose the stage."""
-    q_buffers, dout_buffers = pipelines.q.buffers.q, pipelines.dout.buffers.dout
-    dtype: gl.constexpr = q_buffers.dtype
-    DIM: gl.constexpr = q_buffers.shape[4]
-    DIM_V: gl.constexpr = dout_buffers.shape[4]
+def add_dk(b_dk, b_dk_tail, pipelines, i_step_total):
+    """dk plus ds^T q of one step, and its tail or 0. i_step_total: as in add_dv."""
+    q, dout, kv = pipelines.q.buffers, pipelines.dout.buffers, pipelines.kv.buffers
+    dtype: gl.constexpr = q.q.dtype
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
     stage = i_step_total % STAGES
-    v_tile = pipelines.kv.buffers.v.index(0).reshape([KEYS, DIM_V])
     consumer_wait(pipelines.dout, stage, i_step_total // STAGES)
-    dout_tile = dout_buffers.index(stage).reshape([BLOCK_Q, DIM_V])
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
     # [KEYS, BLOCK_Q]
-    dp_token = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    b_delta = pipelines.dout.buffers.delta.index(stage).load(gl.SliceLayout(0, score_layout))
+    dp_token = warpgroup_mma(
+        tile_of(kv.v, 0), tile_of(dout.dout, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
+    )
+    if kv.v_tail is not None:
+        dout_tail = tile_of(dout.dout_tail, stage).permute((1, 0))
+        dp_token = warpgroup_mma(tile_of(kv.v_tail, 0), dout_tail, dp_token, is_async=True)
+    b_delta = dout.delta.index(stage).load(gl.SliceLayout(0, score_layout))
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     consumer_release(pipelines.dout, stage)
     i_buffer = i_step_total % P_STAGES
@@ -223,42 +230,43 @@ def add_dk(b_dk, pipelines, i_step_total):
     b_p = from_register_order(pipelines.p.buffers.index(i_buffer).load(register_order_layout(BLOCK_Q)), BLOCK_Q)
     consumer_release(pipelines.p, i_buffer)
     b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 0))).to(dtype)
-    b_ds = gl.convert_layout(b_ds, gl.DotOperandLayout(0, accumulator(DIM), 2))
     # the "p" warpgroup has waited for q before it passed p, this one has not
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     # [KEYS, DIM]
-    dk_token = warpgroup_mma(b_ds, q_buffers.index(stage).reshape([BLOCK_Q, DIM]), b_dk, is_async=True)
-    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    dk_token, tail_token = add_product(b_ds, tile_of(q.q, stage), b_dk), None
+    if q.q_tail is not None:
+        tail_token = add_product(b_ds, tile_of(q.q_tail, stage), b_dk_tail)
+    b_dk, b_dk_tail = wait_for_products(0, dk_token, tail_token)
     consumer_release(pipelines.q, stage)
-    return b_dk
+    return b_dk, b_dk_tail
 
 
 @gluon.jit
 def compute_dk(
-    dk_desc, pipelines, ptrs, record_strides, sizes, CAUSAL: gl.constexpr, GROUP: gl.constexpr
+    dk_desc, pipelines, ptrs, record_strides, sizes,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
     """Entry point of the "ds" warpgroup."""
-    DIM: gl.constexpr = pipelines.kv.buffers.k.shape[4]
-    DIM_V: gl.constexpr = pipelines.kv.buffers.v.shape[4]
+    kv = pipelines.kv
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
     while work_tile.batch_head >= 0:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
-        b_dk = gl.zeros([KEYS, DIM], gl.float32, accumulator(DIM))
-        consumer_wait(pipelines.kv, 0, i_tile)
-        zero_kv_tails(pipelines.kv, ptrs, kv_start, kv_limit, 1)
+        b_dk, b_dk_tail = zero_sum(kv.buffers.k, kv.buffers.k_tail)
+        consumer_wait(kv, 0, i_tile)
+        zero_last_keys(kv.buffers, ptrs, kv_start, kv_limit, 1)
         for i_group_head in range(GROUP):
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, KEYS
             )
             for i in range(steps.n_steps):
-                b_dk = add_dk(b_dk, pipelines, n_done + i)
+                b_dk, b_dk_tail = add_dk(b_dk, b_dk_tail, pipelines, n_done + i)
             n_done += steps.n_steps
         store_sum(
-            b_dk, sizes.scale, dk_desc, pipelines.kv, pipelines.kv.buffers.k, ptrs, sizes, work_tile, 0,
-            TILE * (DIM + DIM_V),
+            b_dk, b_dk_tail, sizes.scale, dk_desc, kv, kv.buffers.k, kv.buffers.k_tail, ptrs, sizes, work_tile, 0,
+            TILE * (COLS + COLS_V), COLS,
         )  # fmt: skip
         i_tile += 1
         work_tile = read_work_tile(pipelines.work_tiles, i_tile)
@@ -268,41 +276,65 @@ def compute_dk(
 
 
 @gluon.jit
-def zero_kv_tails(kv, ptrs, kv_start, kv_limit, WARPGROUP: gl.constexpr):
-    """With kv_lengths, zeroes the keys and values from kv_limit on, half of them in each warpgroup."""
+def zero_sum(buffers, tails):
+    """(sum of zeros for the rows of these buffers, that of their tails or 0)."""
+    DIM: gl.constexpr = buffers.shape[4]
+    b_sum = gl.zeros([KEYS, DIM], gl.float32, accumulator(DIM))
+    if tails is None:
+        return b_sum, 0
+    else:
+        TAIL: gl.constexpr = tails.shape[4]
+        return b_sum, gl.zeros([KEYS, TAIL], gl.float32, accumulator(TAIL))
+
+
+@gluon.jit
+def zero_last_keys(kv, ptrs, kv_start, kv_limit, WARPGROUP: gl.constexpr):
+    """With kv_lengths, zeroes the keys and values from kv_limit on, half of them in each warpgroup. kv: KVBuffers."""
     if ptrs.kv_lengths_ptr is not None:
-        zero_tail(kv.buffers.k.index(0).reshape([KEYS, kv.buffers.k.shape[4]]), kv_start, kv_limit, WARPGROUP)
-        zero_tail(kv.buffers.v.index(0).reshape([KEYS, kv.buffers.v.shape[4]]), kv_start, kv_limit, WARPGROUP)
+        zero_tail(tile_of(kv.k, 0), kv_start, kv_limit, WARPGROUP)
+        zero_tail(tile_of(kv.v, 0), kv_start, kv_limit, WARPGROUP)
+        if kv.k_tail is not None:
+            zero_tail(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)
+        if kv.v_tail is not None:
+            zero_tail(tile_of(kv.v_tail, 0), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit
 def store_sum(
-    b_sum, scale, desc, kv, buffers, ptrs, sizes, work_tile, SPLIT_OFFSET: gl.constexpr, SPLIT_SIZE: gl.constexpr
+    b_sum, b_tail, scale, desc, kv, buffers, tails, ptrs, sizes, work_tile,
+    SPLIT_OFFSET: gl.constexpr, SPLIT_SIZE: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
     """Stores dk or dv of a work tile, from the buffer of k or v, and releases both.
 
-    SPLIT_OFFSET, SPLIT_SIZE  where in the block of a split, see combine_splits.py
+    SPLIT_OFFSET, SPLIT_SIZE, ROW  where in the block of a split, and values of a row: see combine_splits.py
     """
     batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
     # the other warpgroup has read k and v too
     named_barrier("sync", 9)
     if ptrs.splits_ptr is None:  # noqa: SIM114 - the first condition is known at compile time
-        store_by_tma(b_sum, scale, desc, buffers, sizes, batch_head, kv_start)
+        store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start)
     elif work_tile.i_block < 0:
-        store_by_tma(b_sum, scale, desc, buffers, sizes, batch_head, kv_start)
+        store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start)
     else:
         # the block has 128 keys, of which this work tile is one half or the other
-        first = SPLIT_OFFSET + kv_start % TILE * b_sum.shape[1]
-        store_split(ptrs.splits_ptr + (work_tile.i_block.to(gl.int64) * SPLIT_SIZE + first), b_sum, 0)
+        first = SPLIT_OFFSET + kv_start % TILE * ROW
+        p_split = ptrs.splits_ptr + (work_tile.i_block.to(gl.int64) * SPLIT_SIZE + first)
+        store_split(p_split, b_sum, 0, ROW)
+        if tails is not None:
+            store_split(p_split + b_sum.shape[1], b_tail, 0, ROW)
     consumer_release(kv, 0)
 
 
 @gluon.jit
-def store_by_tma(b_sum, scale, desc, buffers, sizes, batch_head, kv_start):
+def store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start):
     """Stores dk or dv of a whole work tile."""
-    buffers.index(0).reshape([KEYS, b_sum.shape[1]]).store((b_sum * scale).to(buffers.dtype))
+    tile_of(buffers, 0).store((b_sum * scale).to(buffers.dtype))
+    tail = None
+    if tails is not None:
+        tile_of(tails, 0).store((b_tail * scale).to(tails.dtype))
+        tail = tails.index(0)
     fence_async_shared()
-    tma_store(desc, [batch_head // sizes.n_heads, batch_head % sizes.n_heads, kv_start, 0], buffers.index(0))
+    store_rows(desc, buffers.index(0), tail, batch_head // sizes.n_heads, batch_head % sizes.n_heads, kv_start)
     tma.store_wait(0)
 
 
@@ -325,32 +357,34 @@ def wide_dkdv_kernel(
     scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
-    # GROUP: query heads of a work tile
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and k, of v and dO
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_desc.dtype
-    DIM: gl.constexpr = q_desc.block_type.shape[3]
-    DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     line_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, DIM], q_desc.layout)
-    dout_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, DIM_V], dout_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DIM], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, DIM_V], v_desc.layout)
+    q_buffers, k_buffers = allocate_rows(q_desc, STAGES, COLS), allocate_rows(k_desc, 1, COLS)
+    dout_buffers, v_buffers = allocate_rows(dout_desc, STAGES, COLS_V), allocate_rows(v_desc, 1, COLS_V)
+    q_tail, k_tail, dout_tail, v_tail = None, None, None, None
+    if has_tail(q_desc, COLS):
+        q_tail, k_tail = allocate_tail(q_desc, STAGES), allocate_tail(k_desc, 1)
+    if has_tail(v_desc, COLS_V):
+        dout_tail, v_tail = allocate_tail(dout_desc, STAGES), allocate_tail(v_desc, 1)
     p_buffers = gl.allocate_shared_memory(gl.float32, [P_STAGES, KEYS * BLOCK_Q], line_layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     work_tile_ints = gl.allocate_shared_memory(gl.int32, [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1], line_layout)
     # not by allocate_pipeline, which would return buffers without their names
     kv = Pipeline(
-        buffers=KVBuffers(k=k_buffers, v=v_buffers), full=allocate_mbarriers(1, 1), empty=allocate_mbarriers(1, 2)
+        buffers=KVBuffers(k=k_buffers, k_tail=k_tail, v=v_buffers, v_tail=v_tail),
+        full=allocate_mbarriers(1, 1),
+        empty=allocate_mbarriers(1, 2),
     )
     q = Pipeline(
-        buffers=QBuffers(q=q_buffers, lse=lse_buffers),
+        buffers=QBuffers(q=q_buffers, q_tail=q_tail, lse=lse_buffers),
         full=allocate_mbarriers(STAGES, 1),
         empty=allocate_mbarriers(STAGES, 2),
     )
     dout = Pipeline(
-        buffers=DOutBuffers(dout=dout_buffers, delta=delta_buffers),
+        buffers=DOutBuffers(dout=dout_buffers, dout_tail=dout_tail, delta=delta_buffers),
         full=allocate_mbarriers(STAGES, 1),
         empty=allocate_mbarriers(STAGES, 2),
     )
@@ -370,8 +404,8 @@ def wide_dkdv_kernel(
     mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
     gl.warp_specialize(
         [
-            (compute_dv, (dv_desc, pipelines, ptrs, record_strides, sizes, mods, CAUSAL, GROUP)),
-            (compute_dk, (dk_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP)),
+            (compute_dv, (dv_desc, pipelines, ptrs, record_strides, sizes, mods, CAUSAL, GROUP, COLS, COLS_V)),
+            (compute_dk, (dk_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, COLS, COLS_V)),
             (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q)),
         ],
         [4, 1],

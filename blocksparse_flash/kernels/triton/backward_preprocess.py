@@ -36,10 +36,12 @@ def preprocess_kernel(
         tl.store(tile_counter_ptr, 0, mask=batch_head + tl.program_id(0) == 0)
     o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
-        o_cleared = tl.arange(0, CLEARED)
+        # the largest power of two that divides CLEARED
+        STEP: tl.constexpr = CLEARED & -CLEARED
+        o_cleared = tl.arange(0, STEP)
         p_cleared = cleared_ptr + (batch_head.to(tl.int64) * n_padded + o_q.to(tl.int64)[:, None]) * CLEARED
-        p_cleared += o_cleared[None, :]
-        tl.store(p_cleared, tl.zeros([ROWS, CLEARED], tl.float32))
+        for first in tl.static_range(0, CLEARED, STEP):
+            tl.store(p_cleared + (first + o_cleared)[None, :], tl.zeros([ROWS, STEP], tl.float32))
     o_dim = tl.arange(0, DIM_V)
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]

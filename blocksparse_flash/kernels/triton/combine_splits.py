@@ -53,7 +53,7 @@ def combine_rows_kernel(
     record_strides, out_strides,
     # sizes, as in the kernel that wrote the splits
     n_heads, n_batch_heads, n_lines, n_split_lines, num_splits, q_len,
-    # compile time
+    # compile time; DIM_V: columns of a split
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, SPLITS: tl.constexpr, SIDE: tl.constexpr,
 ):
     # one query
@@ -68,13 +68,15 @@ def combine_rows_kernel(
     q = i_tile * SIDE + i_row
     if q < q_len:
         o_split = tl.arange(0, SPLITS)
-        o_dim = tl.arange(0, DIM_V)
+        BLOCK_V: tl.constexpr = triton.next_power_of_2(DIM_V)
+        o_dim = tl.arange(0, BLOCK_V)
         m_split = o_split < num_splits
         p_split = splits_ptr + (o_split.to(tl.int64) * (n_split_lines * n_batch_heads) + i_line) * (SIDE * (DIM_V + 1))
         b_lse = tl.load(p_split + SIDE * DIM_V + i_row, mask=m_split, other=float("-inf"))
-        # [SPLITS, DIM_V]
-        b_split = tl.load((p_split + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_split[:, None], other=0.0)
-        b_none, b_max = tl.zeros([DIM_V], tl.float32), tl.full([1], -3.0e38, tl.float32)
+        # [SPLITS, BLOCK_V]
+        m_value = m_split[:, None] if BLOCK_V == DIM_V else m_split[:, None] & (o_dim < DIM_V)[None, :]
+        b_split = tl.load((p_split + i_row * DIM_V)[:, None] + o_dim[None, :], mask=m_value, other=0.0)
+        b_none, b_max = tl.zeros([BLOCK_V], tl.float32), tl.full([1], -3.0e38, tl.float32)
         b_zero = tl.zeros([1], tl.float32)
         # splits are already divided by their sum
         b_out, b_max, b_sum = combine_step(b_none, b_max, b_zero, b_lse, 1.0, b_split)
@@ -95,7 +97,7 @@ def sum_splits_kernel(
     record_strides, dk_strides, dv_strides,
     # sizes, as in the kernel that wrote the splits; n_heads counts KV heads
     n_heads, n_batch_heads, n_split_lines, num_splits, kv_len, scale,
-    # compile time; GROUP: query heads per KV head
+    # compile time; GROUP: query heads per KV head; DIM, DIM_V: columns of a split
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     ROWS: tl.constexpr, SIDE: tl.constexpr,
 ):
@@ -109,15 +111,19 @@ def sum_splits_kernel(
         i_tile = tl.load(p_record + NUMBER)
     else:
         i_tile = i_line // n_batch_heads
-    o_k, o_v = tl.arange(0, DIM), tl.arange(0, DIM_V)
-    # [ROWS, DIM], [ROWS, DIM_V]
-    b_dk, b_dv = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS, DIM_V], tl.float32)
+    BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
+    BLOCK_V: tl.constexpr = triton.next_power_of_2(DIM_V)
+    o_k, o_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
+    m_k = None if BLOCK == DIM else (o_k < DIM)[None, :]
+    m_v = None if BLOCK_V == DIM_V else (o_v < DIM_V)[None, :]
+    # [ROWS, BLOCK], [ROWS, BLOCK_V]
+    b_dk, b_dv = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK_V], tl.float32)
     for i_split in tl.range(0, num_splits):
         i_block = (i_split * n_split_lines) * n_batch_heads + i_line
         p_split = splits_ptr + i_block.to(tl.int64) * (SIDE * COLS)
-        b_dk += tl.load(p_split + o_row[:, None] * DIM + o_k[None, :])
+        b_dk += tl.load(p_split + o_row[:, None] * DIM + o_k[None, :], mask=m_k)
         if dv_ptr is not None:
-            b_dv += tl.load(p_split + SIDE * DIM + o_row[:, None] * DIM_V + o_v[None, :])
+            b_dv += tl.load(p_split + SIDE * DIM + o_row[:, None] * DIM_V + o_v[None, :], mask=m_v)
     o_kv = i_tile.to(tl.int64) * SIDE + o_row
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads
     m_kv = (o_kv < kv_len)[:, None]

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from blocksparse_flash import BlockLayout, dispatch, ops
+from blocksparse_flash.kernels import schedule
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper.forward import wide_pays
@@ -169,6 +170,32 @@ def test_no_tile_counter_with_a_program_per_work_tile(check, layout):
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_the_deterministic_backward_is_accurate(check, layout, call):
     check(Simulation(seed=2), layout, call, deterministic=True)
+
+
+# head_dim and v_head_dim with tails in the backward, 96 columns of either
+BACKWARD_TAILS = [(96, 96), (80, 128), (128, 72), (64, 96)]
+# and in the forward, 192 columns of q and k, and of v
+FORWARD_TAILS = [(192, 192), (192, 128), (160, 136), (72, 192), (136, 40)]
+
+
+def with_tails(index: int, dims: list[tuple[int, int]]) -> Each:
+    each = Each(LAYOUTS[index], CALLS[(11 * index + 5) % len(CALLS)])
+    head_dim, v_dim = dims[index % len(dims)]
+    return each._replace(call=dataclasses.replace(each.call, head_dim=head_dim, v_dim=v_dim))
+
+
+@pytest.mark.sweep(by=lambda index: {index % 8})
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
+def test_every_layout_is_accurate_with_tails_in_the_backward(check, monkeypatch, index):
+    monkeypatch.setattr(schedule, "HAS_TAILS", True)
+    check(Simulation(seed=index), *with_tails(index, BACKWARD_TAILS)[:2], deterministic=index % 8 == 5)
+
+
+@pytest.mark.sweep(by=lambda index: {index % 4})
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
+def test_every_layout_is_accurate_with_tails_in_the_forward(check, monkeypatch, index):
+    monkeypatch.setattr(schedule, "HAS_TAILS", True)
+    check(Simulation(seed=index), *with_tails(index, FORWARD_TAILS)[:2], backward=False)
 
 
 def split(simulation: Simulation, num_splits: int, n_lines: int) -> Simulation:

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from blocksparse_flash import BlockLayout
+from blocksparse_flash.kernels import schedule
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.plan_format import FINE_TILE, PIECE
@@ -25,7 +26,7 @@ from tests.support.gluon_simulator import Change, Simulation
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
 
 FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
-WIDE_DKDV, WIDE_DQ = "hopper.wide_dkdv", "hopper.wide_dq"
+WIDE_DKDV, WIDE_DQ = "hopper.wide_dkdv", "hopper.backward_dq"
 FINE_FORWARD, FINE_BACKWARD, FINE_TILES = (f"hopper.fine_{name}" for name in ("forward", "backward", "tiles"))
 ROWS, COLS, TILE = "hopper.forward_producer", "hopper.backward_producer", "triton.tile"
 # faults of split tile rows and columns
@@ -179,12 +180,12 @@ FORWARD_FAULTS = {
     "ping-pong started without arrivals": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
     "tail of V zeroed inside a ping-pong turn": Change(
         FORWARD,
-        """        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+        """        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)""",
         """        pass
     ping_pong_wait(WARPGROUP, WARPGROUPS)
     if not FIRST:
-        zero_v_tail(v, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
+        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
     ),
     "out stored without a proxy fence": Change(FORWARD, "    fence_async_shared()\n    q_start", "    q_start"),
     "out overwritten while TMA stores it": Change(
@@ -206,30 +207,30 @@ FORWARD_FAULTS = {
 }
 BACKWARD_FAULTS = {
     "ds read before the other warpgroup has written its half": Change(
-        BACKWARD, '        named_barrier("sync", 9)\n        if BY_ROWS:', "        if BY_ROWS:"
+        BACKWARD, '        named_barrier("sync", 9)\n        ds_part = ', "        ds_part = "
     ),
     "one buffer of ds instead of two": Change(BACKWARD, "staging.ds.index(i_step_total % 2)", "staging.ds.index(0)"),
     "ds read without a proxy fence": Change(
         BACKWARD,
-        '        fence_async_shared()\n        named_barrier("sync", 9)\n        if',
-        '        named_barrier("sync", 9)\n        if',
+        '        fence_async_shared()\n        named_barrier("sync", 9)\n        ds_part = ',
+        '        named_barrier("sync", 9)\n        ds_part = ',
     ),
     "Q released before it is read": Change(
         BACKWARD,
-        """    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))
+        """    b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)
     consumer_release(pipelines.q, stage)""",
         """    consumer_release(pipelines.q, stage)
-    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))""",
+    b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)""",
     ),
     "dq overwritten while TMA adds it": Change(
         BACKWARD, "            tma.store_wait(0)\n            dq_tile = staging", "            dq_tile = staging"
     ),
     "full barrier of dO expects no bytes of delta": Change(
-        COLS, "descs.dout.block_type.nbytes + descs.delta.block_type.nbytes", "descs.dout.block_type.nbytes"
+        COLS, "dout_bytes + descs.delta.block_type.nbytes", "dout_bytes"
     ),
     "dk written over ds that is still read": Change(
         BACKWARD,
-        '    # the other warpgroup has read ds, and TMA its dq\n    named_barrier("sync", 9)\n',
+        '    # the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
         "\n\n",
     ),
     "dv written over dq that TMA still adds": Change(
@@ -251,11 +252,10 @@ BACKWARD_FAULTS = {
     ),
     "K and V never released": Change(
         BACKWARD,
-        """            n_done += steps.n_steps
-        consumer_release(pipelines.kv, kv_stage)
+        """        if not HAS_TAIL:
+            consumer_release(pipelines.kv, kv_stage)
 """,
-        """            n_done += steps.n_steps
-""",
+        "",
     ),
     "empty barrier of K and V counts one warpgroup": Change(
         BACKWARD,
@@ -321,9 +321,7 @@ DQ_FROM_REGISTERS_FAULTS = {
     "dv written over dk": Change(
         BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
     ),
-    "both warpgroups add dq to the first half": Change(
-        BACKWARD, "i_row * DIM + WARPGROUP * WARPGROUP_ROWS * DQ_DIM", "i_row * DIM"
-    ),
+    "both warpgroups add dq to the first half": Change(BACKWARD, "SHARE[0] * DIM + WARPGROUP_ROWS * SHARE[1]", "0"),
 }
 
 
@@ -337,6 +335,7 @@ class Run(NamedTuple):
     n_sms              SMs of the simulated GPU
     splits             (num_splits, split tile rows and columns of each head), None without splits
     has_backward       False: the forward only
+    has_tails          schedule.HAS_TAILS
     """
 
     seed: int
@@ -348,6 +347,7 @@ class Run(NamedTuple):
     splits: tuple[int, int] | None = None
     has_backward: bool = True
     tile: int = TILE_SIDE
+    has_tails: bool = False
 
 
 def staircase() -> BlockLayout:
@@ -426,7 +426,7 @@ BY_HEAD_FAULTS = {
         BACKWARD, "work_tile.batch_head // sizes.heads_per_kv", "work_tile.batch_head % 1"
     ),
     "dv added to the second half alone": Change(
-        BACKWARD, "ptrs.dv_sum_ptr + i_row * b_dv.shape[1]", "ptrs.dv_sum_ptr + 64 * b_dv.shape[1]"
+        BACKWARD, "add_rows(ptrs.dv_sum_ptr, i_row, ", "add_rows(ptrs.dv_sum_ptr, 64, "
     ),
 }
 BY_HEAD = [
@@ -494,6 +494,87 @@ WIDE = [
     Run(0, WINDOW, WIDE_LENGTHS, splits=(2, 1)),
 ]
 SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
+# rows whose last third is a tail: 96 columns in the backward, 192 in the forward
+TMA = "hopper.tma"
+TAIL_FAULTS = {
+    "tail of q not multiplied": Change(
+        BACKWARD, "scores_token = warpgroup_mma(k_tail, q_tail", "ignored = warpgroup_mma(k_tail, q_tail"
+    ),
+    "full barrier of Q expects the bytes of a third": Change(
+        COLS, "bytes_of_rows(descs.q.block_type.nbytes, q_tail is not None)", "descs.q.block_type.nbytes"
+    ),
+    "tail loaded from the first columns": Change(TMA, "start, COLS], full, tail)", "start, 0], full, tail)"),
+    "tail stored to the first columns": Change(TMA, "start, COLS], tail)", "start, 0], tail)"),
+    "scores read while the tail is multiplied": Change(
+        BACKWARD, "DV_PRODUCTS: gl.constexpr = 1 if kv.v_tail is None else 2", "DV_PRODUCTS: gl.constexpr = 3"
+    ),
+    "dq added while dk is waited for": Change(
+        BACKWARD, "b_dq = warpgroup_mma_wait(DK_PRODUCTS", "b_dq = warpgroup_mma_wait(1 + DK_PRODUCTS"
+    ),
+    "K and V loaded while dk and dv are stored from them": Change(
+        BACKWARD,
+        """            # TMA has read dk and dv from the buffers of K and V
+            tma.store_wait(0)
+""",
+        "",
+    ),
+    "dk written over keys that are still read": Change(
+        BACKWARD,
+        '    # the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
+        "",
+    ),
+    "tail of dv in place of that of dk": Change(
+        BACKWARD, "store_split(p_dv + DIM_V, sums.dv_tail", "store_split(p_dk + DIM_V, sums.dv_tail"
+    ),
+    "tail of keys past the last not zeroed": Change(
+        BACKWARD, "            zero_rows(kv.k_tail, kv_stage, kv_start, kv_limit, WARPGROUP)\n", ""
+    ),
+    "tail of a sum over heads at its first columns": Change(
+        BACKWARD, "atomic_add_sum(p_rows + WARPGROUP_ROWS * COLS, ", "atomic_add_sum(p_rows, "
+    ),
+    "tail of k not multiplied in the forward": Change(
+        FORWARD, "scores_token = warpgroup_mma(q_tail, k_tail", "ignored = warpgroup_mma(q_tail, k_tail"
+    ),
+    "scores read while the tail of v is multiplied": Change(
+        FORWARD, "PV_PRODUCTS: gl.constexpr = 1 if v_tails is None else 2", "PV_PRODUCTS: gl.constexpr = 3"
+    ),
+    "tail of out not rescaled": Change(
+        FORWARD, "b_out_tail = scale_rows(b_out_tail, b_decay, CAN_SKIP)", "b_out_tail = b_out_tail"
+    ),
+    "tail of values past the last not zeroed": Change(
+        FORWARD, "        if v_tails is not None:\n            zero_tail(", "        if False:\n            zero_tail("
+    ),
+    "tail of out of a split at its first columns": Change(
+        FORWARD, "store_split(p_split + DIM_V, b_out_tail", "store_split(p_split, b_out_tail"
+    ),
+    "tail of out stored over the tail of the other warpgroup": Change(
+        FORWARD, "else pipelines.q_tails.index(i_buffer)", "else pipelines.q_tails.index(0)"
+    ),
+}
+TAIL_LENGTHS = zoo.Call(head_dim=96, has_kv_lengths=True, dtype=torch.float16)
+TAILS = [
+    Run(0, (130, 300), TAIL_LENGTHS, dq_from_registers=True, has_tails=True),
+    Run(
+        1, (300, 400), zoo.Call(head_dim=80, causal=True, dtype=torch.float16, kv_heads=2), dq_from_registers=True,
+        has_tails=True,
+    ),
+    Run(
+        2, (130, 300), zoo.Call(head_dim=96, dtype=torch.float16), splits=(2, 9), dq_from_registers=True,
+        has_tails=True,
+    ),
+    Run(
+        3, (130, 300), zoo.Call(head_dim=136, v_dim=128, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
+        has_backward=False, has_tails=True,
+    ),
+    Run(
+        4, (130, 300), zoo.Call(head_dim=72, v_dim=144, has_kv_lengths=True, dtype=torch.float16), splits=(2, 1),
+        config=ForwardConfig(out_in_q=True), has_backward=False, has_tails=True,
+    ),
+    Run(
+        5, (130, 300), zoo.Call(head_dim=160, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
+        has_backward=False, has_tails=True,
+    ),
+]  # fmt: skip
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
@@ -513,6 +594,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "score mods": (SCORE_MOD_FAULTS, SCORE_MODS),
     "by query head": (BY_HEAD_FAULTS, BY_HEAD),
     "wide heads": (WIDE_FAULTS, WIDE),
+    "tails": (TAIL_FAULTS, TAILS),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -530,6 +612,7 @@ CORRECT_RUNS = {
     "score mods": SCORE_MODS,
     "by query head": BY_HEAD,
     "wide heads": WIDE,
+    "tails": TAILS,
 }
 
 
@@ -543,6 +626,7 @@ def check_run(check, monkeypatch):
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
         monkeypatch.setattr(forward, "wide_pays", lambda *_: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
+        monkeypatch.setattr(schedule, "HAS_TAILS", run.has_tails)
         if run.splits is not None:
             split(simulation, *run.splits)
         check(simulation, run.layout, run.call, backward=run.has_backward, tile=run.tile)
@@ -567,7 +651,9 @@ def test_seeded_faults_are_detected(check_run, group, fault):
     faults, runs = FAULTS[group]
     change = faults[fault]
     # faults of the forward are detected without the backward, which takes longer
-    concerns_backward = change.module in (BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS, WIDE_DKDV, WIDE_DQ)
+    concerns_backward = change.module in (
+        BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS, TMA, WIDE_DKDV, WIDE_DQ,
+    )  # fmt: skip
     with pytest.raises((ProtocolError, AssertionError)):
         for run in runs:
             check_run(run._replace(has_backward=run.has_backward and concerns_backward), change)
