@@ -134,7 +134,7 @@ def unmeasured(call: Call) -> str:
         return "sinks, softcap, alibi_slopes, block_bias and pair_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
-    if memory.uses_hopper_backward(call) and not memory.sums_in_registers(call) and memory.has_separate_dq(call):
+    if memory.has_separate_dq(call):
         return (
             "the backward of hopper with a launch for dq alone, for few tiles or deterministic=True, was not measured"
         )

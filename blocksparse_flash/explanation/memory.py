@@ -16,6 +16,7 @@ from ..kernels.schedule import (
     padded_dim,
     split_of,
     sums_over_heads,
+    wide_columns,
 )
 from ..plan_format import TILE
 from .call import Call
@@ -93,7 +94,7 @@ def _tile_counter(call: Call, first: int, n_sms: int) -> int:
     if first and sums_dkdv(call, n_sms):
         heads = call.heads
     n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), call.batch * heads)
-    if first and sums_in_registers(call):
+    if first and _is_wide(call):
         # the kernel for wide heads has two work tiles per tile column
         n_programs *= 2
     return FLOAT if n_programs > n_sms else 0
@@ -110,7 +111,9 @@ def _parts(call: Call, first: int, n_sms: int) -> int:
 
 def _columns(call: Call, *dims: int) -> int:
     """Columns that the float32 sums of the backward have for these head dimensions, all together."""
-    return sum(padded_dim("hopper", dim) if call.is_fine else backward_columns(dim) for dim in dims)
+    if call.is_fine:
+        return sum(padded_dim("hopper", dim) for dim in dims)
+    return sum(wide_columns(dim) if _is_wide(call) else backward_columns(dim) for dim in dims)
 
 
 def _lists(call: Call, *sides: str) -> int:
@@ -216,9 +219,6 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
     if sums_in_registers(call):
         workspace = statistics + (dq if call.head_dim % 8 else 0)
-    elif has_separate_dq(call):
-        # for two kernels, each in its own order
-        workspace, extra_bytes = 2 * statistics, extra_bytes + statistics
     else:
         # of whole tiles
         dq_sum = statistics // 2 * _columns(call, call.head_dim)
@@ -248,7 +248,9 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
 
 
 def has_separate_dq(call: Call) -> bool:
-    """Whether hopper's backward computes dq in a separate launch."""
+    """Whether hopper's backward leaves dq out of the kernel for dk and dv, which could compute it."""
+    if not uses_hopper_backward(call) or call.is_fine or _is_wide(call):
+        return False
     return is_dq_separate(
         call.plan or (), call.q_shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
     )
@@ -263,7 +265,7 @@ def varying_gradients(call: Call) -> str:
 
 def adds_dq(call: Call) -> bool:
     """Whether tile columns add to dq, in no fixed order."""
-    return uses_hopper_backward(call) and not sums_in_registers(call) and not has_separate_dq(call)
+    return uses_hopper_backward(call) and not sums_in_registers(call)
 
 
 def sums_dkdv(call: Call, n_sms: int) -> bool:
@@ -278,8 +280,11 @@ def sums_dkdv(call: Call, n_sms: int) -> bool:
 
 def sums_in_registers(call: Call) -> bool:
     """Whether hopper's backward has a launch for dk and dv and one for dq, which keep their sums in registers."""
-    is_wide = max(call.head_dim, call.v_dim) > MAX_JOINT_HEAD_DIM
-    return uses_hopper_backward(call) and (call.is_fine or is_wide)
+    return uses_hopper_backward(call) and (call.is_fine or _is_wide(call) or has_separate_dq(call))
+
+
+def _is_wide(call: Call) -> bool:
+    return max(call.head_dim, call.v_dim) > MAX_JOINT_HEAD_DIM
 
 
 def uses_hopper_backward(call: Call) -> bool:

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
-from blocksparse_flash.kernels.hopper import fine_backward, fine_forward, wide_backward
+from blocksparse_flash.kernels.hopper import backward_dq, fine_backward, fine_forward, wide_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs, Pages
 from blocksparse_flash.kernels.schedule import Split
@@ -106,6 +106,7 @@ def launches(
         mock.patch.object(hopper_backward, "num_sms", lambda _: 132),
         mock.patch.object(hopper_forward, "split_of", lambda *_: Split(2, num_splits)),
         mock.patch.object(hopper_backward, "split_of", lambda *_: Split(2, num_splits)),
+        mock.patch.object(backward_dq, "num_sms", lambda _: 132),
         mock.patch.object(wide_backward, "num_sms", lambda _: 132),
         mock.patch.object(wide_backward, "split_of", lambda *_: Split(2, num_splits)),
         mock.patch.object(fine_forward, "num_sms", lambda _: 132),

@@ -24,7 +24,7 @@ from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
 from blocksparse_flash.kernels import arguments, schedule
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
-from blocksparse_flash.kernels.hopper import fine_backward, fine_forward, wide_backward
+from blocksparse_flash.kernels.hopper import backward_dq, fine_backward, fine_forward, wide_backward
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, pair_bias_gradient, split_kv
@@ -309,7 +309,8 @@ def chosen(call: Call, gpu: Gpu) -> frozenset[Key]:
     batch, heads, q_len, kv_len = call.shape
     variant, dim, v_dim = call.variant, call.head_dim, call.v_dim
     modules = (
-        forward, backward, split_kv, hopper_forward, hopper_backward, wide_backward, fine_forward, fine_backward,
+        forward, backward, split_kv, hopper_forward, hopper_backward, backward_dq, wide_backward, fine_forward,
+        fine_backward,
     )  # fmt: skip
     for launches_of in (
         forward.forward_launch,

@@ -26,9 +26,9 @@ writes float32 dK and dV to a workspace, which another launch sums in order (tri
 In causal calls with grouped heads and no layout, a work tile is a tile column for one query head, which adds its dK and
 dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
 
-For deterministic calls and for few tiles per row (schedule.is_dq_separate), this kernel leaves dQ out, and the Triton
-kernel computes it, with two more products per tile. Beyond head_dim 128, registers do not suffice: wide_backward.py has
-the kernels.
+For deterministic calls and for few tiles per row (schedule.is_dq_separate), this kernel leaves dQ out, and another
+launch computes it (backward_dq.py), with two more products per tile. Beyond head_dim 128, registers do not suffice:
+wide_backward.py has the kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
-from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, score_specs_of, strides_of_records, tile_lists
+from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import WHOLE, Split, backward_columns, heads_in_turn, is_dq_separate, split_of, sums_over_heads
 from ..triton import backward as portable
@@ -61,6 +61,7 @@ from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from ..triton.tile import TILE, clamped_kv_len
 from . import wide_backward
+from .backward_dq import DqLaunches, dq_launches
 from .backward_postprocess import postprocess_launch
 from .backward_producer import (
     STAGES,
@@ -630,9 +631,10 @@ class BackwardLaunches(NamedTuple):
     cols         the main kernel
     sum_splits   sums dK and dV of split tile columns
     convert_dk, convert_dv  of sums over query heads
-    outputs      dq, dk and dv, with rows padded where TMA writes them; LSE and delta, (2, batch * heads * n_padded)
-    workspaces   float32 sum of dQ; LSE and delta as pairs, for the Triton kernel that computes dQ; tile counter;
-                 splits; sums of dK and of dV over query heads
+    outputs      dq (None with launches of its own), dk and dv, with rows padded where TMA writes them; LSE and delta,
+                 (2, batch * heads * n_padded)
+    dq           the launches for dQ, if it is not summed by the main kernel
+    workspaces   float32 sum of dQ; tile counter; splits; sums of dK and of dV over query heads
     adds_by_tma  whether TMA adds to the sum of dQ
     """
 
@@ -642,7 +644,8 @@ class BackwardLaunches(NamedTuple):
     convert_dk: Launch | None
     convert_dv: Launch | None
     postprocess: Launch | None
-    outputs: tuple[Memory, ...]
+    dq: DqLaunches | None
+    outputs: tuple[Memory | None, ...]
     workspaces: tuple[Memory | None, ...]
     adds_by_tma: bool
 
@@ -652,7 +655,7 @@ def backward_launches(
     specs: TensorSpecs,
     lists: PlanSpecs,
     split: Split,
-    is_separate: bool,
+    of_rows: tuple[PlanSpecs, Split] | None,
     options: Options,
     mods: ModSpecs = PLAIN,
     *,
@@ -663,7 +666,7 @@ def backward_launches(
     specs        of q, k, v and dout
     lists        of the plan's tile columns
     split        of the tile columns
-    is_separate  whether the Triton kernel computes dq
+    of_rows      the plan's tile rows and their split, if dq has launches of its own; else None
     mods         score mods
     by_head      see schedule.sums_over_heads
     """
@@ -692,9 +695,9 @@ def backward_launches(
         "dv_desc": DescriptorFactory(dv_spec, (1, 1, TILE_SIDE, block_v)),
     }
     n_sms, n_programs = num_sms(options.device), split.n_programs(n_tile_cols, n_batch_heads)
-    postprocess = dq_sum = lse_delta_pairs = None
-    if is_separate:
-        dq, lse_delta_pairs = contiguous(q.dtype, *q.shape), contiguous(torch.float32, batch * heads * n_padded, 2)
+    postprocess = dq_sum = alone = None
+    if of_rows is not None:
+        alone = dq_launches(specs, (columns, columns_v), *of_rows, options, mods)
     else:
         # whole tiles, so that additions need no mask
         dq_sum = contiguous(torch.float32, batch * heads, n_padded, columns)
@@ -735,16 +738,16 @@ def backward_launches(
         contiguous(torch.float32, split.floats(columns + columns_v, n_batch_heads)) if split.num_splits > 1 else None
     )
     return BackwardLaunches(
-        preprocess=preprocess_launch(dout, n_padded, cleared=0 if is_separate else columns),
+        preprocess=preprocess_launch(dout, n_padded, cleared=0 if alone else columns),
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
         sum_splits=sum_splits(split, lists[0], dk_spec, dv_spec, arguments, (columns, columns_v)),
         convert_dk=convert_dk,
         convert_dv=convert_dv,
         postprocess=postprocess,
-        outputs=(dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
+        dq=alone,
+        outputs=(None if alone else dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
             dq_sum,
-            lse_delta_pairs,
             contiguous(torch.int32, 1) if n_programs > n_sms else None,
             splits,
             sums_dk,
@@ -788,17 +791,17 @@ def backward(
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
     split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
-    is_separate = is_dq_separate(plan, q_shape, widest, deterministic=deterministic)
+    by_rows, of_rows = tile_lists(plan, 0), None
+    if is_dq_separate(plan, q_shape, widest, deterministic=deterministic):
+        of_rows = plan_specs_of(by_rows), split_of(plan, 0, q_shape, k_shape, causal, n_sms)
     slopes = None if scores is None else scores.alibi_slopes
     mods = mod_specs_of(scores)
-    ready = backward_launches(specs, plan_specs_of(by_cols), split, is_separate, options, mods, by_head=by_head)
-    dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
-    dq_sum, lse_delta_pairs, tile_counter, splits, sums_dk, sums_dv = [
-        memory and empty(*memory) for memory in ready.workspaces
-    ]
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, of_rows, options, mods, by_head=by_head)
+    dq, dk, dv, lse_delta = [memory and empty(*memory) for memory in ready.outputs]
+    dq_sum, tile_counter, splits, sums_dk, sums_dv = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
-    ready.preprocess(out, dout, lse, dlse, lse_delta_pairs, lse_delta, dq_sum, tile_counter)
+    ready.preprocess(out, dout, lse, dlse, None, lse_delta, dq_sum, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
         dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
@@ -815,14 +818,8 @@ def backward(
         ready.convert_dv(sums_dv, dv)
     if ready.postprocess is not None:
         ready.postprocess(dq_sum, dq)
-    else:
-        by_rows = tile_lists(plan, 0)
-        if scores is not None:
-            options = options._replace(scores=score_specs_of(scores, None, None, wanted=wanted))
-        other = portable.backward_launches(specs, plan_specs_of(by_rows), plan_specs_of(by_cols), options)
-        assert other.queries is not None
-        # without biases, and sums for the gradients of bias and slopes
-        other.queries(q, k, v, dout, lse_delta_pairs, *by_rows, kv_lengths, seed, slopes, None, None, dq, None, None)
+    if ready.dq is not None:
+        dq = ready.dq.run((q, k, v, dout), lse_line, delta_line, by_rows, kv_lengths, slopes, empty)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
     if scores is None:

@@ -75,7 +75,7 @@ class Config(NamedTuple):
     warpgroups: int = 2
 
 
-def config(columns: int) -> Config:
+def dq_config(columns: int) -> Config:
     """The launch table. columns: the larger number of columns of q and v."""
     if columns > 128:
         # at 256, shared memory has no room for more
@@ -384,7 +384,7 @@ def dq_launches(
         num_sms(options.device),
         columns,
     )
-    chosen, rows, causal = config(max(columns)), WARPGROUP_ROWS.value, options.causal
+    chosen, rows, causal = dq_config(max(columns)), WARPGROUP_ROWS.value, options.causal
     dq = tma_padded_memory(q.dtype, q.shape)
     # the memory has padded rows; the descriptor sees the first head_dim columns
     dq_spec = dq.spec._replace(shape=q.shape)
