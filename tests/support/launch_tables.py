@@ -136,6 +136,10 @@ HOPPER = [
     Variant("deterministic", deterministic=True),
     Variant("deterministic-dense", "dense", deterministic=True),
     Variant("deterministic-causal-group", "causal", group=2, deterministic=True),
+    Variant("deterministic-softcap-dense", "dense", softcap=3.0, deterministic=True),
+    Variant("deterministic-softcap-causal-lengths", "causal", softcap=3.0, has_lengths=True, deterministic=True),
+    Variant("deterministic-softcap-lengths", softcap=3.0, has_lengths=True, deterministic=True),
+    Variant("deterministic-dense-lengths", "dense", has_lengths=True, deterministic=True),
     Variant("deterministic-heads-lengths", "heads", has_lengths=True, deterministic=True),
     Variant("fine", "fine", tile=FINE_TILE),
     Variant("fine-causal-lengths", "blocks-causal", has_lengths=True, tile=FINE_TILE),
@@ -256,8 +260,8 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
             yield name, dim, "dq in a launch of its own"
         if given["dk_sum_ptr"] is not None:
             yield name, dim, "sums over heads"
-    elif name.startswith("wide_"):
-        dim = max(each._factories[i]._arguments[2][-1] for i in (0, 2))
+    elif name in ("wide_dkdv", "hopper_dq"):
+        dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["cap"] is not None
         yield from ((name, dim, word) for word in _features(rest, given))
@@ -435,13 +439,12 @@ def _known_hopper() -> Iterator[Key]:
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
-        yield from (("combine_rows", dim), ("sum_splits", dim))
-        if dim > hopper_backward.MAX_HEAD_DIM:
-            for name in ("wide_dkdv", "wide_dq"):
-                yield from ((name, dim, word) for word in ("split", "queued", "one round"))
-                yield from ((name, dim, *has) for has in itertools.product(flags, flags, flags))
-            continue
         yield "combine_rows", dim[1] if isinstance(dim, tuple) else dim
+        columns = dim if isinstance(dim, tuple) else (dim, dim)
+        if max(columns) > hopper_backward.MAX_HEAD_DIM:
+            yield from _known_sums("wide_dkdv", dim)
+            yield from _known_sums("hopper_dq", dim)
+            yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]))
     for dim in of_cols_dims:
         columns = dim if isinstance(dim, tuple) else (dim, dim)
         for *has, has_softcap in itertools.product(flags, flags, flags):
@@ -449,10 +452,9 @@ def _known_hopper() -> Iterator[Key]:
             yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
         words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
-        yield "postprocess", dim
-        yield from (("sum_splits", max(columns)), ("postprocess", columns[0]))
-    yield from (("preprocess", *each) for each in itertools.product(flags, [True], flags, flags) if each[0] != each[2])
-    yield from (("preprocess", False, True, False, has_counter) for has_counter in flags)
+        yield from _known_sums("hopper_dq", dim)
+        yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]), ("postprocess", columns[0]))
+    yield from (("preprocess", *each) for each in itertools.product([False], [True], flags, flags))
     for dim, has_lengths, is_gathered, modifies_scores in itertools.product((64, 128), flags, flags, flags):
         kind = {"is_gathered": is_gathered, "modifies_scores": modifies_scores}
         of_rows = fine_forward.config(dim, **kind).registers
@@ -462,6 +464,11 @@ def _known_hopper() -> Iterator[Key]:
             yield name, dim, has_lengths, is_gathered, modifies_scores, registers
     for name, dim, word in itertools.product(("fine_forward", "fine_dkdv", "fine_dq"), (64, 128), ("split", "whole")):
         yield name, dim, word
+
+
+def _known_sums(name: str, dim: Any) -> Iterator[Key]:
+    yield from ((name, dim, word) for word in ("split", "queued", "one round"))
+    yield from ((name, dim, *has) for has in itertools.product((False, True), (False, True), (False, True)))
 
 
 # ---- calls that reach all configurations ----
