@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..kernels.schedule import padded_dim
+from ..kernels.schedule import backward_columns, forward_columns, padded_dim
 from ..plan_format import TILE
 from ..runtime import tracing
 from .call import Call
@@ -93,11 +93,20 @@ def _of_heads(call: Call) -> Iterator[str]:
             "kv_len, head_dim). Query heads share KV heads without a copy, and dk and dv are summed inside the kernel"
         )
     if call.has_kernels:
-        for name, dim in dict.fromkeys((("head_dim", call.head_dim), ("v_head_dim", call.v_dim))):
-            padded = padded_dim(call.backend, dim)
-            if padded > dim:
+        dims = call.head_dim, call.v_dim
+        forward = backward = tuple(padded_dim(call.backend, dim) for dim in dims)
+        if call.backend == "hopper" and not call.is_fine:
+            forward, backward = forward_columns(*dims), tuple(map(backward_columns, dims))
+        for name, dim, *columns in dict.fromkeys(zip(("head_dim", "v_head_dim"), dims, forward, backward, strict=True)):
+            if max(columns) == dim:
+                continue
+            words, shares = map(str, columns), [f"{1 - dim / each:.0%}" for each in columns]
+            if columns[0] == columns[1]:
+                yield f"{name} {dim} is computed as {columns[0]}: {shares[0]} of each product with it is padding"
+            else:
                 yield (
-                    f"{name} {dim} is computed as {padded}: {1 - dim / padded:.0%} of each product with it is padding"
+                    f"{name} {dim} is computed as {' in the forward and '.join(words)} in the backward: "
+                    f"{' and '.join(shares)} of each product with it are padding"
                 )
 
 

@@ -457,7 +457,6 @@ def store_splits(sums, kv, ptrs, work_tile, WARPGROUP: gl.constexpr):
 @gluon.jit
 def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGROUP: gl.constexpr):
     """Stores dk and dv of a whole tile column with TMA."""
-    i_batch, i_head = work_tile.batch_head // sizes.n_heads, work_tile.batch_head % sizes.n_heads
     kv = pipelines.kv.buffers
     k_tail = None if kv.k_tail is None else kv.k_tail.index(kv_stage)
     v_tail = None if kv.v_tail is None else kv.v_tail.index(kv_stage)
@@ -475,6 +474,7 @@ def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGR
         stage_rows(sums.dv_tail, v_tail, WARPGROUP)
     fence_async_shared()
     named_barrier("sync", 9)
+    i_batch, i_head = work_tile.batch_head // sizes.n_heads, work_tile.batch_head % sizes.n_heads
     if WARPGROUP == 0:
         store_rows(descs.dk, dk_buffer, k_tail, i_batch, i_head, work_tile.kv_start)
     else:

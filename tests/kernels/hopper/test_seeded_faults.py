@@ -157,11 +157,11 @@ GATHERED_FAULTS = {
 FORWARD_FAULTS = {
     "V released before it is read": Change(
         FORWARD,
-        """        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+        """        b_out, b_out_tail = wait_for_products(0, out_token, out_tail_token)
         consumer_release(v, v_stage)
 """,
         """        consumer_release(v, v_stage)
-        b_out = warpgroup_mma_wait(0, deps=(out_token,))
+        b_out, b_out_tail = wait_for_products(0, out_token, out_tail_token)
 """,
     ),
     "empty barrier of K counts one warpgroup": Change(
@@ -174,7 +174,7 @@ FORWARD_FAULTS = {
         FORWARD, "consumer_wait(k, stage, i_load // STAGES)", "consumer_wait(k, stage, i_load // STAGES + 1)"
     ),
     "scores not waited for": Change(
-        FORWARD, "warpgroup_mma_wait(0 if FIRST else 1,", "warpgroup_mma_wait(0 if FIRST else 2,"
+        FORWARD, "warpgroup_mma_wait(0 if FIRST else PV_PRODUCTS,", "warpgroup_mma_wait(0 if FIRST else 2,"
     ),
     "last ping-pong arrivals left over": Change(FORWARD, "    ping_pong_finish(WARPGROUP, WARPGROUPS)", "    pass"),
     "ping-pong started without arrivals": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
@@ -196,7 +196,7 @@ FORWARD_FAULTS = {
     "empty barrier of work tiles counts one warpgroup": Change(
         FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=1)"
     ),
-    "out not rescaled": Change(FORWARD, "            b_out = b_out * b_decay\n", "            pass\n"),
+    "out not rescaled": Change(FORWARD, "b_out = scale_rows(b_out, b_decay, CAN_SKIP)", "pass"),
     "second partial step skipped": Change(
         FORWARD, "for i_step in range(1, n_partial)", "for i_step in range(2, n_partial)"
     ),
@@ -313,7 +313,7 @@ Q_STAGE_FAULTS = {
         "        if n_steps > 0:\n            state",
         "        consumer_release(q, i_buffer)\n        if n_steps > 0:\n            state",
     ),
-    "out not rescaled": Change(FORWARD, "b_out = rescale(b_out, b_decay)", "pass"),
+    "out not rescaled": Change(FORWARD, "return rescale(b_out, b_factor)", "return b_out"),
     "running maximum not updated": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
 # faults of dq that the consumers add with atomics
