@@ -136,6 +136,7 @@ HOPPER = [
     Variant("deterministic", deterministic=True),
     Variant("deterministic-dense", "dense", deterministic=True),
     Variant("deterministic-causal-group", "causal", group=2, deterministic=True),
+    Variant("deterministic-long", "long", deterministic=True),
     Variant("deterministic-softcap-dense", "dense", softcap=3.0, deterministic=True),
     Variant("deterministic-softcap-causal-lengths", "causal", softcap=3.0, has_lengths=True, deterministic=True),
     Variant("deterministic-softcap-lengths", softcap=3.0, has_lengths=True, deterministic=True),
