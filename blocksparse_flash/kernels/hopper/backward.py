@@ -631,10 +631,9 @@ class BackwardLaunches(NamedTuple):
     cols         the main kernel
     sum_splits   sums dK and dV of split tile columns
     convert_dk, convert_dv  of sums over query heads
-    outputs      dq (None with launches of its own), dk and dv, with rows padded where TMA writes them; LSE and delta,
-                 (2, batch * heads * n_padded)
+    outputs      dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
     dq           the launches for dQ, if it is not summed by the main kernel
-    workspaces   float32 sum of dQ; tile counter; splits; sums of dK and of dV over query heads
+    workspaces   dQ and its float32 sum; tile counter; splits; sums of dK and of dV over query heads
     adds_by_tma  whether TMA adds to the sum of dQ
     """
 
@@ -645,7 +644,7 @@ class BackwardLaunches(NamedTuple):
     convert_dv: Launch | None
     postprocess: Launch | None
     dq: DqLaunches | None
-    outputs: tuple[Memory | None, ...]
+    outputs: tuple[Memory, ...]
     workspaces: tuple[Memory | None, ...]
     adds_by_tma: bool
 
@@ -745,8 +744,9 @@ def backward_launches(
         convert_dv=convert_dv,
         postprocess=postprocess,
         dq=alone,
-        outputs=(None if alone else dq, dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
+        outputs=(dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
+            None if alone else dq,
             dq_sum,
             contiguous(torch.int32, 1) if n_programs > n_sms else None,
             splits,
@@ -797,8 +797,8 @@ def backward(
     slopes = None if scores is None else scores.alibi_slopes
     mods = mod_specs_of(scores)
     ready = backward_launches(specs, plan_specs_of(by_cols), split, of_rows, options, mods, by_head=by_head)
-    dq, dk, dv, lse_delta = [memory and empty(*memory) for memory in ready.outputs]
-    dq_sum, tile_counter, splits, sums_dk, sums_dv = [memory and empty(*memory) for memory in ready.workspaces]
+    dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
+    dq, dq_sum, tile_counter, splits, sums_dk, sums_dv = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, dq_sum, tile_counter)
@@ -816,9 +816,10 @@ def backward(
     if ready.convert_dk is not None and ready.convert_dv is not None:
         ready.convert_dk(sums_dk, dk)
         ready.convert_dv(sums_dv, dv)
-    if ready.postprocess is not None:
+    if ready.dq is None:
+        assert dq is not None and ready.postprocess is not None
         ready.postprocess(dq_sum, dq)
-    if ready.dq is not None:
+    else:
         dq = ready.dq.run((q, k, v, dout), lse_line, delta_line, by_rows, kv_lengths, slopes, empty)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
