@@ -48,11 +48,12 @@ def records(batch: int, heads: int, n_lines: int, seed: int) -> Tensor:
 
 
 @pytest.mark.sweep(by=lambda kind: {"fine" if kind == "fine" else "whole"})
-@pytest.mark.parametrize("kind", ["layout", "shared", "dense", "fine"])
+@pytest.mark.parametrize("kind", ["layout", "shared", "dense", "fine", "192 columns"])
 def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     """Empty splits, empty rows, lse so far apart that only the largest counts, and a ragged last tile."""
     TILE = FINE_TILE if kind == "fine" else 128
-    batch, heads, q_len, v_dim, dim_v, split = 2, 2, 2 * TILE + 44, 24, 64, Split(2, 5, TILE)
+    batch, heads, q_len, split = 2, 2, 2 * TILE + 44, Split(2, 5, TILE)
+    v_dim, dim_v = (136, 192) if kind == "192 columns" else (24, 64)
     n_lines, n_batch_heads = 3, batch * heads
     items = {"shared": records(1, 1, n_lines, 1), "dense": None}.get(kind, records(batch, heads, n_lines, 0))
     generator = torch.Generator().manual_seed(2)
@@ -65,7 +66,7 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     blocks = torch.cat([outs.flatten(3), lses], dim=3)
     assert blocks.numel() == split.floats(dim_v + 1, n_batch_heads)
     # padded rows, as TMA requires
-    out = torch.full((batch, heads, q_len, 32), 7.0, device=device)[..., :v_dim]
+    out = torch.full((batch, heads, q_len, v_dim + 8), 7.0, device=device)[..., :v_dim]
     lse = torch.full((batch, heads, q_len), 7.0, device=device)
     rest = {"n_heads": heads, "n_batch_heads": n_batch_heads, "n_lines": n_lines, "q_len": q_len}
     rest |= {"n_split_lines": split.n_split_lines, "num_splits": split.num_splits}
@@ -93,12 +94,13 @@ def test_rows_are_merged_by_weight(kind: str, device: torch.device) -> None:
     assert n_empty
 
 
-@pytest.mark.parametrize("kind", ["layout", "dense", "fine"])
+@pytest.mark.parametrize("kind", ["layout", "dense", "fine", "96 columns"])
 def test_columns_are_added_over_splits(kind: str, device: torch.device) -> None:
     """4 query heads on 2 KV heads; the records of the first head of a group give the order of lines."""
     TILE = FINE_TILE if kind == "fine" else 128
     batch, heads, group, kv_len, split = 2, 4, 2, 2 * TILE + 44, Split(2, 3, TILE)
-    n_lines, kv_heads, dims, padded, scale = 3, heads // group, (40, 24), (64, 128), 0.3
+    n_lines, kv_heads, scale = 3, heads // group, 0.3
+    dims, padded = ((80, 96), (96, 96)) if kind == "96 columns" else ((40, 24), (64, 128))
     n_batch_heads = batch * kv_heads
     items = None if kind == "dense" else records(batch, heads, n_lines, 3)
     blocks = torch.randn(split.num_splits, split.n_split_lines, n_batch_heads, TILE * sum(padded))
