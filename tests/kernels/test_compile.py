@@ -52,7 +52,8 @@ OPTIONS = (
     "page_scores_kernel",
 )
 FINE = ("fine_dkdv_kernel", "fine_dq_kernel", "fine_forward_kernel")
-HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *FINE, "postprocess_kernel")
+ALONE = ("wide_dkdv_kernel", "hopper_dq_kernel")
+HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *ALONE, *FINE, "postprocess_kernel")
 # and the portable kernels that backend `hopper` uses, in one launch each
 HOPPER_TABLES = (
     *HOPPER,
@@ -85,12 +86,12 @@ TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
 INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
 SHARDS = {
-    "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, **dict.fromkeys(FINE, 2), "forward_kernel": 4,
+    "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, **dict.fromkeys(ALONE + FINE, 2), "forward_kernel": 4,
     "split_kv_kernel": 3, "paged_kernel": 2, "joint_kernel": 3, "keys_kernel": 2, "queries_kernel": 2,
 }  # fmt: skip
 # more for the targets of which `make test` compiles the first share
 SHARDS_OF_INSTALLED = {
-    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), "forward_kernel": 12,
+    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(ALONE + FINE, 10), "forward_kernel": 12,
     "split_kv_kernel": 10, "paged_kernel": 8, "joint_kernel": 6, "keys_kernel": 8, "queries_kernel": 8,
 }  # fmt: skip
 
@@ -103,7 +104,7 @@ def shards_of(target: str, kernel: str) -> int:
 
 
 # kernels with matrix products
-PRODUCTS = {*TABLES[:5], "joint_kernel", "group_weights_kernel", "pair_bias_kernel", *HOPPER[:2], *FINE}
+PRODUCTS = {*TABLES[:5], "joint_kernel", "group_weights_kernel", "pair_bias_kernel", *HOPPER[:2], *ALONE, *FINE}
 
 # bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
 # to 3.9, so that one more spill fails
@@ -274,7 +275,7 @@ def faults(record: Record) -> list[str]:
     if call.get("scores"):
         of_mods = SPILLS_OF_SCORE_MODS.get((name, call["head_dim"]), (0, 0))
         allowed, most = max(allowed, of_mods[0]), max(most, of_mods[1])
-    if record["spills"] > allowed and is_half and call["head_dim"] in (64, 128):
+    if record["spills"] > allowed and is_half and (call["head_dim"] in (64, 128) or record["kernel"] in ALONE):
         found.append(f"spills {record['spills']} bytes")
     if record["spills_beside_products"] > most and call["head_dim"] <= 128:
         found.append(f"spills {record['spills_beside_products']} times in loops with matrix products")

@@ -64,7 +64,6 @@ from . import wide_backward
 from .backward_dq import DqLaunches, dq_launches
 from .backward_postprocess import postprocess_launch
 from .backward_producer import (
-    STAGES,
     WORK_TILE_STRIDE,
     Descriptors,
     DOutBuffers,
@@ -109,6 +108,8 @@ from .work_tiles import WORK_TILE_STAGES
 MAX_HEAD_DIM = 128
 # values of a row of the descriptor with which TMA adds to the sum of dQ
 DQ_SUM_COLS = gl.constexpr(32)
+# buffers of queries and dO
+STAGES = gl.constexpr(2)
 # registers per thread of the consumers, and of the producer and the other single warps
 REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(32)

@@ -77,9 +77,11 @@ class Config(NamedTuple):
 
 def dq_config(columns: int) -> Config:
     """The launch table. columns: the larger number of columns of q and v."""
-    if columns > 128:
-        # at 256, shared memory has no room for more
+    if columns > 192:
+        # shared memory has no room for more
         return Config(block_kv=64, v_stages=1)
+    if columns > 128:
+        return Config(block_kv=64, stages=3)
     return Config(block_kv=128, q_stages=2 if columns == 64 else 1)
 
 

@@ -43,8 +43,6 @@ from .registers import load_int
 from .tma import bytes_of_rows, load_rows, tma_load
 from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
 
-# buffers of queries and dO
-STAGES = gl.constexpr(2)
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(7)
 WORK_TILE_STRIDE = gl.constexpr(8)
@@ -323,6 +321,7 @@ def load_kv(descs, kv, ptrs, sizes, batch_head, kv_start, i_tile):
 @gluon.jit
 def load_step(descs, q, dout, i_batch, i_head, q_start, head_start, n_loaded):
     """Loads Q, LSE, dO and delta of one step. head_start: where LSE and delta of the head begin."""
+    STAGES: gl.constexpr = q.buffers.q.shape[0]
     stage = n_loaded % STAGES
     q_full, dout_full = q.full.index(stage), dout.full.index(stage)
     q_tail = None if q.buffers.q_tail is None else q.buffers.q_tail.index(stage)

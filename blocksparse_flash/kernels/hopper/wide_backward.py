@@ -104,6 +104,8 @@ def backward_launches(
         "GROUP": heads // kv_heads,
         "COLS": cols,
         "COLS_V": cols_v,
+        # at 256, shared memory has no room for a third
+        "STAGES": 3 if max(columns) < 256 else 2,
         "num_warps": 4,
     }
     n_work = of_cols.n_programs(n_cols, n_batch_heads) * (TILE // keys)

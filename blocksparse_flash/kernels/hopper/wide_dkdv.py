@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.tile import TILE, clamped_kv_len
 from .backward_producer import (
-    STAGES,
     WORK_TILE_STRIDE,
     Descriptors,
     DOutBuffers,
@@ -57,6 +56,7 @@ from .registers import (
     add_product,
     from_register_order,
     in_register_order,
+    opaque,
     register_order_layout,
     store_split,
     tile_of,
@@ -122,12 +122,13 @@ def add_dv(
     dtype: gl.constexpr = q.q.dtype
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
     query_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
+    STAGES: gl.constexpr = q.q.shape[0]
     stage = i_step_total % STAGES
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
     # [KEYS, BLOCK_Q]
     scores_token = warpgroup_mma(
-        tile_of(kv.k, 0), tile_of(q.q, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
+        tile_of(kv.k, opaque(0)), tile_of(q.q, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
     )
     if kv.k_tail is not None:
         q_tail = tile_of(q.q_tail, stage).permute((1, 0))
@@ -212,6 +213,7 @@ def add_dk(b_dk, b_dk_tail, pipelines, i_step_total):
     q, dout, kv = pipelines.q.buffers, pipelines.dout.buffers, pipelines.kv.buffers
     dtype: gl.constexpr = q.q.dtype
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
+    STAGES: gl.constexpr = q.q.shape[0]
     stage = i_step_total % STAGES
     consumer_wait(pipelines.dout, stage, i_step_total // STAGES)
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
@@ -357,8 +359,8 @@ def wide_dkdv_kernel(
     scale_log2, scale,
     # softcap, see score_mods.ScoreMods
     cap,
-    # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and k, of v and dO
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
+    # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and k, of v and dO; STAGES: buffers of q and dO
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     line_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_buffers, k_buffers = allocate_rows(q_desc, STAGES, COLS), allocate_rows(k_desc, 1, COLS)

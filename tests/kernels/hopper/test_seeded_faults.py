@@ -448,18 +448,20 @@ WIDE_FAULTS = {
     ),
     "queries released during their product": Change(
         WIDE_DKDV,
-        "    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))\n    consumer_release(pipelines.q, stage)\n",
-        "    consumer_release(pipelines.q, stage)\n    b_dk = warpgroup_mma_wait(0, deps=(dk_token,))\n",
+        "    b_dk, b_dk_tail = wait_for_products(0, dk_token, tail_token)\n    consumer_release(pipelines.q, stage)\n",
+        "    consumer_release(pipelines.q, stage)\n    b_dk, b_dk_tail = wait_for_products(0, dk_token, tail_token)\n",
     ),
     "dO released during its product": Change(
         WIDE_DKDV,
-        "    b_dv = warpgroup_mma_wait(0, deps=(dv_token,))\n    consumer_release(pipelines.dout, stage)\n",
-        "    consumer_release(pipelines.dout, stage)\n    b_dv = warpgroup_mma_wait(0, deps=(dv_token,))\n",
+        "    b_dv, b_dv_tail = wait_for_products(0, dv_token, tail_token)\n"
+        "    consumer_release(pipelines.dout, stage)\n",
+        "    consumer_release(pipelines.dout, stage)\n"
+        "    b_dv, b_dv_tail = wait_for_products(0, dv_token, tail_token)\n",
     ),
     "dk and dv stored while the other warpgroup multiplies": Change(
         WIDE_DKDV, '    named_barrier("sync", 9)\n    if ptrs', "    if ptrs"
     ),
-    "dk and dv stored without a fence": Change(WIDE_DKDV, "    fence_async_shared()\n    tma_store", "    tma_store"),
+    "dk and dv stored without a fence": Change(WIDE_DKDV, "    fence_async_shared()\n    store_rows", "    store_rows"),
     "keys released before dk is stored": Change(WIDE_DKDV, "    tma.store_wait(0)\n", ""),
     "bitmask of the first half of the keys": Change(WIDE_DKDV, "kv_start % TILE + o_kv, o_first", "o_kv, o_first"),
     "split of the first half of the keys": Change(
@@ -469,29 +471,38 @@ WIDE_FAULTS = {
     "both halves of the keys at the same place": Change(COLS, "kv_start=kv_start + i_part * KEYS", "kv_start=kv_start"),
     "values released during their product": Change(
         WIDE_DQ,
-        "    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n    consumer_release(v, 0)\n",
-        "    consumer_release(v, 0)\n    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n",
+        "    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n    consumer_release(v, v_stage)\n",
+        "    consumer_release(v, v_stage)\n    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n",
     ),
     "keys released during their product": Change(
         WIDE_DQ,
-        "    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))\n    consumer_release(k, stage)\n",
-        "    consumer_release(k, stage)\n    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))\n",
+        "    b_dq, b_dq_tail = wait_for_products(0, dq_token, tail_token)\n    consumer_release(k, stage)\n",
+        "    consumer_release(k, stage)\n    b_dq, b_dq_tail = wait_for_products(0, dq_token, tail_token)\n",
     ),
     "dO not waited for": Change(WIDE_DQ, "        consumer_wait(dout, i_buffer, phase)\n", ""),
     "queries released before dq is stored": Change(WIDE_DQ, "    tma.store_wait(0)\n", ""),
     "lse of the first warpgroup": Change(
         WIDE_DQ, "first = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS", "first = work_tile.q_start"
     ),
-    "values of the last step zeroed too late": Change(
+    "tail of dO not multiplied": Change(
+        WIDE_DKDV, "dp_token = warpgroup_mma(tile_of(kv.v_tail, 0)", "ignored = warpgroup_mma(tile_of(kv.v_tail, 0)"
+    ),
+    "tail of k not multiplied": Change(
+        WIDE_DQ, "scores_token = warpgroup_mma(q_tail", "ignored = warpgroup_mma(q_tail"
+    ),
+    "tail of dq of a split at its first columns": Change(
+        WIDE_DQ, "store_split(p_split + DIM, b_dq_tail", "store_split(p_split, b_dq_tail"
+    ),
+    "values of the last step not zeroed": Change(
         WIDE_DQ, "        zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)\n", ""
     ),
 }
-WIDE_LENGTHS = zoo.Call(head_dim=192, v_dim=40, causal=True, has_kv_lengths=True, dtype=torch.float16, kv_heads=2)
-WIDE_PLAIN = zoo.Call(head_dim=136, dtype=torch.float16, kv_heads=1)
+WIDE_LENGTHS = zoo.Call(head_dim=192, v_dim=136, causal=True, has_kv_lengths=True, dtype=torch.float16, kv_heads=2)
+WIDE_PLAIN = zoo.Call(head_dim=200, v_dim=40, dtype=torch.float16, kv_heads=1)
 WIDE = [
-    *(Run(seed, (300, 400), WIDE_LENGTHS, n_sms=1 + seed % 2) for seed in range(3)),
+    *(Run(seed, (300, 400), WIDE_LENGTHS, n_sms=1 + seed % 2, has_tails=True) for seed in range(3)),
     *(Run(seed, WINDOW, WIDE_PLAIN, n_sms=1 + seed % 2) for seed in range(3)),
-    Run(0, WINDOW, WIDE_LENGTHS, splits=(2, 1)),
+    Run(0, WINDOW, WIDE_LENGTHS, splits=(2, 1), has_tails=True),
 ]
 SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
 # rows whose last third is a tail: 96 columns in the backward, 192 in the forward
