@@ -500,9 +500,12 @@ WIDE_FAULTS = {
 WIDE_LENGTHS = zoo.Call(head_dim=192, v_dim=136, causal=True, has_kv_lengths=True, dtype=torch.float16, kv_heads=2)
 WIDE_PLAIN = zoo.Call(head_dim=200, v_dim=40, dtype=torch.float16, kv_heads=1)
 WIDE = [
-    *(Run(seed, (300, 400), WIDE_LENGTHS, n_sms=1 + seed % 2, has_tails=True) for seed in range(3)),
+    *(
+        Run(seed, (300, 400), WIDE_LENGTHS, config=ForwardConfig(out_in_q=True), n_sms=1 + seed % 2, has_tails=True)
+        for seed in range(3)
+    ),
     *(Run(seed, WINDOW, WIDE_PLAIN, n_sms=1 + seed % 2) for seed in range(3)),
-    Run(0, WINDOW, WIDE_LENGTHS, splits=(2, 1), has_tails=True),
+    Run(0, WINDOW, WIDE_LENGTHS, config=ForwardConfig(out_in_q=True), splits=(2, 1), has_tails=True),
 ]
 SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
 # rows whose last third is a tail: 96 columns in the backward, 192 in the forward
