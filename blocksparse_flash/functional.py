@@ -13,8 +13,9 @@ from .blocks import checks
 from .dispatch import CallSpec
 from .explanation import Explanation
 from .explanation.call import Call
-from .layout import BlockLayout, Reordered
+from .layout import BlockLayout
 from .plan import block_bias as biases
+from .plan.layout_plans import Reordered
 from .plan.reordering import TokenOrder
 from .plan_format import TILE
 from .runtime import tracing

@@ -12,7 +12,8 @@ from .blocks import storage
 from .blocks.block_list import Array, Frame, Size
 from .blocks.key_runs import blocks_of_runs, merged
 from .blocks.transfer import resolved
-from .layout import BlockLayout, Reordered
+from .layout import BlockLayout
+from .plan.layout_plans import Reordered
 from .plan.packed_builder import INVALID, Documents, build_packed_plan, can_build, shares_of
 from .plan.tile_choice import Shares
 from .plan_format import PIECE, TILE, Plan
@@ -108,13 +109,10 @@ class PackedLayout(BlockLayout):
         """The layout of the boundaries as they are now."""
         return layout_on_host(self._documents, self.block_size)
 
-    @tracing.untraced
-    def _copied(self) -> storage.Tensors:
-        return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
-
     @property
+    @tracing.untraced
     def _tensors(self) -> storage.Tensors:
-        return self._copied()
+        return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import can_reorder, has_fine_tiles, has_slopes_gradient, misaligned, tile_of
-from ..layout import BlockLayout, Reordered
+from ..layout import BlockLayout
+from ..plan.layout_plans import Reordered
 from ..plan.tile_choice import Shares
 from ..plan_format import TILE, Plan, side_of
 from ..validation import ScoreOptions

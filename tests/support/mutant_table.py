@@ -491,8 +491,13 @@ MUTANTS: dict[str, list[Mutant]] = {
             "- group * frame.blocks_per_batch_head",
             f"{REORDERED} same_pairs",
         ),
-        ("layout.py", "layout = self._causal() if causal else self", "layout = self", f"{REORDERED} same_pairs"),
-        ("layout.py", "1 if self.shape[1] == 1 else kv_heads", "1", f"{REORDERED} same_pairs"),
+        (
+            "plan/layout_plans.py",
+            "layout = self._causal() if causal else self",
+            "layout = self",
+            f"{REORDERED} same_pairs",
+        ),
+        ("plan/layout_plans.py", "1 if self._frame.heads == 1 else kv_heads", "1", f"{REORDERED} same_pairs"),
         (
             "dispatch.py",
             "(has_dropout or has_kv_lengths or has_positions)",
