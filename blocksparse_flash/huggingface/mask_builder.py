@@ -207,7 +207,7 @@ def _without_full(is_token: Tensor | None) -> Tensor | None:
 
 
 def _of_step(request: _Request, position: int | Tensor, is_token: Tensor | None) -> Mask:
-    """The mask of one query in a static cache, as tensors alone: one compiled graph serves every position.
+    """The mask of one query in a static cache, as tensors alone: one compiled graph works at every position.
 
     Where some of the earlier keys are not attended, the others are moved to the front in each layer.
     """
