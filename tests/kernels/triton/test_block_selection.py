@@ -116,7 +116,7 @@ def assert_same(
         assert torch.equal(getattr(made, name), getattr(expected, name)), name
     for causal, tile in itertools.product(causals, tiles):
         # directly, since operations raise in block_selection
-        plan = PLAN_BY_OPERATIONS(expected.indptr, expected.indices, **frame.sizes, causal=causal, tile=tile)
+        plan = PLAN_BY_OPERATIONS(expected, **frame.sizes, causal=causal, tile=tile)
         assert_same_plan(made.plan(made.device, causal=causal, tile=tile), plan)
 
 
@@ -323,7 +323,7 @@ def test_plans_of_selections_by_token_have_the_pairs_of_pytorch(
             continue
         sizes = {**frame.sizes, "causal": causal, "tile": tile}
         plan = block_selection.plan_of_selection(made._replace(rows_per_token=rows_per_token), **sizes)
-        wanted = PLAN_BY_OPERATIONS(*expected[:2], **sizes, rows_per_token=rows_per_token)
+        wanted = PLAN_BY_OPERATIONS(block_selection.Selection(*expected, None, rows_per_token), **sizes)
         truth = pairs_of(wanted, *frame[2:4], of_rows=True)
         for of_rows in (True, False):
             assert torch.equal(pairs_of(plan, *frame[2:4], of_rows=of_rows), truth)
@@ -384,13 +384,9 @@ def test_plans_in_packed_documents_have_the_pairs_of_one_document(
         sizes: dict[str, Any] = {**frame.sizes, "causal": causal, "tile": tile}
         if shares_bitmasks and math.prod(max(1, tile // side) for side in frame.block_size) > 8:
             continue
-        whole = PLAN_BY_OPERATIONS(made.indptr, made.indices, **sizes, rows_per_token=rows_per_token)
+        whole = PLAN_BY_OPERATIONS(made._replace(documents=None), **sizes)
         truth = pairs_of(whole, *frame[2:4], of_rows=True) & is_one
-        options = {"rows_per_token": rows_per_token, "documents": made.documents}
-        for plan in (
-            block_selection.plan_of_selection(made, **sizes),
-            PLAN_BY_OPERATIONS(made.indptr, made.indices, **sizes, **options),
-        ):
+        for plan in (block_selection.plan_of_selection(made, **sizes), PLAN_BY_OPERATIONS(made, **sizes)):
             for of_rows in (True, False):
                 assert torch.equal(pairs_of(plan, *frame[2:4], of_rows=of_rows), truth)
     plan_builder.plan_launches.cache_clear()
