@@ -162,11 +162,8 @@ class Call:
     @property
     def why_not_reordered(self) -> str:
         """The option that rules out reordering; empty if there is none."""
-        options = {
-            "has_dropout": self.dropout_p > 0,
-            "has_kv_lengths": self.has_kv_lengths,
-            "has_positions": self.mods.has_positions,
-        }
+        options = {"has_dropout": self.dropout_p > 0, "has_kv_lengths": self.has_kv_lengths}
+        options["has_positions"] = self.mods.has_positions
         if can_reorder(self.backend, **options):
             return ""
         names = {"has_dropout": "dropout_p", "has_kv_lengths": "kv_lengths"}

@@ -162,8 +162,5 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     with tracing.on_device(documents.cu_q.device):
         tensors, is_valid = packed_plan.build(*documents.boundaries, packing)
         # on a GPU an assertion of the device, which ends the process that goes on without a check
-        torch._assert_async(
-            is_valid if documents.batch == 1 else is_valid.all(),
-            INVALID,
-        )
+        torch._assert_async(is_valid if documents.batch == 1 else is_valid.all(), INVALID)
     return with_dynamic_lengths(Plan._make(tensors))
