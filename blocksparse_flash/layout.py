@@ -20,7 +20,7 @@ from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
 from .blocks.transfer import resolved, to_device
-from .plan import block_bias, block_selection
+from .plan import block_selection
 from .plan.block_bias import BiasIndex
 from .plan.layout_plans import LayoutPlans
 from .plan_format import TILE, Plan
@@ -513,18 +513,7 @@ class BlockLayout(LayoutPlans):
 
         Then `attention(q, k, v, layout, block_bias=block_bias)` has gradients for q, k, v and gate.
         """
-        block_bias.check_scores(block_scores, self.shape[:2], (self.n_rows, self.n_cols))
-        is_shared = self.shape[:2] == (1, 1)
-        batch_heads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
-        index, is_used = self._entries(block_scores, batch_heads)
-        if not block_scores.numel():
-            # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
-            values = block_scores.sum().expand(self.capacity)
-        elif is_shared:
-            values = block_scores.flatten(2).index_select(2, index)
-        else:
-            values = block_scores.flatten().index_select(0, index)
-        return values if is_used is None else values.masked_fill(~is_used, 0)
+        return self._gathered_scores(block_scores)
 
     # ---- inspection
 
@@ -644,18 +633,7 @@ class BlockLayout(LayoutPlans):
 
         raises  ValueError while torch.compile traces, unless cached
         """
-        device, causal = resolved(device), checks.boolean(causal, "causal")
-        found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
-        if (device, causal) not in found:
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"layout has no index for block_bias on {device} and torch.compile cannot make one: "
-                    f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
-                )
-            plan = self.plan(device, causal=causal)
-            with tracing.outside_transforms(self._anchor):
-                found[device, causal] = block_bias.build(*self._tensors[:2], plan, **self._frame.sizes, device=device)
-        return found[device, causal]
+        return self._bias_index(resolved(device), checks.boolean(causal, "causal"))
 
     def __repr__(self) -> str:
         return drawing.text(self._block_list(), self._frame)

@@ -13,6 +13,7 @@ from ..blocks.transfer import resolved
 from ..plan_format import FINE_TILE, PARTIAL, PIECE, TILE, Plan
 from ..runtime import tracing
 from . import block_bias, block_selection, device_builder, reordering, tile_choice
+from .block_bias import BiasIndex
 from .gathered_builder import build_gathered_plan
 from .host_builder import build_plan
 from .reordering import TokenOrder
@@ -194,7 +195,7 @@ class LayoutPlans:
         if not self._is_constant:
             return None
         found: dict[tuple[torch.device, bool, int], Reordered | None] = self._cache["orders"]
-        key = device, causal, 1 if self._frame.heads == 1 else kv_heads
+        key = device, causal, 1 if self._cache["axes"][1] == 1 else kv_heads
         if torch.compiler.is_compiling():
             known = found.get(key)
             plans = {} if known is None else known.layout._cache["plans"]
@@ -220,6 +221,34 @@ class LayoutPlans:
         return Reordered(self._from_block_list(found.blocks, found.frame), *orders)
 
     # ---- biases of blocks
+
+    def _bias_index(self, device: torch.device, causal: bool) -> BiasIndex:
+        found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
+        if (device, causal) not in found:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"layout has no index for block_bias on {device} and torch.compile cannot make one: "
+                    f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
+                )
+            plan = self.plan(device, causal=causal)
+            with tracing.outside_transforms(self._anchor):
+                found[device, causal] = block_bias.build(*self._tensors[:2], plan, **self._frame.sizes, device=device)
+        return found[device, causal]
+
+    def _gathered_scores(self, block_scores: torch.Tensor) -> torch.Tensor:
+        frame = self._frame
+        block_bias.check_scores(block_scores, frame[:2], (frame.n_rows, frame.n_cols))
+        is_shared = frame.batch_heads == 1
+        batch_heads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
+        index, is_used = self._entries(block_scores, batch_heads)
+        if not block_scores.numel():
+            # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
+            values = block_scores.sum().expand(len(index))
+        elif is_shared:
+            values = block_scores.flatten(2).index_select(2, index)
+        else:
+            values = block_scores.flatten().index_select(0, index)
+        return values if is_used is None else values.masked_fill(~is_used, 0)
 
     def _entries(self, block_scores: torch.Tensor, batch_heads: Size) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(index, whether an entry is used) of `gather` on the device of block_scores; None if all are used."""
