@@ -419,10 +419,8 @@ class BlockLayout(LayoutPlans):
         `attention(q[:, :, order], k[:, :, order], v[:, :, order], layout.permute(order, order))` equals
         `attention(q, k, v, layout)[:, :, order]`. An order that scatters tokens may need up to one block per pair.
         """
-        return self._gathered(
-            token_orders.permuted(self.q_len, q_order, "q_order"),
-            token_orders.permuted(self.kv_len, kv_order, "kv_order"),
-        )
+        q = token_orders.permuted(self.q_len, q_order, "q_order")
+        return self._gathered(q, token_orders.permuted(self.kv_len, kv_order, "kv_order"))
 
     def select(self, rows: slice | Integers = _ALL, cols: slice | Integers = _ALL) -> BlockLayout:
         """The blocks of some rows and cols, by slice or index, in the given order; rows may repeat.
@@ -433,11 +431,8 @@ class BlockLayout(LayoutPlans):
         >>> layout.select(rows=[1, 2]).shape
         (1, 1, 172, 300)
         """
-        block_q, block_kv = self.block_size
-        return self._gathered(
-            token_orders.selected(self.q_len, block_q, rows, "rows"),
-            token_orders.selected(self.kv_len, block_kv, cols, "cols"),
-        )
+        q = token_orders.selected(self.q_len, self.block_size[0], rows, "rows")
+        return self._gathered(q, token_orders.selected(self.kv_len, self.block_size[1], cols, "cols"))
 
     @tracing.untraced
     def crop(

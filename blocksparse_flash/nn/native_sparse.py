@@ -116,7 +116,7 @@ def most_important_blocks(
     is_beyond = (col > own) | (col < earliest)
     is_always = ((col < earliest + always[0]) | (col > own - always[1])) & ~is_beyond
     # products of float32 would spill
-    uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection._is_on_gpu(q)
+    uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection.is_on_gpu(q)
     n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
     chunk = max(block_size, SCORES_OF_CHUNK // max(1, n_scores) // block_size * block_size)
     found = []

@@ -138,7 +138,7 @@ def check_cols(selected: Tensor, frame: Frame) -> None:
         )
 
 
-def _is_on_gpu(tensor: Tensor) -> bool:
+def is_on_gpu(tensor: Tensor) -> bool:
     """Whether kernels can be launched on a tensor: a plain GPU tensor, with no tracing active."""
     return (
         tensor.is_cuda
@@ -152,7 +152,7 @@ def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
     """Whether the kernels can list these cols, k per row, within their limits of memory and time."""
     n_rows, n_cols = frame.n_rows, frame.n_cols
     return (
-        _is_on_gpu(selected)
+        is_on_gpu(selected)
         and 0 < frame.q_len <= MOST_LINES * max(TILE, frame.block_size[0])
         and 0 < n_cols <= MOST_LINES
         and frame.batch_heads * max(-(-frame.q_len // TILE), n_cols) <= MOST_OF_ALL_AXES
@@ -270,7 +270,7 @@ def plan_of_selection(
     # sorting would take longer for a selection by token
     is_by_token = selection.rows_per_token > 1 or block_size[0] < 16
     bits = selection.bits
-    has_kernels = bits is not None and _is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token)
+    has_kernels = bits is not None and is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token)
     make = _plan_by_kernels if has_kernels else _plan_by_operations
     return make(selection, q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal, tile=tile)
 
