@@ -210,13 +210,7 @@ def _choose_by_specs(backend: str, specs: TensorSpecs, device: torch.device, dty
 
 
 def decide(
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dtype: torch.dtype,
-    specs: TensorSpecs | None,
-    missing: str,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, specs: TensorSpecs | None, missing: str
 ) -> str:
     """The backend of a call, as CallSpec has it.
 

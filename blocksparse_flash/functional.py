@@ -13,8 +13,9 @@ from .blocks import checks
 from .dispatch import CallSpec
 from .explanation import Explanation
 from .explanation.call import Call
-from .layout import BlockLayout, Reordered
+from .layout import BlockLayout
 from .plan import block_bias as biases
+from .plan.layout_plans import Reordered
 from .plan.reordering import TokenOrder
 from .plan_format import TILE
 from .runtime import tracing
@@ -141,18 +142,10 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
         kv_lengths = kv_lengths.contiguous()
     if is_reference:
         with tracing.mode_of(q):
-            return reference.attention(
-                q,
-                k,
-                v,
-                None if layout is None else _dense(layout, q),
-                causal=spec.causal,
-                scale=spec.scale,
-                kv_lengths=kv_lengths,
-                dropout_p=spec.dropout_p,
-                seed=None if seed is None else seed.to(q.device),
-                **_for_reference(scores, layout),
-            )
+            mask, options = None if layout is None else _dense(layout, q), _for_reference(scores, layout)
+            options |= {"dropout_p": spec.dropout_p, "seed": None if seed is None else seed.to(q.device)}
+            options |= {"causal": spec.causal, "scale": spec.scale, "kv_lengths": kv_lengths}
+            return reference.attention(q, k, v, mask, **options)
     call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
     if layout is not None and dispatch.can_reorder(
         spec.backend,
@@ -486,19 +479,9 @@ def explain(
         has_dropout=dropout_p > 0, has_block_bias=block_bias is not None, has_pair_bias=pair_bias is not None
     )
     choice = dispatch.explained_choice(backend, (q, k, v), dtype, missing)
-    is_deterministic = dispatch.is_deterministic(deterministic)
+    has_lengths, is_deterministic = kv_lengths is not None, dispatch.is_deterministic(deterministic)
     call = Call(
-        q,
-        k,
-        v,
-        layout,
-        causal,
-        has_kv_lengths=kv_lengths is not None,
-        dropout_p=dropout_p,
-        deterministic=is_deterministic,
-        dtype=dtype,
-        backend=choice.backend,
-        scores=scores,
+        q, k, v, layout, causal, has_lengths, dropout_p, is_deterministic, dtype, backend=choice.backend, scores=scores
     )
     # reads the plan, which fake tensors do not have
     with tracing.outside_transforms():

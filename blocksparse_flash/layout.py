@@ -9,33 +9,21 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from .blocks import (
-    block_list,
-    checks,
-    constructors,
-    drawing,
-    predicates,
-    set_operations,
-    storage,
-    token_orders,
-)
-from .blocks.block_list import FULL, Array, Axis, BlockList, BlockRows, Frame, Size
+from .blocks import block_list, checks, constructors, drawing, predicates, set_operations, storage, token_orders
+from .blocks.block_list import FULL, Array, Axis, BlockList, Frame, Size
 from .blocks.checks import TENSORS
 from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
 from .blocks.transfer import resolved, to_device
-from .plan import block_bias, block_selection, device_builder, reordering, tile_choice
+from .plan import block_selection
 from .plan.block_bias import BiasIndex
-from .plan.gathered_builder import build_gathered_plan
-from .plan.host_builder import build_plan
-from .plan.reordering import TokenOrder
-from .plan.tile_choice import Shares
-from .plan_format import FINE_TILE, PARTIAL, PIECE, TILE, Plan
+from .plan.layout_plans import LayoutPlans
+from .plan_format import TILE, Plan
 from .runtime import tracing
 
 Integers = torch.Tensor | Array | list[int]
@@ -59,7 +47,7 @@ def numbered(number: int) -> BlockLayout:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class BlockLayout:
+class BlockLayout(LayoutPlans):
     """A token-exact attention mask, stored as blocks. Immutable.
 
     indptr       int32 (batch | 1, heads | 1, n_rows + 1): offsets into indices; a size of 1 is shared by all batches
@@ -89,7 +77,7 @@ class BlockLayout:
     (10, 0.625, 1)
     """
 
-    # properties, see below
+    # properties that copy `_tensors`, see below
     indptr: torch.Tensor
     indices: torch.Tensor
     bitmask_ids: torch.Tensor
@@ -97,12 +85,6 @@ class BlockLayout:
     q_len: int
     kv_len: int
     block_size: Size
-    if TYPE_CHECKING:
-        # the tensors themselves; callers get copies
-        _tensors: storage.Tensors
-        # plans by (device, causal, tile), bias indices by (device, causal), orders by (device, causal, groups), axes,
-        # NumPy arrays, hash, Selection; no part of the value
-        _cache: dict[str, Any]
 
     def __init__(
         self,
@@ -179,17 +161,16 @@ class BlockLayout:
             warnings.warn("looks= is deprecated, use dedup_key=", DeprecationWarning, stacklevel=2)
             dedup_key = looks
         predicates.check(fn, dedup_key)
-        is_long = False
         if within is None:
             checks.check_nnz(frame.n_blocks)
-            n_pairs = frame.batch_heads * q_len * kv_len
-            is_long = dedup_key is None and n_pairs > predicates.MANY_PAIRS
-            if is_long:
-                warnings.warn(
-                    f"from_predicate evaluates fn for {n_pairs:,} pairs; a builder of blocksparse_flash.masks, within= "
-                    "or dedup_key= takes a small part of that time",
-                    stacklevel=2,
-                )
+        n_pairs = frame.batch_heads * q_len * kv_len
+        is_long = within is None and dedup_key is None and n_pairs > predicates.MANY_PAIRS
+        if is_long:
+            warnings.warn(
+                f"from_predicate evaluates fn for {n_pairs:,} pairs; a builder of blocksparse_flash.masks, within= or "
+                "dedup_key= takes a small part of that time",
+                stacklevel=2,
+            )
         by_head = heads is not None or batch is not None
         return cls._evaluated(fn, frame, within, dedup_key, by_head=by_head, shows_progress=is_long)
 
@@ -200,8 +181,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks (rows[i], cols[i]), in any order. A block named twice is refused.
 
-        q_len, kv_len  lengths in tokens
-        block_size  tokens per side of a block, or (queries, keys)
+        q_len, kv_len, block_size  in tokens, as of the class
 
         >>> BlockLayout.from_blocks([0, 1, 1], [0, 0, 1], 256, 256, block_size=128).nnz
         3
@@ -216,8 +196,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout of full blocks first[row] <= col < stop[row] of every row; stop <= first is an empty row.
 
-        q_len, kv_len  lengths in tokens
-        block_size  tokens per side of a block, or (queries, keys)
+        q_len, kv_len, block_size  in tokens, as of the class
 
         >>> BlockLayout.from_ranges([0, 0], [1, 2], 256, 256, block_size=128).nnz
         3
@@ -232,8 +211,7 @@ class BlockLayout:
     ) -> BlockLayout:
         """The layout whose full blocks are the True entries of mask, bool ([[batch,] heads,] n_rows, n_cols).
 
-        q_len, kv_len  lengths in tokens
-        block_size  tokens per side of a block, or (queries, keys)
+        q_len, kv_len, block_size  in tokens, as of the class
         """
         return cls._of_full(*constructors.by_mask(mask, checks.frame(q_len, kv_len, block_size)))
 
@@ -244,8 +222,7 @@ class BlockLayout:
 
         A value 2 is refused: in `to_scipy` it marks a partial block, whose pairs are not in the matrix.
 
-        q_len, kv_len  lengths in tokens
-        block_size  tokens per side of a block, or (queries, keys)
+        q_len, kv_len, block_size  in tokens, as of the class
         """
         frame = checks.frame(q_len, kv_len, block_size)
         return cls._of_full(constructors.by_matrix(matrix, frame), frame)
@@ -442,10 +419,8 @@ class BlockLayout:
         `attention(q[:, :, order], k[:, :, order], v[:, :, order], layout.permute(order, order))` equals
         `attention(q, k, v, layout)[:, :, order]`. An order that scatters tokens may need up to one block per pair.
         """
-        return self._gathered(
-            token_orders.permuted(self.q_len, q_order, "q_order"),
-            token_orders.permuted(self.kv_len, kv_order, "kv_order"),
-        )
+        q = token_orders.permuted(self.q_len, q_order, "q_order")
+        return self._gathered(q, token_orders.permuted(self.kv_len, kv_order, "kv_order"))
 
     def select(self, rows: slice | Integers = _ALL, cols: slice | Integers = _ALL) -> BlockLayout:
         """The blocks of some rows and cols, by slice or index, in the given order; rows may repeat.
@@ -456,11 +431,8 @@ class BlockLayout:
         >>> layout.select(rows=[1, 2]).shape
         (1, 1, 172, 300)
         """
-        block_q, block_kv = self.block_size
-        return self._gathered(
-            token_orders.selected(self.q_len, block_q, rows, "rows"),
-            token_orders.selected(self.kv_len, block_kv, cols, "cols"),
-        )
+        q = token_orders.selected(self.q_len, self.block_size[0], rows, "rows")
+        return self._gathered(q, token_orders.selected(self.kv_len, self.block_size[1], cols, "cols"))
 
     @tracing.untraced
     def crop(
@@ -536,35 +508,7 @@ class BlockLayout:
 
         Then `attention(q, k, v, layout, block_bias=block_bias)` has gradients for q, k, v and gate.
         """
-        block_bias.check_scores(block_scores, self.shape[:2], (self.n_rows, self.n_cols))
-        is_shared = self.shape[:2] == (1, 1)
-        batch_heads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
-        index, is_used = self._entries(block_scores, batch_heads)
-        if not block_scores.numel():
-            # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
-            values = block_scores.sum().expand(self.capacity)
-        elif is_shared:
-            values = block_scores.flatten(2).index_select(2, index)
-        else:
-            values = block_scores.flatten().index_select(0, index)
-        return values if is_used is None else values.masked_fill(~is_used, 0)
-
-    def _entries(self, block_scores: torch.Tensor, batch_heads: Size) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(index, whether an entry is used) of `gather` on the device of block_scores; None if all are used."""
-        device, is_selected = block_scores.device, "selection" in self._cache
-        if torch.compiler.is_compiling():
-            index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, batch_heads)
-            return index.to(device), is_used.to(device) if is_selected else None
-        found: dict[Any, tuple[torch.Tensor, torch.Tensor]] = self._cache["gather_indices"]
-        entries = found.get((device, batch_heads))
-        if entries is None:
-            with tracing.outside_transforms(self._anchor):
-                index, is_used = block_bias.index_of_entries(*self._tensors[:2], self.n_cols, batch_heads)
-                entries = index.to(device), is_used.to(device)
-            if self._is_constant:
-                found[device, batch_heads] = entries
-        index, is_used = tracing.as_graph_constants(entries, block_scores)
-        return index, is_used if is_selected else None
+        return self._gathered_scores(block_scores)
 
     # ---- inspection
 
@@ -672,122 +616,19 @@ class BlockLayout:
             checks.boolean(causal, "causal")
         if non_blocking is not True and non_blocking is not False:
             checks.boolean(non_blocking, "non_blocking")
-        plans: dict[tuple[Any, bool, int], Plan] = self._cache["plans"]
         # the fast path: the device of a tensor needs no resolving
-        found = plans.get((device, causal, tile))
-        if found is not None:
-            return found
-        if tile != TILE:
-            self._check_tile(tile)
-        if torch.compiler.is_compiling() and (resolved(device), causal, tile) not in plans:
-            if tile != TILE:
-                options = f"tile={tile}, causal=True" if causal else f"tile={tile}"
-                raise ValueError(
-                    f"layout has no plan with tile={tile} for {resolved(device)} and torch.compile cannot make one: "
-                    f"call layout.plan(q.device, {options}) before"
-                )
-            raise ValueError(
-                f"layout has no plan for {resolved(device)} and torch.compile cannot make one: "
-                f"call layout.to(q.device) before" + (", and layout.plan(q.device, causal=True)" if causal else "")
-            )
-        return self._planned(device, causal, tile, non_blocking)
-
-    def _check_tile(self, tile: int) -> None:
-        if tile not in (FINE_TILE, PIECE):
-            raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {PIECE} tokens, got {tile!r}")
-        # list entries of tiles of 64 x 64 have 24 bits for a tile index
-        if max(self.q_len, self.kv_len) > PARTIAL * FINE_TILE:
-            raise ValueError(
-                f"tile must be {TILE} for more than 2**30 tokens, got {tile} for {self.q_len} x {self.kv_len} tokens"
-            )
-
-    def _planned(
-        self, device: torch.device | str | int, causal: bool = False, tile: int = TILE, non_blocking: bool = False
-    ) -> Plan:
-        """`plan`, without its refusal under torch.compile."""
-        device = resolved(device)
-        plans: dict[tuple[Any, bool, int], Plan] = self._cache["plans"]
-        key = device, causal, tile
-        if key not in plans:
-            # a plan on the meta device has shapes alone
-            elsewhere = [plan for at, plan in plans.items() if at[1:] == key[1:] and at[0].type != "meta"]
-            with tracing.outside_transforms(self._anchor):
-                if elsewhere:
-                    plans[key] = elsewhere[0].to(device, non_blocking=non_blocking)
-                else:
-                    plans[key] = self._new_plan(device, causal, tile, non_blocking)
-        return plans[key]
-
-    def _plan_all(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> None:
-        """Makes the plans that calls on a device may use; torch.compile uses those that were made before."""
-        device = resolved(device)
-        self.plan(device, causal=causal, non_blocking=non_blocking)
-        if device.type != "cuda":
-            return
-        has_gathered = torch.cuda.get_device_capability(device) == (9, 0)
-        for tile in self._tile_shares(device, causal).tiles:
-            if tile != PIECE or has_gathered:
-                self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
-        reordered = self._reordered(device, causal, self.shape[1])
-        if reordered is not None:
-            reordered.layout._plan_all(device, non_blocking=non_blocking)
-
-    def _reordered(self, device: torch.device, causal: bool, kv_heads: int) -> Reordered | None:
-        """The order of tokens in which kernels compute the layout with fewer tiles; None for its own. Cached.
-
-        kv_heads  of the call: query heads that share keys have one order
-
-        While torch.compile traces it is None unless it was made before, with its plan.
-        """
-        # others are made anew in each step
-        if not self._is_constant:
-            return None
-        found: dict[tuple[torch.device, bool, int], Reordered | None] = self._cache["orders"]
-        key = device, causal, 1 if self.shape[1] == 1 else kv_heads
-        if torch.compiler.is_compiling():
-            known = found.get(key)
-            plans = {} if known is None else known.layout._cache["plans"]
-            return known if any((device, False, tile) in plans for tile in (TILE, FINE_TILE, PIECE)) else None
-        if key not in found:
-            elsewhere = [order for at, order in found.items() if at[1:] == key[1:]]
-            with tracing.outside_transforms(self._anchor):
-                host = elsewhere[0] if elsewhere else self._new_order(*key[1:])
-                found[key] = None if host is None else host.to(device)
-        return found[key]
-
-    def _tile_shares(self, device: torch.device, causal: bool) -> Shares:
-        """The `Shares` of the layout, by which kernels choose their plan. Cached.
-
-        While torch.compile traces they are 1 for tile sizes without a plan.
-        """
-        fine, gathered = True, True
-        if torch.compiler.is_compiling():
-            fine, gathered = ((device, causal, tile) in self._cache["plans"] for tile in (FINE_TILE, PIECE))
-        if not fine and not gathered:
-            return tile_choice.WHOLE
-        found: Shares | None = self._cache.get("shares")
+        found: Plan | None = self._cache["plans"].get((device, causal, tile))
         if found is None:
-            with tracing.outside_transforms(self._anchor):
-                found = self._cache["shares"] = self._counted_shares()
-        return Shares(found.fine if fine else 1.0, found.gathered if gathered else 1.0)
+            self._check_plan(device, causal, tile)
+            found = self._planned(device, causal, tile, non_blocking)
+        return found
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:
         """Index from stored blocks to the tiles of `plan(device, causal=causal)`, for block_bias. Cached.
 
         raises  ValueError while torch.compile traces, unless cached
         """
-        device, causal = resolved(device), checks.boolean(causal, "causal")
-        found: dict[tuple[torch.device, bool], BiasIndex] = self._cache["bias_indices"]
-        if (device, causal) not in found:
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"layout has no index for block_bias on {device} and torch.compile cannot make one: "
-                    f"call layout.bias_index(q.device{', causal=True' if causal else ''}) before"
-                )
-            plan = self.plan(device, causal=causal)
-            with tracing.outside_transforms(self._anchor):
-                found[device, causal] = block_bias.build(*self._tensors[:2], plan, **self._frame.sizes, device=device)
-        return found[device, causal]
+        return self._bias_index(resolved(device), checks.boolean(causal, "causal"))
 
     def __repr__(self) -> str:
         return drawing.text(self._block_list(), self._frame)
@@ -848,28 +689,6 @@ class BlockLayout:
     def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
         """The layout of a canonical block list, with this layout's frame and these changes."""
         return self._from_block_list(found, self._frame._replace(**changes), self.device)
-
-    @property
-    def _anchor(self) -> torch.Tensor:
-        """A tensor of the layout: others are on its device, and traced and transformed alike."""
-        return self._tensors.indptr
-
-    @property
-    def _is_constant(self) -> bool:
-        """False for layouts made on a device, whose tensors a CUDA graph may change."""
-        return "selection" not in self._cache
-
-    @property
-    def _frame(self) -> Frame:
-        return Frame(*self.shape, self.block_size)
-
-    def _block_list(self) -> BlockList:
-        return block_list.by_keys(self._rows(), self._frame)
-
-    def _rows(self) -> BlockRows:
-        """The blocks as arrays on the host."""
-        found: BlockRows | None = self._cache["rows"]
-        return found or storage.to_block_rows(self._tensors, self._frame)
 
     def _state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict whose tensors are these."""
@@ -955,81 +774,10 @@ class BlockLayout:
         layout._cache["selection"] = found
         return layout
 
-    def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
-        if "selection" in self._cache and device == self.device and tile != PIECE:
-            selection: block_selection.Selection = self._cache["selection"]
-            return block_selection.plan_of_selection(selection, **self._frame.sizes, causal=causal, tile=tile)
-        return self._host_plan(device, causal, tile, non_blocking)
-
-    @tracing.untraced
-    def _host_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool) -> Plan:
-        if causal:
-            restricted = self._causal()
-            if restricted == self:
-                return self.plan(device, tile=tile, non_blocking=non_blocking)
-            return restricted._new_plan(device, False, tile, non_blocking)
-        frame = self._frame
-        if (
-            tile == TILE
-            and self._tensors.indptr.is_cpu
-            and device_builder.suits(frame, self.capacity, self._tensors.bitmasks.shape[0], device)
-        ):
-            return device_builder.build_plan_on_device(self._rows(), frame, device, non_blocking=non_blocking)
-        if tile == PIECE:
-            return build_gathered_plan(self._block_list(), frame, device, non_blocking=non_blocking)
-        return build_plan(*self._tiles(frame, tile), device, non_blocking=non_blocking)
-
-    def _tiles(self, frame: Frame, side: int) -> tuple[BlockRows, Frame]:
-        """The same pairs in tiles of side x side tokens, and the frame of the tiles."""
-        tiles = frame._replace(block_size=(side, side))
-        if frame == tiles:
-            return self._rows(), frame
-        found = block_list.regroup(self._block_list(), frame, tiles.block_size)
-        return block_list.by_rows(found, tiles), tiles
-
-    @tracing.untraced
-    def _counted_shares(self) -> Shares:
-        if "selection" in self._cache:
-            return tile_choice.WHOLE if min(self._frame.block_size) >= TILE else tile_choice.SELECTED
-        return tile_choice.shares_of(self._rows(), self._frame)
-
-    @tracing.untraced
-    def _new_order(self, causal: bool, n_groups: int) -> Reordered | None:
-        """`_reordered` on the host."""
-        if not reordering.can_pay(self._frame, self.capacity, self._tensors.bitmasks.shape[0]):
-            return None
-        if reordering.is_mostly_full(self._rows()):
-            return None
-        layout = self._causal() if causal else self
-        tiles = layout._frame._replace(block_size=(TILE, TILE))
-        blocks = block_list.regroup(layout._block_list(), layout._frame, tiles.block_size)
-        found = reordering.find(blocks, tiles, n_groups)
-        if found is None:
-            return None
-        orders = TokenOrder.of(found.q, self.q_len), TokenOrder.of(found.kv, self.kv_len)
-        return Reordered(self._from_block_list(found.blocks, found.frame), *orders)
-
     def _causal(self) -> BlockLayout:
         """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
         fn, key = predicates.causal(self._frame)
         return self.from_predicate(fn, **self._frame.sizes, within=self, dedup_key=key)
-
-
-class Reordered(NamedTuple):
-    """A layout in another order of its tokens, in which it has fewer tiles.
-
-    layout  the pairs of the reordered tokens; if made for causal=True, only the causal ones
-    q, kv   orders of the queries and of the keys; None keeps their order
-    """
-
-    layout: BlockLayout
-    q: TokenOrder | None
-    kv: TokenOrder | None
-
-    def to(self, device: torch.device) -> Reordered:
-        """The same, with the orders on a device."""
-        q, kv = (None if order is None else order.to(device) for order in (self.q, self.kv))
-        return self._replace(q=q, kv=kv)
 
 
 def _copied(name: str) -> property:
@@ -1059,12 +807,8 @@ def restored(
 
 def _received(state: Mapping[str, Any]) -> BlockLayout:
     """A layout sent by another process, checked."""
-    return BlockLayout.from_state_dict(
-        {
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in state.items()
-        }
-    )
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in state.items() if isinstance(value, np.ndarray)}
+    return BlockLayout.from_state_dict({**state, **tensors})
 
 
 def _sent(layout: BlockLayout) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:

@@ -151,7 +151,7 @@ torch.library.impl("blocksparse_flash::attention_backward", "default", _backward
 
 
 @torch.library.register_fake("blocksparse_flash::attention_forward")
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     batch, heads, q_len, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(batch, heads, q_len, v.shape[3]), q.new_empty(batch, heads, q_len, dtype=lse_dtype)

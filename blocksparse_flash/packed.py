@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .blocks import storage
+from .blocks import checks, storage
 from .blocks.block_list import Array, Frame, Size
 from .blocks.key_runs import blocks_of_runs, merged
 from .blocks.transfer import resolved
-from .layout import BlockLayout, Reordered
+from .layout import BlockLayout
+from .plan.layout_plans import Reordered
 from .plan.packed_builder import INVALID, Documents, build_packed_plan, can_build, shares_of
 from .plan.tile_choice import Shares
 from .plan_format import PIECE, TILE, Plan
@@ -108,13 +109,10 @@ class PackedLayout(BlockLayout):
         """The layout of the boundaries as they are now."""
         return layout_on_host(self._documents, self.block_size)
 
-    @tracing.untraced
-    def _copied(self) -> storage.Tensors:
-        return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
-
     @property
+    @tracing.untraced
     def _tensors(self) -> storage.Tensors:
-        return self._copied()
+        return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
 
     @classmethod
     def _bare(cls, *fields: Any) -> BlockLayout:
@@ -138,7 +136,7 @@ def packed_layout(documents: Documents, block_size: Size) -> BlockLayout:
     return PackedLayout.of(documents, block_size) if can_build(documents) else layout_on_host(documents, block_size)
 
 
-def checked_boundaries(cu_seqlens: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def checked_boundaries(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The boundaries of packed documents, checked, as integers (batch | 1, documents + 1).
 
     cu_seqlens  (documents + 1,) or (batch, documents + 1), on the device of q
@@ -146,11 +144,7 @@ def checked_boundaries(cu_seqlens: object, q: torch.Tensor, k: torch.Tensor) -> 
     raises      TypeError, ValueError. On a GPU, the host does not read the values: wrong ones trigger a device-side
                 assert, which PyTorch reports later as a RuntimeError
     """
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(
-            f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}; "
-            "torch.tensor(cu_seqlens, device=q.device) makes one"
-        )
+    checks.check_tensor("cu_seqlens", cu_seqlens, "; torch.tensor(cu_seqlens, device=q.device) makes one")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.device != q.device:

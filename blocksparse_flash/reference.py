@@ -96,11 +96,7 @@ def attention(
 
 
 def _modified(
-    scores: Tensor,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    pair_bias: Tensor | None,
+    scores: Tensor, softcap: float | None, alibi_slopes: Tensor | None, bias: Tensor | None, pair_bias: Tensor | None
 ) -> Tensor:
     """Scaled scores (batch, heads, q_len, kv_len) after the score mods."""
     q_len, kv_len = scores.shape[2:]

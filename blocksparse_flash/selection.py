@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -80,19 +82,10 @@ def selected_attention(
     >>> selected_attention(q, k, k, indices, block_size=16).shape
     torch.Size([1, 4, 64, 16])
     """
-    return selected_attention_with_lse(
-        q,
-        k,
-        v,
-        indices,
-        block_size=block_size,
-        query_block_size=query_block_size,
-        causal=causal,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        deterministic=deterministic,
-        backend=backend,
-    )[0]
+    options: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "scale": scale}
+    options |= {"block_size": block_size, "query_block_size": query_block_size}
+    options |= {"deterministic": deterministic, "backend": backend}
+    return selected_attention_with_lse(q, k, v, indices, **options)[0]
 
 
 @tracing.untraced
@@ -149,16 +142,9 @@ def selected_attention_with_lse(
             documents = block_selection.document_of_tokens(bounds, q.shape[2])
             selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
         layout = BlockLayout._selected(selection, frame)
-    out, lse = attention_with_lse(
-        _packed(q, group, rows_per_token),
-        k,
-        v,
-        layout,
-        causal=causal,
-        scale=scale,
-        deterministic=deterministic,
-        backend=backend,
-    )
+    rows = _packed(q, group, rows_per_token)
+    options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
+    out, lse = attention_with_lse(rows, k, v, layout, causal=causal, **options)
     return _unpacked(out, group, rows_per_token), _unpacked(lse[..., None], group, rows_per_token)[..., 0]
 
 
@@ -212,11 +198,8 @@ def _check_sides(block_size: object, query_block_size: object) -> None:
         raise ValueError(f"query_block_size must be a power of two from 1 to 128 tokens, got {query_block_size}")
 
 
-def _check_indices(indices: object, q: Tensor, k: Tensor, query_block_size: int) -> None:
-    if not isinstance(indices, Tensor):
-        raise TypeError(
-            f"indices must be a torch.Tensor, got {type(indices).__name__}; torch.tensor(indices) makes one"
-        )
+def _check_indices(indices: Tensor, q: Tensor, k: Tensor, query_block_size: int) -> None:
+    checks.check_tensor("indices", indices, "; torch.tensor(indices) makes one")
     (batch, heads, q_len, _), kv_heads = q.shape, k.shape[1]
     n_rows = -(-q_len // query_block_size)
     shape = tuple(indices.shape)
@@ -231,7 +214,4 @@ def _check_indices(indices: object, q: Tensor, k: Tensor, query_block_size: int)
             f"indices must have shape (batch = {batch} or 1, heads = {heads}, kv_heads = {kv_heads} or 1, {n_rows}, k) "
             f"for {q_len} queries in blocks of query_block_size = {query_block_size}, got {shape}"
         )
-    if indices.device != q.device:
-        raise ValueError(
-            f"indices must be on q's device {q.device}, got {indices.device}; indices.to(q.device) moves them"
-        )
+    validation.check_device("indices", indices, q)

@@ -70,6 +70,11 @@ def check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
         )
 
 
+def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}; {name}.to(q.device) moves it")
+
+
 def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
     """The hint for a tensor of an unsupported dtype."""
     if dtype.is_complex:
@@ -245,7 +250,6 @@ def _check_seed(seed: int | Tensor, q: Tensor) -> None:
 
 def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, most: str = "the length of k") -> None:
     """Accept a length of 0 .. kv_len for each batch; most: what kv_len is, for the message."""
-    device = q.device
     if not isinstance(kv_lengths, Tensor):
         raise TypeError(
             f"kv_lengths must be an int32 or int64 tensor, got {type(kv_lengths).__name__}; "
@@ -261,12 +265,9 @@ def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, mos
             f"kv_lengths must have shape ({batch},), one length for each batch, got {tuple(kv_lengths.shape)}; "
             "it is a number of leading keys, not a mask"
         )
-    if kv_lengths.device != device:
-        raise ValueError(
-            f"kv_lengths must be on q's device {device}, got {kv_lengths.device}; kv_lengths.to(q.device) moves it"
-        )
+    check_device("kv_lengths", kv_lengths, q)
     # reading them from a GPU would synchronize, and a compiler cannot read them
-    if device.type == "cpu" and batch and tracing.has_values(kv_lengths):
+    if q.device.type == "cpu" and batch and tracing.has_values(kv_lengths):
         lengths = kv_lengths.tolist()
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
@@ -359,8 +360,7 @@ def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
                 "for a mask pass a layout, such as BlockLayout.from_dense(mask), or torch.where(mask, 0.0, -torch.inf)"
             )
         raise ValueError(f"{name} must be floating point, got {value.dtype}; {hint}")
-    if value.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {value.device}; {name}.to(q.device) moves it")
+    check_device(name, value, q)
 
 
 def _check_for_heads(name: str, value: Any, heads: int, q: Tensor) -> None:
@@ -492,10 +492,9 @@ def check(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):
             checks.check_tensor(name, value, f"; torch.as_tensor({name}) makes one")
-    device = q.device
-    if not (device == k.device == v.device):
-        name, tensor = ("k", k) if k.device != device else ("v", v)
-        raise ValueError(f"{name} must be on q's device {device}, got {tensor.device}; {name}.to(q.device) moves it")
+    if not (q.device == k.device == v.device):
+        check_device("k", k, q)
+        check_device("v", v, q)
     if specs is not None:
         agreed = _agree_by_specs(specs, autocast)
     else:

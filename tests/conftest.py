@@ -109,7 +109,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("PyTorch operations were used")
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+        monkeypatch.setattr(block_selection, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(block_selection, "sorted_rows", refused)
     monkeypatch.setattr(block_selection, "_plan_by_operations", refused)
 

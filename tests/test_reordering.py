@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain, gathering
-from blocksparse_flash.layout import Reordered
 from blocksparse_flash.plan import reordering
+from blocksparse_flash.plan.layout_plans import Reordered
 from blocksparse_flash.plan_format import FINE_TILE, TILE
 from tests import test_zoo as zoo
 from tests.support.cases import Case

@@ -258,12 +258,7 @@ def other_gpus_section(lines: pd.DataFrame) -> str:
 
 HOPPER, FLEX, FLASH_4, CUDNN = (
     measurements.LABELS[by]
-    for by in (
-        ("blocksparse_flash", "hopper"),
-        ("flex", "triton"),
-        ("flash_attention_4", "cute"),
-        ("cudnn", "cudnn"),
-    )
+    for by in (("blocksparse_flash", "hopper"), ("flex", "triton"), ("flash_attention_4", "cute"), ("cudnn", "cudnn"))
 )
 # the mask of the second sentence
 SPARSE = "bigbird"

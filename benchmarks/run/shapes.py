@@ -162,14 +162,9 @@ def _flash_attention_4(case: Case, device: str, values: dict[str, Tensor]) -> Ca
         options["deterministic"] = True
     if case.documents is None:
         return tokens_first_call(flash_attn_func, **options)
-    cu_seqlens = case.cu_seqlens(device)
-    longest = case.length // case.documents
-    options |= {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
+    cu_seqlens, longest = case.cu_seqlens(device), case.length // case.documents
+    for name in "qk":
+        options |= {f"cu_seqlens_{name}": cu_seqlens, f"max_seqlen_{name}": longest}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in (q, k, v)), **options)

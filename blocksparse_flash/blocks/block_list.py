@@ -385,13 +385,7 @@ def regroup(found: BlockList, frame: Frame, new: Size) -> BlockList:
         n_pieces = n_down * n_across
         source = np.repeat(np.arange(len(keys)), n_pieces)
         piece = ranges(np.zeros(len(keys), np.int64), n_pieces)
-        rows, cols, batch_heads, ids, n_across = (
-            rows[source],
-            cols[source],
-            batch_heads[source],
-            ids[source],
-            n_across[source],
-        )
+        rows, cols, batch_heads, ids, n_across = (each[source] for each in (rows, cols, batch_heads, ids, n_across))
         tile_rows, tile_cols = tile_rows[source] + piece // n_across, tile_cols[source] + piece % n_across
     tile_keys = (batch_heads * tiled.n_rows + tile_rows) * tiled.n_cols + tile_cols
     # place of a block relative to its tile, in units of 16 tokens: -old < place < new

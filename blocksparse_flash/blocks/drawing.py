@@ -38,10 +38,8 @@ def _cells(found: BlockList, frame: Frame, most: int) -> Array:
     is_full = found.ids[is_first] == FULL
     _, rows, cols = frame.positions(found.keys[is_first])
     place = rows // down * width + cols // across
-    n_all = np.outer(
-        np.bincount(np.arange(frame.n_rows) // down, minlength=height),
-        np.bincount(np.arange(frame.n_cols) // across, minlength=width),
-    )
+    n_rows = np.bincount(np.arange(frame.n_rows) // down, minlength=height)
+    n_all = np.outer(n_rows, np.bincount(np.arange(frame.n_cols) // across, minlength=width))
     n_stored = np.bincount(place, minlength=height * width).reshape(height, width)
     n_full = np.bincount(place[is_full], minlength=height * width).reshape(height, width)
     return np.where(n_full == n_all, _FULL, np.where(n_stored > 0, _PARTIAL, _EMPTY))

@@ -170,10 +170,8 @@ def describe(found: BlockList, frame: Frame, *, head_dim: int, element_bytes: in
             raise ValueError(f"{name} must be at least 1, got {value}")
     nnz, n_blocks = len(found.keys), frame.n_blocks
     block_q, block_kv = frame.block_size
-    pairs, n_pairs = (
-        int(set_operations.counts_of_pairs(found, frame).sum()),
-        frame.batch_heads * frame.q_len * frame.kv_len,
-    )
+    pairs = int(set_operations.counts_of_pairs(found, frame).sum())
+    n_pairs = frame.batch_heads * frame.q_len * frame.kv_len
     line, col = np.divmod(found.keys, max(frame.n_cols, 1))
     queries = 2 * frame.batch_heads * frame.q_len
     return Description(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import can_reorder, has_fine_tiles, has_slopes_gradient, misaligned, tile_of
-from ..layout import BlockLayout, Reordered
+from ..layout import BlockLayout
+from ..plan.layout_plans import Reordered
 from ..plan.tile_choice import Shares
 from ..plan_format import TILE, Plan, side_of
 from ..validation import ScoreOptions
@@ -161,11 +162,8 @@ class Call:
     @property
     def why_not_reordered(self) -> str:
         """The option that rules out reordering; empty if there is none."""
-        options = {
-            "has_dropout": self.dropout_p > 0,
-            "has_kv_lengths": self.has_kv_lengths,
-            "has_positions": self.mods.has_positions,
-        }
+        options = {"has_dropout": self.dropout_p > 0, "has_kv_lengths": self.has_kv_lengths}
+        options["has_positions"] = self.mods.has_positions
         if can_reorder(self.backend, **options):
             return ""
         names = {"has_dropout": "dropout_p", "has_kv_lengths": "kv_lengths"}

@@ -217,10 +217,7 @@ def _times(call: Call, device: Device, forward: Calibration, backward: Calibrati
         return prediction.direction_ms(rates, sides, known, main_bytes=moved.main_bytes, extra_bytes=moved.extra_bytes)
 
     sides, n_sms = programs(call, device.n_sms), device.n_sms
-    return (
-        one(forward, sides[0], memory.forward(call, n_sms)),
-        one(backward, sides[1], memory.backward(call, n_sms)),
-    )
+    return (one(forward, sides[0], memory.forward(call, n_sms)), one(backward, sides[1], memory.backward(call, n_sms)))
 
 
 def balance(call: Call, device: Device | None, table: tuple[Calibration, ...]) -> Balance:

@@ -46,11 +46,8 @@ class Moved(NamedTuple):
 
 def _sizes(call: Call) -> dict[str, int]:
     """Bytes of q, k, v, out, lse in the type of the products."""
-    size, queries, keys = (
-        call.dtype.itemsize,
-        call.batch * call.heads * call.q_len,
-        call.batch * call.kv_heads * call.kv_len,
-    )
+    queries, keys = call.batch * call.heads * call.q_len, call.batch * call.kv_heads * call.kv_len
+    size = call.dtype.itemsize
     return {
         "q": size * queries * call.head_dim,
         "k": size * keys * call.head_dim,

@@ -96,10 +96,8 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     cols = of_col, of_col - np.clip(q_len // TILE - -(-whole_q // TILE), 0, of_col)
     # head after head, the longest lines first: the last tile rows, the first tile columns
     group = max(1, axes // max(1, kv_axes))
-    return Sides(
-        Lines(*(np.tile(values[::-1], axes) for values in rows)),
-        Lines(*(np.tile(values * group, kv_axes) for values in cols)),
-    )
+    of_rows = Lines(*(np.tile(values[::-1], axes) for values in rows))
+    return Sides(of_rows, Lines(*(np.tile(values * group, kv_axes) for values in cols)))
 
 
 def makespan(work: Array, servers: int) -> float:

@@ -144,20 +144,9 @@ def attention_function(
     if mask.selection is not None:
         out = attention_to_selection(query, key, value, mask, scale=scaling, deterministic=deterministic)
     else:
-        out = attention(
-            query,
-            key,
-            value,
-            mask.layout,
-            causal=mask.is_causal,
-            scale=scaling,
-            kv_lengths=mask.kv_lengths,
-            dropout_p=dropout,
-            deterministic=deterministic,
-            sinks=s_aux,
-            softcap=softcap,
-            pair_bias=bias,
-        )
+        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "deterministic": deterministic}
+        options |= {"kv_lengths": mask.kv_lengths, "sinks": s_aux, "softcap": softcap, "pair_bias": bias}
+        out = attention(query, key, value, mask.layout, causal=mask.is_causal, **options)
     if mask.back is not None:
         out = torch.take_along_dim(out, mask.back[:, None, :, None], dim=2)
     return out.transpose(1, 2).contiguous(), None

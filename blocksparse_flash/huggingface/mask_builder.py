@@ -207,7 +207,7 @@ def _without_full(is_token: Tensor | None) -> Tensor | None:
 
 
 def _of_step(request: _Request, position: int | Tensor, is_token: Tensor | None) -> Mask:
-    """The mask of one query in a static cache, as tensors alone: one compiled graph serves every position.
+    """The mask of one query in a static cache, as tensors alone: one compiled graph works at every position.
 
     Where some of the earlier keys are not attended, the others are moved to the front in each layer.
     """
@@ -325,14 +325,9 @@ def _by_pairs(request: _Request, is_token: Tensor | None, mask_function: MaskFun
         said = mask_function(*(place.to(crop.device) for place in pairs)).cpu()
         return said if is_token is None else said & is_token[batch, pairs[3]]
 
-    layout = BlockLayout.from_predicate(
-        attends,
-        crop.q_len,
-        crop.kv_len,
-        block_size=layout_crops.BLOCK if within is None else within.block_size,
-        within=within,
-        batch=request.batch,
-    )
+    block_size = layout_crops.BLOCK if within is None else within.block_size
+    sizes = crop.q_len, crop.kv_len
+    layout = BlockLayout.from_predicate(attends, *sizes, block_size=block_size, within=within, batch=request.batch)
     layout._plan_all(crop.device)
     return Mask(layout, False, kind, window)
 

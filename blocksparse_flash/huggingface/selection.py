@@ -137,19 +137,9 @@ def top_block_attention(
             layout = compressed_layout(kv_len, _POOLED, _STRIDE).crop(q_start)
     with torch.no_grad():
         _, lse = attention_with_lse(queries, means, means, layout, scale=scale)
-    indices = most_important_blocks(
-        queries,
-        means,
-        lse,
-        n_blocks=k_blocks,
-        block_size=block_size,
-        compressed_size=_POOLED,
-        stride=_STRIDE,
-        always=_ALWAYS,
-        scale=scale,
-        q_start=q_start,
-        documents=documents,
-    )
+    sizes: dict[str, Any] = {"compressed_size": _POOLED, "stride": _STRIDE, "always": _ALWAYS, "q_start": q_start}
+    sizes |= {"n_blocks": k_blocks, "block_size": block_size}
+    indices = most_important_blocks(queries, means, lse, **sizes, scale=scale, documents=documents)
     out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
     return out if documents is None else documents.together(out)
 

@@ -33,11 +33,6 @@ def blocks_of(layout: BlockLayout) -> tuple[BlockList, Frame]:
     return layout._block_list(), layout._frame
 
 
-def layout_of(found: BlockList, frame: Frame) -> BlockLayout:
-    """The layout of a canonical block list, on the host."""
-    return BlockLayout._from_block_list(found, frame)
-
-
 def runs_of(layout: BlockLayout) -> Runs:
     """The runs of keys of a layout."""
     return key_runs.runs_of(*blocks_of(layout))
@@ -45,7 +40,7 @@ def runs_of(layout: BlockLayout) -> Runs:
 
 def layout_of_runs(runs: Runs, frame: Frame) -> BlockLayout:
     """The layout of runs of keys, on the host."""
-    return layout_of(key_runs.blocks_of_runs(runs, frame), frame)
+    return BlockLayout._from_block_list(key_runs.blocks_of_runs(runs, frame), frame)
 
 
 def one_head(layout: BlockLayout, batch: int, head: int) -> BlockLayout:

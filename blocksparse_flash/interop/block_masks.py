@@ -134,15 +134,12 @@ def from_block_sparse_attention(
     if not (exact_streaming and (types == _STREAMING).any()):
         return layout
     sinks, locals_ = (torch.from_numpy(np.where(types == _STREAMING, info[:, i], kv_len + q_len)) for i in range(2))
-    return BlockLayout.from_predicate(
-        lambda batch, head, q_pos, kv_pos: (kv_pos < sinks[head]) | (q_pos + kv_len - q_len - kv_pos < locals_[head]),
-        q_len,
-        kv_len,
-        block_size=_MIT_BLOCK,
-        within=layout,
-        batch=layout.shape[0],
-        heads=layout.shape[1],
-    )
+
+    def attends(_batch: torch.Tensor, head: torch.Tensor, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        return (kv_pos < sinks[head]) | (q_pos + kv_len - q_len - kv_pos < locals_[head])
+
+    batch, heads = layout.shape[:2]
+    return BlockLayout.from_predicate(attends, **frame.sizes, within=layout, batch=batch, heads=heads)
 
 
 def _read_base(base: torch.Tensor | None, n_sparse: int, frame: Frame) -> Array:

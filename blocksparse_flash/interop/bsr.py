@@ -16,7 +16,7 @@ from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, BlockList, Frame, Size
 from ..blocks.key_runs import merged
 from ..layout import BlockLayout
-from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of, layout_of_runs, one_head, runs_of
+from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of_runs, one_head, runs_of
 
 
 def _read_rows(indptr: Any, indices: Any, n_rows: int, n_cols: int) -> tuple[Array, Array]:
@@ -41,7 +41,7 @@ def _from_pairs(rows: Array, cols: Array, pairs: Array | None, frame: Frame) -> 
     found = block_list.full_list(keys, frame.block_size)
     if pairs is not None:
         found = block_list.canonical(BlockList(keys, order, block_list.pack(pairs)), frame)
-    return layout_of(found, frame)
+    return BlockLayout._from_block_list(found, frame)
 
 
 def _pairs_of(found: BlockList, frame: Frame) -> Array:
@@ -58,14 +58,7 @@ def _pairs_of(found: BlockList, frame: Frame) -> Array:
 
 
 def _from_bsr(
-    indptr: Any,
-    indices: Any,
-    values: Array,
-    shape: Sequence[int],
-    name: str,
-    *,
-    q_len: int | None,
-    kv_len: int | None,
+    indptr: Any, indices: Any, values: Array, shape: Sequence[int], name: str, *, q_len: int | None, kv_len: int | None
 ) -> BlockLayout:
     """The layout of a matrix of whole blocks; the last ones may reach beyond the lengths, where they must be 0.
 
@@ -323,11 +316,7 @@ def to_torch_sparse(
 
 
 def from_torch_sparse(
-    tensor: torch.Tensor,
-    *,
-    block_size: int | Size | None = None,
-    q_len: int | None = None,
-    kv_len: int | None = None,
+    tensor: torch.Tensor, *, block_size: int | Size | None = None, q_len: int | None = None, kv_len: int | None = None
 ) -> BlockLayout:
     """The layout of a sparse tensor over tokens, of 0 and 1, exact, on the host.
 

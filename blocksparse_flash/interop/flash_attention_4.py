@@ -110,12 +110,12 @@ def from_flash_attention_4(
         raise ValueError(f"block_size must be that of the tensors, {tuple(own_size)}, or None, got {block_size}")
     if own_size is None and block_size is None:
         raise ValueError("block_size must be given, because tensors.block_size is None")
-    counts, cols = getattr(tensors, "full_block_cnt", None), getattr(tensors, "full_block_idx", None)
-    if (counts is None) != (cols is None):
+    full = getattr(tensors, "full_block_cnt", None), getattr(tensors, "full_block_idx", None)
+    if (full[0] is None) != (full[1] is None):
         raise ValueError("tensors must have both of full_block_cnt and full_block_idx, or neither")
     return from_kv_lists(
         KvList(tensors.mask_block_cnt, tensors.mask_block_idx),
-        None if counts is None or cols is None else KvList(counts, cols),
+        full,
         ("mask_block_cnt, mask_block_idx", "full_block_cnt, full_block_idx"),
         mask_mod,
         q_len=checks.length(q_len, "q_len"),

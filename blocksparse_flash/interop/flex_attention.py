@@ -41,10 +41,9 @@ def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, head
             "or convert the whole mask and slice the layout"
         )
     q_len, kv_len = (checks.length(int(length), "seq_lengths") for length in block_mask.seq_lengths)
-    counts, cols = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     return from_kv_lists(
         KvList(block_mask.kv_num_blocks, block_mask.kv_indices),
-        None if counts is None or cols is None else KvList(counts, cols),
+        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
         ("kv_num_blocks, kv_indices", "full_kv_num_blocks, full_kv_indices"),
         block_mask.mask_mod,
         q_len=q_len,
@@ -73,10 +72,8 @@ def to_flex_attention(layout: BlockLayout) -> BlockMask:
         raise ValueError(f"layout must have queries and keys for FlexAttention, got {layout.q_len} x {layout.kv_len}")
     partial, full = to_kv_lists(layout, ragged_is_full=False, width=layout.n_cols)
     return BlockMask.from_kv_blocks(
-        partial.counts,
-        partial.cols,
-        full.counts,
-        full.cols,
+        *partial,
+        *full,
         BLOCK_SIZE=layout.block_size,
         mask_mod=mask_mod_of(layout),
         seq_lengths=(layout.q_len, layout.kv_len),

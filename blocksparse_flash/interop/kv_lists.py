@@ -15,7 +15,7 @@ import torch
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, Frame, Size
 from ..layout import BlockLayout
-from .block_arrays import blocks_of, host, layout_of
+from .block_arrays import blocks_of, host
 
 MaskMod = Callable[..., torch.Tensor]
 
@@ -99,7 +99,7 @@ def mask_mod_of(layout: BlockLayout) -> MaskMod:
 
 def from_kv_lists(
     partial: KvList,
-    full: KvList | None,
+    full: tuple[torch.Tensor | None, torch.Tensor | None],
     names: tuple[str, str],
     mask_mod: MaskMod | None,
     *,
@@ -110,6 +110,7 @@ def from_kv_lists(
 ) -> BlockLayout:
     """The layout of full blocks and of partial blocks with the pairs where mask_mod is true, on the host.
 
+    full        both None if there are none
     names       names of the two lists, for messages
     mask_mod    None if there are no partial blocks
     block_size  multiples of 16; sides above 256 are split
@@ -129,9 +130,10 @@ def from_kv_lists(
             f"mask_mod must be given: {names[0]} names {len(keys)} blocks whose pairs it decides"
             + ("" if axes == (None, None) else "; batch= and heads= only apply to mask_mod")
         )
-    if full is None:
+    counts, cols = full
+    if counts is None or cols is None:
         return layout
-    full_keys, full_frame = _keys(full, names[1], q_len, kv_len, frame.block_size)
+    full_keys, full_frame = _keys(KvList(counts, cols), names[1], q_len, kv_len, frame.block_size)
     if full_frame != frame:
         raise ValueError(f"{names[1]} must have the (batch, heads) of {names[0]}, {frame[:2]}, got {full_frame[:2]}")
     twice = np.intersect1d(keys, full_keys, assume_unique=True)
@@ -203,4 +205,4 @@ def _full_layout(keys: Array, frame: Frame) -> BlockLayout:
     starts = lines * fine.n_cols + np.repeat(cols * across, heights)
     widths = np.repeat(np.minimum(across, fine.n_cols - cols * across), heights)
     keys = np.sort(block_list.ranges(starts, widths))
-    return layout_of(block_list.full_list(keys, fine.block_size), fine)
+    return BlockLayout._from_block_list(block_list.full_list(keys, fine.block_size), fine)

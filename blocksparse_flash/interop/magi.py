@@ -36,13 +36,7 @@ class MagiSlices(NamedTuple):
 
 
 def from_magi(
-    q_ranges: Any,
-    k_ranges: Any,
-    attn_type_map: Any,
-    q_len: int,
-    kv_len: int,
-    *,
-    block_size: int | Size = 128,
+    q_ranges: Any, k_ranges: Any, attn_type_map: Any, q_len: int, kv_len: int, *, block_size: int | Size = 128
 ) -> BlockLayout:
     """The layout of MagiAttention's slices: their union, exact, on the host.
 

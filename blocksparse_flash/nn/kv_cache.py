@@ -46,12 +46,8 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (
-            positive_int("batch", batch),
-            positive_int("kv_heads", kv_heads),
-            positive_int("max_length", max_length),
-            positive_int("head_dim", head_dim),
-        )
+        sizes = {"batch": batch, "kv_heads": kv_heads, "max_length": max_length, "head_dim": head_dim}
+        shape = [positive_int(name, size) for name, size in sizes.items()]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating torch.dtype such as torch.bfloat16, got {dtype!r}")
         # tensors made in inference mode could not be written outside it
@@ -232,8 +228,7 @@ def layout_of_step(
     if layout is None:
         return None, True
     stop = cache.length + n_tokens
-    full = layout_crops.FullLayout(
-        layout if layout.device.type == "cpu" else _on_host(layout), layout.q_len, None, 0 if causal else None
-    )
+    layout = layout if layout.device.type == "cpu" else _on_host(layout)
+    full = layout_crops.FullLayout(layout, layout.q_len, None, 0 if causal else None)
     # causality is in the crop
     return layout_crops.cropped(full, layout_crops.Crop(cache.length, n_tokens, 0, stop, device)), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -185,18 +186,9 @@ class SelfAttention(HoldsLayout):
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None, causal: bool, kv_lengths: Tensor | None
     ) -> Tensor:
-        return attention(
-            q,
-            k,
-            v,
-            layout,
-            causal=causal,
-            kv_lengths=kv_lengths,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            sinks=self.sinks,
-            softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes,
-        )
+        mods: dict[str, Any] = {"sinks": self.sinks, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes}
+        dropout_p = self.dropout_p if self.training else 0.0
+        return attention(q, k, v, layout, causal=causal, kv_lengths=kv_lengths, dropout_p=dropout_p, **mods)
 
     def unite(self, heads: Tensor) -> Tensor:
         """Third step of forward: heads (batch, heads, length, head_dim) to (batch, length, embed_dim)."""
@@ -212,14 +204,8 @@ class SelfAttention(HoldsLayout):
         raises      ValueError if the layer is not causal, or the layout is too short
         """
         weight = self.qkv.weight
-        cache = KVCache(
-            batch,
-            max_length,
-            self.kv_heads,
-            self.head_dim,
-            device=weight.device,
-            dtype=weight.dtype if dtype is None else dtype,
-        )
+        dtype = weight.dtype if dtype is None else dtype
+        cache = KVCache(batch, max_length, self.kv_heads, self.head_dim, device=weight.device, dtype=dtype)
         if self.layout is None or isinstance(self.layout, BlockLayout):
             check_layout(self.layout, cache, causal=self.causal)
         return cache

@@ -171,13 +171,7 @@ class MixtureOfBlockAttention(nn.Module):
         """
         q, k, v = self.projections.project(x, positions, cu_seqlens=cu_seqlens)
         out = mixture_of_block_attention(
-            q,
-            k,
-            v,
-            k_blocks=self.k_blocks,
-            block_size=self.block_size,
-            by_group=self.by_group,
-            cu_seqlens=cu_seqlens,
+            q, k, v, k_blocks=self.k_blocks, block_size=self.block_size, by_group=self.by_group, cu_seqlens=cu_seqlens
         )
         return self.projections.unite(out)
 

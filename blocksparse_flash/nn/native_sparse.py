@@ -116,7 +116,7 @@ def most_important_blocks(
     is_beyond = (col > own) | (col < earliest)
     is_always = ((col < earliest + always[0]) | (col > own - always[1])) & ~is_beyond
     # products of float32 would spill
-    uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection._is_on_gpu(q)
+    uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection.is_on_gpu(q)
     n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
     chunk = max(block_size, SCORES_OF_CHUNK // max(1, n_scores) // block_size * block_size)
     found = []
@@ -228,17 +228,9 @@ def native_sparse_attention(
     )[1]
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
-    coarse, fine = _coarse_and_fine(
-        q,
-        branches["compressed"],
-        branches["selected"],
-        n_blocks=n_blocks,
-        block_size=block_size,
-        compressed_size=compressed_size,
-        stride=stride,
-        always=always,
-        scale=scale,
-    )
+    sizes: dict[str, Any] = {"n_blocks": n_blocks, "block_size": block_size, "compressed_size": compressed_size}
+    sizes |= {"stride": stride, "always": always}
+    coarse, fine = _coarse_and_fine(q, branches["compressed"], branches["selected"], sizes, scale)
     recent = attention(q, *branches["window"], window_layout(q.shape[2], window_size), scale=scale)
     return _mixed(gates, coarse, fine, recent)
 
@@ -247,36 +239,25 @@ def _coarse_and_fine(
     q: Tensor,
     compressed: KeysAndValues,
     selected: KeysAndValues,
-    *,
-    n_blocks: int,
-    block_size: int,
-    compressed_size: int,
-    stride: int,
-    always: tuple[int, int],
+    sizes: dict[str, Any],
     scale: float,
     documents: DocumentBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The compressed and the selected branch. All tensors have the documents of `documents`."""
+    """The compressed and the selected branch. All tensors have the documents of `documents`.
+
+    sizes  n_blocks, block_size, compressed_size, stride and always
+    """
+    blocks = sizes["block_size"], sizes["compressed_size"], sizes["stride"]
     layout = None
     # keys that no query sees yet have no layout
     if compressed.k.shape[2] and documents is None:
-        layout = compressed_layout(q.shape[2], compressed_size, stride)
+        layout = compressed_layout(q.shape[2], *blocks[1:])
     elif compressed.k.shape[2] and documents is not None:
-        layout = compressed_layout_in_documents(documents, block_size, compressed_size, stride)
+        layout = compressed_layout_in_documents(documents, *blocks)
     coarse, lse = attention_with_lse(q, *compressed, layout, scale=scale)
-    indices = most_important_blocks(
-        q.detach(),
-        compressed.k.detach().to(q.dtype),
-        lse.detach(),
-        n_blocks=n_blocks,
-        block_size=block_size,
-        compressed_size=compressed_size,
-        stride=stride,
-        always=always,
-        scale=scale,
-        documents=documents,
-    )
-    return coarse, selected_attention(q, *selected, indices, block_size=block_size, scale=scale)
+    known = q.detach(), compressed.k.detach().to(q.dtype), lse.detach()
+    indices = most_important_blocks(*known, **sizes, scale=scale, documents=documents)
+    return coarse, selected_attention(q, *selected, indices, block_size=blocks[0], scale=scale)
 
 
 def _mixed(gates: Tensor, coarse: Tensor, fine: Tensor, recent: Tensor) -> Tensor:
@@ -481,19 +462,15 @@ class NativeSparseAttention(nn.Module):
         # imports the mask builders
         from ..masks import documents as documents_layout
 
-        sizes = {**self.sizes, "scale": self.heads.head_dim**-0.5}
+        sizes, scale = dict(self.sizes), self.heads.head_dim**-0.5
         left = sizes.pop("window_size") - 1
-        apart = (documents.apart(tensor) for tensor in selected)
-        coarse, fine = (
-            documents.together(branch)
-            for branch in _coarse_and_fine(
-                documents.apart(q), compressed, KeysAndValues(*apart), **sizes, documents=documents
-            )
-        )
+        apart = KeysAndValues(*(documents.apart(tensor) for tensor in selected))
+        branches = _coarse_and_fine(documents.apart(q), compressed, apart, sizes, scale, documents)
+        coarse, fine = (documents.together(branch) for branch in branches)
         # tokens after the last document
         coarse = coarse.masked_fill(documents.together(documents.own) < 0, 0)
         layout = documents_layout(cu_seqlens, causal=True, window=(left, 0), length=q.shape[2])
-        recent = attention(q, *window, layout, scale=sizes["scale"])
+        recent = attention(q, *window, layout, scale=scale)
         return _mixed(gates, coarse, fine, recent)
 
     def extra_repr(self) -> str:

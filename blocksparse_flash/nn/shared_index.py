@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -215,17 +217,9 @@ class SharedIndexAttention(nn.Module):
             else:
                 table = document_table(cu_seqlens, x, self.projections.rope, self.index_dim)
             index = rotate(index, table)
-        out, loss = shared_index_attention(
-            q,
-            k,
-            v,
-            index[:, :-1],
-            index[:, -1:],
-            k_blocks=self.k_blocks,
-            block_size=self.block_size,
-            cu_seqlens=cu_seqlens,
-            with_loss=self.training if with_loss is None else boolean(with_loss, "with_loss"),
-        )
+        with_loss = self.training if with_loss is None else boolean(with_loss, "with_loss")
+        options: dict[str, Any] = {"k_blocks": self.k_blocks, "block_size": self.block_size, "with_loss": with_loss}
+        out, loss = shared_index_attention(q, k, v, index[:, :-1], index[:, -1:], cu_seqlens=cu_seqlens, **options)
         return self.projections.unite(out), loss
 
     def extra_repr(self) -> str:

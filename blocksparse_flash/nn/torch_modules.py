@@ -162,16 +162,10 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
             if self.batch_first
             else "looks like (batch, length, embed_dim); give batch_first=True to the constructor"
         )
-        out = attention(
-            q,
-            k,
-            v,
-            self.layout_for(q.shape[2], q.shape[0] if is_batched else None, swapped),
-            causal=self.causal or is_causal,
-            kv_lengths=kv_lengths,
-            dropout_p=self.dropout if self.training else 0.0,
-            pair_bias=None if attn_mask is None or is_causal else _pair_bias(attn_mask, self.num_heads, q, k),
-        )
+        layout = self.layout_for(q.shape[2], q.shape[0] if is_batched else None, swapped)
+        bias = None if attn_mask is None or is_causal else _pair_bias(attn_mask, self.num_heads, q, k)
+        options: dict[str, Any] = {"kv_lengths": kv_lengths, "dropout_p": self.dropout if self.training else 0.0}
+        out = attention(q, k, v, layout, causal=self.causal or is_causal, pair_bias=bias, **options)
         out = self.out_proj(rearrange(out, "batch heads length d -> batch length (heads d)"))
         if not is_batched:
             return out[0], None
@@ -191,14 +185,6 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def __init__(self, *arguments: Any, layout: Layout = None, causal: bool = False, **named: Any) -> None:
         super().__init__(*arguments, **named)
         theirs = self.self_attn
-        self.self_attn = MultiheadAttention(
-            theirs.embed_dim,
-            theirs.num_heads,
-            dropout=theirs.dropout,
-            bias=theirs.in_proj_bias is not None,
-            batch_first=theirs.batch_first,
-            device=theirs.out_proj.weight.device,
-            dtype=theirs.out_proj.weight.dtype,
-            layout=layout,
-            causal=causal,
-        )
+        own = {"dropout": theirs.dropout, "bias": theirs.in_proj_bias is not None, "batch_first": theirs.batch_first}
+        own |= {"device": theirs.out_proj.weight.device, "dtype": theirs.out_proj.weight.dtype}
+        self.self_attn = MultiheadAttention(theirs.embed_dim, theirs.num_heads, **own, layout=layout, causal=causal)

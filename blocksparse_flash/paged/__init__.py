@@ -7,10 +7,4 @@ kv_heads, head_dim) pass `cache.transpose(1, 2)`: strides may be any, and nothin
 from .selection import page_bounds, page_means, score_pages, select_pages
 from .writing import append_to_pages
 
-__all__ = [
-    "append_to_pages",
-    "page_bounds",
-    "page_means",
-    "score_pages",
-    "select_pages",
-]
+__all__ = ["append_to_pages", "page_bounds", "page_means", "score_pages", "select_pages"]

@@ -73,20 +73,9 @@ def paged_attention(
     >>> paged_attention(torch.randn(2, 4, 1, 32), k_pages, v_pages, table, torch.tensor([40, 17])).shape
     torch.Size([2, 4, 1, 32])
     """
-    return paged_attention_with_lse(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        kv_lengths,
-        selected=selected,
-        causal=causal,
-        window=window,
-        scale=scale,
-        sinks=sinks,
-        softcap=softcap,
-        backend=backend,
-    )[0]
+    options: dict[str, Any] = {"selected": selected, "causal": causal, "window": window, "scale": scale}
+    options |= {"sinks": sinks, "softcap": softcap, "backend": backend}
+    return paged_attention_with_lse(q, k_pages, v_pages, page_table, kv_lengths, **options)[0]
 
 
 def paged_attention_with_lse(
@@ -171,11 +160,5 @@ torch.library.define(
 torch.library.impl("blocksparse_flash::paged_attention", "default", _run)
 
 
-@torch.library.register_fake("blocksparse_flash::paged_attention")
-def _fake(q: Tensor, _k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, q_len, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(batch, heads, q_len, v.shape[3]), q.new_empty(batch, heads, q_len, dtype=lse_dtype)
-
-
+torch.library.register_fake("blocksparse_flash::paged_attention", ops.fake_forward)
 _operator = torch.ops.blocksparse_flash.paged_attention.default

@@ -140,5 +140,4 @@ def check_window(window: int | None, causal: bool) -> None:
 def _check_tensor(name: str, tensor: Tensor, q: Tensor) -> None:
     check_tensor(name, tensor, f"; torch.as_tensor({name}) makes one")
     validation.check_dense(name, tensor, q)
-    if tensor.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}; {name}.to(q.device) moves it")
+    validation.check_device(name, tensor, q)

@@ -12,7 +12,7 @@ They run on the CPU, under torch.compile and other tracing, and where the kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,11 +67,7 @@ def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
 
     kind  "integers" (any number per row) or "floats" (one per col)
     """
-    if not isinstance(values, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor, got {type(values).__name__}; "
-            f"torch.tensor({name}) makes one from nested lists"
-        )
+    checks.check_tensor(name, values, f"; torch.tensor({name}) makes one from nested lists")
     checks.check_in_memory(values, name)
     if values.dtype not in (INTEGERS if kind == "integers" else FLOATS):
         hint = "int64" if kind == "integers" else "float32"
@@ -142,7 +138,7 @@ def check_cols(selected: Tensor, frame: Frame) -> None:
         )
 
 
-def _is_on_gpu(tensor: Tensor) -> bool:
+def is_on_gpu(tensor: Tensor) -> bool:
     """Whether kernels can be launched on a tensor: a plain GPU tensor, with no tracing active."""
     return (
         tensor.is_cuda
@@ -156,7 +152,7 @@ def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
     """Whether the kernels can list these cols, k per row, within their limits of memory and time."""
     n_rows, n_cols = frame.n_rows, frame.n_cols
     return (
-        _is_on_gpu(selected)
+        is_on_gpu(selected)
         and 0 < frame.q_len <= MOST_LINES * max(TILE, frame.block_size[0])
         and 0 < n_cols <= MOST_LINES
         and frame.batch_heads * max(-(-frame.q_len // TILE), n_cols) <= MOST_OF_ALL_AXES
@@ -270,37 +266,25 @@ def plan_of_selection(
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     tile    tokens per side of a tile, TILE or FINE_TILE
     """
-    indptr, indices, _, bits = selection[:4]
     parts = [max(1, tile // side) for side in block_size]
-    sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "block_size": block_size, "causal": causal, "tile": tile}
-    sizes |= {"rows_per_token": selection.rows_per_token, "documents": selection.documents}
     # sorting would take longer for a selection by token
     is_by_token = selection.rows_per_token > 1 or block_size[0] < 16
-    if bits is not None and _is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token):
-        return _plan_by_kernels(bits, indptr, len(indices), n_documents=selection.n_documents, **sizes)
-    return _plan_by_operations(indptr, indices, **sizes)
+    bits = selection.bits
+    has_kernels = bits is not None and is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token)
+    make = _plan_by_kernels if has_kernels else _plan_by_operations
+    return make(selection, q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal, tile=tile)
 
 
 def _plan_by_kernels(
-    bits: Tensor,
-    indptr: Tensor,
-    capacity: int,
-    *,
-    q_len: int,
-    kv_len: int,
-    block_size: Size,
-    causal: bool,
-    tile: int,
-    rows_per_token: int = 1,
-    documents: Tensor | None = None,
-    n_documents: int = 0,
+    selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
 ) -> Plan:
     from ..kernels.triton import block_selection, plan_builder
 
-    batch, heads, n_ends = indptr.shape
+    (batch, heads, n_ends), documents, bits = selection.indptr.shape, selection.documents, selection.bits
+    assert bits is not None
     rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
-    sizes = None if documents is None else plan_builder.DocumentSizes(len(documents), n_documents)
-    grid = plan_builder.Grid(rows, causal, tile, rows_per_token, sizes)
+    sizes = None if documents is None else plan_builder.DocumentSizes(len(documents), selection.n_documents)
+    grid = plan_builder.Grid(rows, causal, tile, selection.rows_per_token, sizes)
     if grid.n_bitmasks * grid.words_of_bitmask >= MOST_WORDS:
         raise ValueError(
             f"a plan of blocks of {block_size[0]} queries x {block_size[1]} keys would take "
@@ -308,7 +292,7 @@ def _plan_by_kernels(
             f"{kv_len} tokens: select for more queries together (query_block_size), or attend with fewer heads a call"
         )
     tiles = [max(1, side // tile) for side in block_size]
-    lengths = _lengths(capacity * tiles[0] * tiles[1], rows.axes, grid.shape)
+    lengths = _lengths(len(selection.indices) * tiles[0] * tiles[1], rows.axes, grid.shape)
     with tracing.on_device(bits.device):
         made = plan_builder.build_from_bits(bits, grid, (batch, heads), lengths, documents)
     return with_dynamic_lengths(Plan._make(made))
@@ -325,18 +309,11 @@ def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
 
 
 def _plan_by_operations(
-    indptr: Tensor,
-    indices: Tensor,
-    *,
-    q_len: int,
-    kv_len: int,
-    block_size: Size,
-    causal: bool,
-    tile: int,
-    rows_per_token: int = 1,
-    documents: Tensor | None = None,
+    selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool, tile: int
 ) -> Plan:
     """Processes both directions together: each operation costs the host more than the GPU, so few are best."""
+    indptr, indices = selection[:2]
+    rows_per_token, documents = selection.rows_per_token, selection.documents
     grid = -(-q_len // tile), -(-kv_len // tile)
     axes = indptr.shape[0] * indptr.shape[1]
     bitmasks = _Bitmasks(block_size, q_len, kv_len, tile, indptr.device, rows_per_token)

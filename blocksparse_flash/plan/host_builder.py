@@ -148,10 +148,8 @@ def records_of(work: Array, n_partial: Array, most: int, n_long: Sequence[int], 
     n_partial  partial tiles of each line
     n_long   of each direction
     """
-    n_of_rows, batch_head, number = (
-        frame.batch_heads * frame.n_rows,
-        *_numbered(frame.batch_heads, frame.n_rows, frame.n_cols),
-    )
+    n_of_rows = frame.batch_heads * frame.n_rows
+    batch_head, number = _numbered(frame.batch_heads, frame.n_rows, frame.n_cols)
     begin = work.cumsum()
     begin -= work
     begin[n_of_rows:] -= begin[n_of_rows] if n_of_rows < len(work) else 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..blocks.block_list import Frame
 from ..plan_format import FINE_TILE, TILE, Plan, with_dynamic_lengths
 from ..runtime import tracing
+from .block_selection import is_on_gpu
 from .tile_choice import WHOLE, Shares
 
 # tokens of a side: positions and sums of two of them are int32
@@ -76,14 +77,7 @@ class Documents(NamedTuple):
 
 def can_build(documents: Documents) -> bool:
     """Whether kernels can be launched on the boundaries: plain GPU tensors, with no tracing active."""
-    cu_seqlens = documents.cu_q
-    return (
-        cu_seqlens.is_cuda
-        and not tracing.has_observers()
-        and type(cu_seqlens) in tracing.PLAIN_TYPES
-        and tracing.runs_triton(cu_seqlens.device.index)
-        and min(documents.q_len, documents.kv_len) > 0
-    )
+    return is_on_gpu(documents.cu_q) and min(documents.q_len, documents.kv_len) > 0
 
 
 def shares_of(documents: Documents) -> Shares:
@@ -162,8 +156,5 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     with tracing.on_device(documents.cu_q.device):
         tensors, is_valid = packed_plan.build(*documents.boundaries, packing)
         # on a GPU an assertion of the device, which ends the process that goes on without a check
-        torch._assert_async(
-            is_valid if documents.batch == 1 else is_valid.all(),
-            INVALID,
-        )
+        torch._assert_async(is_valid if documents.batch == 1 else is_valid.all(), INVALID)
     return with_dynamic_lengths(Plan._make(tensors))

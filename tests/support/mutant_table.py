@@ -491,8 +491,13 @@ MUTANTS: dict[str, list[Mutant]] = {
             "- group * frame.blocks_per_batch_head",
             f"{REORDERED} same_pairs",
         ),
-        ("layout.py", "layout = self._causal() if causal else self", "layout = self", f"{REORDERED} same_pairs"),
-        ("layout.py", "1 if self.shape[1] == 1 else kv_heads", "1", f"{REORDERED} same_pairs"),
+        (
+            "plan/layout_plans.py",
+            "layout = self._causal() if causal else self",
+            "layout = self",
+            f"{REORDERED} same_pairs",
+        ),
+        ("plan/layout_plans.py", '1 if self._cache["axes"][1] == 1 else kv_heads', "1", f"{REORDERED} same_pairs"),
         (
             "dispatch.py",
             "(has_dropout or has_kv_lengths or has_positions)",
@@ -1118,7 +1123,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "of_batch = axis // batch if batch_heads[0] > 1",
             GATES,
         ),
-        ("layout.py", "return values if is_used is None else values.masked_fill(~is_used, 0)", "return values", GATES),
+        (
+            "plan/layout_plans.py",
+            "return values if is_used is None else values.masked_fill(~is_used, 0)",
+            "return values",
+            GATES,
+        ),
         (
             "nn/video_sparse.py",
             "k=min(k_blocks, scores.shape[3])",

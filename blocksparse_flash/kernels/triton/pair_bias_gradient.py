@@ -11,15 +11,7 @@ import triton.language as tl
 
 from ...runtime.launch import Config, Launch, Memory, contiguous
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import (
-    LOG2_E,
-    Constants,
-    Options,
-    Shape,
-    dropout_arguments,
-    softcap_arguments,
-    strides_of,
-)
+from ..arguments import LOG2_E, Constants, Options, Shape, dropout_arguments, softcap_arguments, strides_of
 from ..arguments import TILE as TILE_SIDE
 from .backward_preprocess import load_lse_delta
 from .score_mods import apply_score_mods, load_pair_bias_tile, load_slope

@@ -116,7 +116,7 @@ def assert_same(
         assert torch.equal(getattr(made, name), getattr(expected, name)), name
     for causal, tile in itertools.product(causals, tiles):
         # directly, since operations raise in block_selection
-        plan = PLAN_BY_OPERATIONS(expected.indptr, expected.indices, **frame.sizes, causal=causal, tile=tile)
+        plan = PLAN_BY_OPERATIONS(expected, **frame.sizes, causal=causal, tile=tile)
         assert_same_plan(made.plan(made.device, causal=causal, tile=tile), plan)
 
 
@@ -220,7 +220,7 @@ def test_the_first_of_equal_scores_are_selected(device: torch.device) -> None:
 
 
 def test_grids_too_large_for_a_bitmap_use_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_selection, "is_on_gpu", lambda _: True)
     tensor, frame = torch.zeros(1, dtype=torch.int64), Frame(1, 1, 1 << 20, 1 << 20, (128, 128))
     assert block_selection._has_kernels(tensor, frame, 100)
     # a bitmap that is large for the number of entries; too many rows or columns; none
@@ -240,8 +240,8 @@ def test_compilers_and_modes_see_pytorch_operations(device: torch.device) -> Non
     compiled = torch.compile(indices, backend="eager", fullgraph=True)
     assert torch.equal(compiled(scores), indices(scores))
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert not block_selection._is_on_gpu(scores)
-    assert block_selection._is_on_gpu(scores) == (device.type == "cuda")
+        assert not block_selection.is_on_gpu(scores)
+    assert block_selection.is_on_gpu(scores) == (device.type == "cuda")
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(128, 1024), (1024, 128), (1024, 1024)])
@@ -249,7 +249,7 @@ def test_kernels_are_not_used_where_their_offsets_would_overflow(
     q_len: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 2^21 programs, offsets in fill_tail passed 2^31 and wrapped around to a loop step of 0."""
-    monkeypatch.setattr(block_selection, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(block_selection, "is_on_gpu", lambda _: True)
     frame = Frame(1 << 10, 1 << 7, q_len, kv_len, (128, 128))
     assert block_selection._has_kernels(torch.empty(0), frame, 4)
     assert not block_selection._has_kernels(torch.empty(0), frame._replace(batch=1 << 18), 4)
@@ -323,7 +323,7 @@ def test_plans_of_selections_by_token_have_the_pairs_of_pytorch(
             continue
         sizes = {**frame.sizes, "causal": causal, "tile": tile}
         plan = block_selection.plan_of_selection(made._replace(rows_per_token=rows_per_token), **sizes)
-        wanted = PLAN_BY_OPERATIONS(*expected[:2], **sizes, rows_per_token=rows_per_token)
+        wanted = PLAN_BY_OPERATIONS(block_selection.Selection(*expected, None, rows_per_token), **sizes)
         truth = pairs_of(wanted, *frame[2:4], of_rows=True)
         for of_rows in (True, False):
             assert torch.equal(pairs_of(plan, *frame[2:4], of_rows=of_rows), truth)
@@ -384,13 +384,9 @@ def test_plans_in_packed_documents_have_the_pairs_of_one_document(
         sizes: dict[str, Any] = {**frame.sizes, "causal": causal, "tile": tile}
         if shares_bitmasks and math.prod(max(1, tile // side) for side in frame.block_size) > 8:
             continue
-        whole = PLAN_BY_OPERATIONS(made.indptr, made.indices, **sizes, rows_per_token=rows_per_token)
+        whole = PLAN_BY_OPERATIONS(made._replace(documents=None), **sizes)
         truth = pairs_of(whole, *frame[2:4], of_rows=True) & is_one
-        options = {"rows_per_token": rows_per_token, "documents": made.documents}
-        for plan in (
-            block_selection.plan_of_selection(made, **sizes),
-            PLAN_BY_OPERATIONS(made.indptr, made.indices, **sizes, **options),
-        ):
+        for plan in (block_selection.plan_of_selection(made, **sizes), PLAN_BY_OPERATIONS(made, **sizes)):
             for of_rows in (True, False):
                 assert torch.equal(pairs_of(plan, *frame[2:4], of_rows=of_rows), truth)
     plan_builder.plan_launches.cache_clear()
