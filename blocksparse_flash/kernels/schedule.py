@@ -43,32 +43,27 @@ def padded_dim(backend: str, head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# whether the Hopper kernels for tiles of 128 have 96 and 192 columns (hopper/tma.py) where powers of two would be 128
-# and 256; hopper/TUNING.md has their registers and shared memory
-HAS_TAILS = True
-
-
 def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
-    """Columns in the Hopper forward of (q and k, v and out): powers of two, or 192.
+    """Columns in the Hopper forward of (q and k, v and out): powers of two, or 192 (hopper/tma.py).
 
     Beyond 128, q and k have as many as v or more, since out is staged in q's buffers.
     """
     columns, columns_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     if max(columns, columns_v) <= 128:
         return columns, columns_v
-    if HAS_TAILS and max(head_dim, v_dim) <= 192:
+    if max(head_dim, v_dim) <= 192:
         return 192, 192 if v_dim > 128 else 128
     return 256, 256
 
 
 def backward_columns(head_dim: int) -> int:
     """Columns in the Hopper backward: a power of two, or 96."""
-    return 96 if HAS_TAILS and 64 < head_dim <= 96 else padded_dim("hopper", head_dim)
+    return 96 if 64 < head_dim <= 96 else padded_dim("hopper", head_dim)
 
 
 def wide_columns(head_dim: int) -> int:
     """Columns in the Hopper backward if the other tensor has more than 128: a power of two, or 192."""
-    return 192 if HAS_TAILS and 128 < head_dim <= 192 else padded_dim("hopper", head_dim)
+    return 192 if 128 < head_dim <= 192 else padded_dim("hopper", head_dim)
 
 
 class Split(NamedTuple):

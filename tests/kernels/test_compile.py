@@ -58,8 +58,6 @@ HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *ALONE, *FINE, "pos
 HOPPER_TABLES = (
     *HOPPER,
     "preprocess_kernel",
-    "keys_kernel",
-    "queries_kernel",
     "combine_rows_kernel",
     "sum_splits_kernel",
 )
@@ -71,7 +69,7 @@ HOPPER_TABLES = (
 # in their tuned configurations
 TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("hopper-few", None): HOPPER_TABLES,
-    ("hopper-rest", None): (*HOPPER, "queries_kernel"),
+    ("hopper-rest", None): HOPPER,
     ("hopper-once", BEFORE): HOPPER_TABLES,
     **{("hopper-few", version): HOPPER_TABLES for version in AFTER},
     ("90-few", None): (*TABLES, "joint_kernel"),
@@ -91,7 +89,7 @@ SHARDS = {
 }  # fmt: skip
 # more for the targets of which `make test` compiles the first share
 SHARDS_OF_INSTALLED = {
-    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(ALONE + FINE, 10), "forward_kernel": 12,
+    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), **dict.fromkeys(ALONE, 2), "forward_kernel": 12,
     "split_kv_kernel": 10, "paged_kernel": 8, "joint_kernel": 6, "keys_kernel": 8, "queries_kernel": 8,
 }  # fmt: skip
 

@@ -219,7 +219,7 @@ def main() -> None:
         # more tile columns than programs
         with mock.patch.object(hopper_backward, "num_sms", lambda _: 1):
             columns = hopper_backward.backward_launches.__wrapped__(
-                specs_of(*[out] * 4), plan_specs, WHOLE, False, options
+                specs_of(*[out] * 4), plan_specs, WHOLE, None, options
             )
         assert columns.workspaces[2] is not None and not columns.adds_by_tma
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)

@@ -21,7 +21,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
-from blocksparse_flash.kernels import arguments, schedule
+from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import backward_dq, fine_backward, fine_forward, wide_backward
@@ -428,10 +428,8 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
 
 def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
-    of_rows_dims, of_cols_dims = list[Any](HOPPER_DIMS), list[Any](HOPPER_DIMS[:2])
-    if schedule.HAS_TAILS:
-        of_rows_dims += [(192, 128), (192, 192)]
-        of_cols_dims += [(96, 96), (96, 128), (128, 96)]
+    of_rows_dims = [*HOPPER_DIMS, (192, 128), (192, 192)]
+    of_cols_dims = [*HOPPER_DIMS[:2], (96, 96), (96, 128), (128, 96)]
     for dim, has_layout, has_lengths, is_wide in itertools.product(of_rows_dims, flags, flags, flags):
         if is_wide and (has_layout or has_lengths):
             continue

@@ -16,7 +16,6 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from blocksparse_flash import BlockLayout, dispatch, ops
-from blocksparse_flash.kernels import schedule
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper.forward import wide_pays
@@ -186,16 +185,14 @@ def with_tails(index: int, dims: list[tuple[int, int]]) -> Each:
 
 @pytest.mark.sweep(by=lambda index: {index % 8})
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
-def test_every_layout_is_accurate_with_tails_in_the_backward(check, monkeypatch, index):
-    monkeypatch.setattr(schedule, "HAS_TAILS", True)
+def test_every_layout_is_accurate_with_96_columns(check, index):
     check(Simulation(seed=index), *with_tails(index, BACKWARD_TAILS)[:2], deterministic=index % 8 == 5)
 
 
 @pytest.mark.sweep(by=lambda index: {index % 4})
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[zoo.name_of(layout) for layout in LAYOUTS])
-def test_every_layout_is_accurate_with_tails_in_the_forward(check, monkeypatch, index):
-    monkeypatch.setattr(schedule, "HAS_TAILS", True)
-    check(Simulation(seed=index), *with_tails(index, FORWARD_TAILS)[:2], backward=False)
+def test_every_layout_is_accurate_with_192_columns(check, index):
+    check(Simulation(seed=index), *with_tails(index, FORWARD_TAILS)[:2])
 
 
 def split(simulation: Simulation, num_splits: int, n_lines: int) -> Simulation:

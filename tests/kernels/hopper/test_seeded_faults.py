@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels import schedule
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.plan_format import FINE_TILE, PIECE
@@ -335,7 +334,6 @@ class Run(NamedTuple):
     n_sms              SMs of the simulated GPU
     splits             (num_splits, split tile rows and columns of each head), None without splits
     has_backward       False: the forward only
-    has_tails          schedule.HAS_TAILS
     """
 
     seed: int
@@ -347,7 +345,6 @@ class Run(NamedTuple):
     splits: tuple[int, int] | None = None
     has_backward: bool = True
     tile: int = TILE_SIDE
-    has_tails: bool = False
 
 
 def staircase() -> BlockLayout:
@@ -501,11 +498,11 @@ WIDE_LENGTHS = zoo.Call(head_dim=192, v_dim=136, causal=True, has_kv_lengths=Tru
 WIDE_PLAIN = zoo.Call(head_dim=200, v_dim=40, dtype=torch.float16, kv_heads=1)
 WIDE = [
     *(
-        Run(seed, (300, 400), WIDE_LENGTHS, config=ForwardConfig(out_in_q=True), n_sms=1 + seed % 2, has_tails=True)
+        Run(seed, (300, 400), WIDE_LENGTHS, config=ForwardConfig(out_in_q=True), n_sms=1 + seed % 2)
         for seed in range(3)
     ),
     *(Run(seed, WINDOW, WIDE_PLAIN, n_sms=1 + seed % 2) for seed in range(3)),
-    Run(0, WINDOW, WIDE_LENGTHS, config=ForwardConfig(out_in_q=True), splits=(2, 1), has_tails=True),
+    Run(0, WINDOW, WIDE_LENGTHS, config=ForwardConfig(out_in_q=True), splits=(2, 1)),
 ]
 SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
 # rows whose last third is a tail: 96 columns in the backward, 192 in the forward
@@ -567,26 +564,24 @@ TAIL_FAULTS = {
 }
 TAIL_LENGTHS = zoo.Call(head_dim=96, has_kv_lengths=True, dtype=torch.float16)
 TAILS = [
-    Run(0, (130, 300), TAIL_LENGTHS, dq_from_registers=True, has_tails=True),
+    Run(0, (130, 300), TAIL_LENGTHS, dq_from_registers=True),
     Run(
         1, (300, 400), zoo.Call(head_dim=80, causal=True, dtype=torch.float16, kv_heads=2), dq_from_registers=True,
-        has_tails=True,
     ),
     Run(
         2, (130, 300), zoo.Call(head_dim=96, dtype=torch.float16), splits=(2, 9), dq_from_registers=True,
-        has_tails=True,
     ),
     Run(
         3, (130, 300), zoo.Call(head_dim=136, v_dim=128, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
-        has_backward=False, has_tails=True,
+        has_backward=False,
     ),
     Run(
         4, (130, 300), zoo.Call(head_dim=72, v_dim=144, has_kv_lengths=True, dtype=torch.float16), splits=(2, 1),
-        config=ForwardConfig(out_in_q=True), has_backward=False, has_tails=True,
+        config=ForwardConfig(out_in_q=True), has_backward=False,
     ),
     Run(
         5, (130, 300), zoo.Call(head_dim=160, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
-        has_backward=False, has_tails=True,
+        has_backward=False,
     ),
 ]  # fmt: skip
 # (faults, runs): each fault must be detected in one of the runs
@@ -640,7 +635,6 @@ def check_run(check, monkeypatch):
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
         monkeypatch.setattr(forward, "wide_pays", lambda *_: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
-        monkeypatch.setattr(schedule, "HAS_TAILS", run.has_tails)
         if run.splits is not None:
             split(simulation, *run.splits)
         check(simulation, run.layout, run.call, backward=run.has_backward, tile=run.tile)
