@@ -46,6 +46,9 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
     columns, rows = _ordered(shown["by"]), []
     for case, found in shown.groupby("pattern", sort=False):
         rates = {by: dict(zip(of["direction"], of["tflops"], strict=True)) for by, of in found.groupby("by")}
+        if OURS not in rates:
+            # a later run has this library's lines of the case
+            continue
         others = [rate for by, rate in rates.items() if by != OURS]
         best = {way: max((rate[way] for rate in others if way in rate), default=None) for way in ("fwd", "bwd")}
         ratios = {way: rate / peak for way, rate in rates.get(OURS, {}).items() if (peak := best[way])}
