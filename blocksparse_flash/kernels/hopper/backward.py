@@ -78,7 +78,7 @@ from .backward_producer import (
     steps_of_head,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline, consumer_release, consumer_wait, named_barrier
-from .bitmask import transposed_mask
+from .bitmask import pair_mask
 from .registers import (
     WARPGROUP_ROWS,
     accumulator,
@@ -193,25 +193,6 @@ def zero_sums(kv):
         TAIL_V: gl.constexpr = kv.v_tail.shape[4]
         b_dv_tail = gl.zeros([WARPGROUP_ROWS, TAIL_V], gl.float32, accumulator(TAIL_V))
     return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
-
-
-@gluon.jit
-def pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Which pairs of a partial step attend: [keys, queries].
-
-    o_kv, o_q  offsets from the first key of the tile and the first query of the step
-    """
-    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
-    if ptrs.indices_ptr is not None:
-        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + step // STEPS_PER_TILE)
-        return transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, step % STEPS_PER_TILE * BLOCK_Q + o_q, TILE)
-    else:
-        # first query of the step that attends to each key
-        o_first = o_kv * 0
-        if CAUSAL:
-            o_first = kv_start + o_kv - (step * BLOCK_Q + sizes.kv_len - sizes.q_len)
-        o_first = gl.where(kv_start + o_kv < kv_limit, o_first, BLOCK_Q)
-        return gl.expand_dims(o_q, 0) >= gl.expand_dims(o_first, 1)
 
 
 @gluon.constexpr_function

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ... import plan_format
+from ..triton.tile import TILE
 
 # selects the tile index of a list entry, without the mark of a partial tile
 INDEX_BITS = gl.constexpr(plan_format.PARTIAL - 1)
@@ -74,3 +75,22 @@ def transposed_mask(words_ptr, i_bitmask, o_kv, o_q, SIDE: gl.constexpr):
     o_kv = gl.expand_dims(o_kv, 1)
     p_words = words_ptr + i_bitmask.to(gl.int64) * (SIDE * SIDE // 32)
     return ((gl.load(p_words + (gl.expand_dims(o_q * (SIDE // 32), 0) + o_kv // 32)) >> (o_kv % 32)) & 1) != 0
+
+
+@gluon.jit
+def pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Which pairs of a partial step attend: [keys, queries].
+
+    o_kv, o_q  offsets from the first key of the tile and the first query of the step
+    """
+    STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
+    if ptrs.indices_ptr is not None:
+        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + step // STEPS_PER_TILE)
+        return transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, step % STEPS_PER_TILE * BLOCK_Q + o_q, TILE)
+    else:
+        # first query of the step that attends to each key
+        o_first = o_kv * 0
+        if CAUSAL:
+            o_first = kv_start + o_kv - (step * BLOCK_Q + sizes.kv_len - sizes.q_len)
+        o_first = gl.where(kv_start + o_kv < kv_limit, o_first, BLOCK_Q)
+        return gl.expand_dims(o_q, 0) >= gl.expand_dims(o_first, 1)

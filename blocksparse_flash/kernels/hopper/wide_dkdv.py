@@ -50,7 +50,7 @@ from .barriers import (
     producer_acquire,
     producer_commit,
 )
-from .bitmask import transposed_mask
+from .bitmask import pair_mask
 from .registers import (
     accumulator,
     add_product,
@@ -88,23 +88,6 @@ class Pipelines(NamedTuple):
 
 
 # ---- "p" warpgroup ----
-
-
-@gluon.jit
-def pair_mask(ptrs, sizes, kv_start, step, o_kv, o_q, CAUSAL: gl.constexpr):
-    """Which pairs of a partial step attend: [keys, queries]. o_kv, o_q: offsets from its first key and query."""
-    if ptrs.indices_ptr is not None:
-        STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_Q
-        i_bitmask = gl.load(ptrs.bitmask_ids_ptr + step // STEPS_PER_TILE)
-        o_first = step % STEPS_PER_TILE * BLOCK_Q
-        return transposed_mask(ptrs.bitmasks_ptr, i_bitmask, kv_start % TILE + o_kv, o_first + o_q, TILE)
-    else:
-        # first query of the step that attends to each key; without causal, only keys past the end have none
-        o_first = o_kv * 0
-        if CAUSAL:
-            o_first = kv_start + o_kv - (step * BLOCK_Q + sizes.kv_len - sizes.q_len)
-        o_first = gl.where(kv_start + o_kv < sizes.kv_len, o_first, BLOCK_Q)
-        return gl.expand_dims(o_q, 0) >= gl.expand_dims(o_first, 1)
 
 
 @gluon.jit
@@ -146,7 +129,10 @@ def add_dv(
     if ptrs.kv_lengths_ptr is not None:
         b_p = gl.where(gl.expand_dims(kv_start + o_kv < kv_limit, 1), b_p, 0.0)
     if MASKED:
-        b_p = gl.where(pair_mask(ptrs, sizes, kv_start, step, o_kv, o_q, CAUSAL), b_p, 0.0)
+        # a bitmask covers a whole tile
+        o_part = kv_start % TILE
+        m_pairs = pair_mask(ptrs, sizes, kv_start - o_part, kv_limit, step, o_part + o_kv, o_q, CAUSAL, BLOCK_Q)
+        b_p = gl.where(m_pairs, b_p, 0.0)
     # of the softcap, ds has the derivative too
     b_passed = b_p
     if mods.cap is not None:

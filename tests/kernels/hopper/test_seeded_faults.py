@@ -460,7 +460,7 @@ WIDE_FAULTS = {
     ),
     "dk and dv stored without a fence": Change(WIDE_DKDV, "    fence_async_shared()\n    store_rows", "    store_rows"),
     "keys released before dk is stored": Change(WIDE_DKDV, "    tma.store_wait(0)\n", ""),
-    "bitmask of the first half of the keys": Change(WIDE_DKDV, "kv_start % TILE + o_kv, o_first", "o_kv, o_first"),
+    "bitmask of the first half of the keys": Change(WIDE_DKDV, "o_part = kv_start % TILE", "o_part = 0"),
     "split of the first half of the keys": Change(
         WIDE_DKDV, "SPLIT_OFFSET + kv_start % TILE", "SPLIT_OFFSET + kv_start % 1"
     ),
