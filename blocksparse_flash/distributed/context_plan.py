@@ -326,7 +326,7 @@ def plan(
     deterministic  True: no row is split between ranks, and out and dq are bitwise identical to those of one process in
              tiles of 128 x 128 without reordered tokens, except for layouts with rows that backend="hopper" splits
              within a GPU, such as global ones. False: queries that reach most keys may travel instead of the keys
-             (pass-Q); runs still repeat bitwise, except dq of backend="hopper"
+             (pass-Q); runs still repeat bitwise, except dq of backend="hopper" up to head_dim 128
     keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
     check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs.
              For development: it waits for the device, and cannot be compiled

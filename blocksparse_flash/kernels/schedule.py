@@ -1,7 +1,8 @@
 """Which tile rows or tile columns are split among programs, and which sums have a launch; from shapes alone.
 
-A line is the work of one program: a tile row of the forward, or a tile column of the backward for all query heads of a
-group. Lines longer than an SM's fair share are split, since all other programs would wait for them.
+A line is the work of one program: a tile row of the forward or of the kernel for dQ, or a tile column of the backward
+for all query heads of a group. Lines longer than an SM's fair share are split, since all other programs would wait for
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_HEADS_IN_TURN = 16
 WORTHWHILE = 0.8
 # dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
 # tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
-# own: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
+# own, which was a Triton kernel then: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
 MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
 
 
@@ -56,14 +57,11 @@ def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
     return 256, 256
 
 
-def backward_columns(head_dim: int) -> int:
-    """Columns in the Hopper backward: a power of two, or 96."""
-    return 96 if 64 < head_dim <= 96 else padded_dim("hopper", head_dim)
-
-
-def wide_columns(head_dim: int) -> int:
-    """Columns in the Hopper backward if the other tensor has more than 128: a power of two, or 192."""
-    return 192 if 128 < head_dim <= 192 else padded_dim("hopper", head_dim)
+def backward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
+    """Columns in the Hopper backward of (q and k, v and dO): powers of two, 96 up to head_dim 128, 192 beyond."""
+    low, third = (128, 192) if max(head_dim, v_dim) > 128 else (64, 96)
+    columns, columns_v = (third if low < dim <= third else padded_dim("hopper", dim) for dim in (head_dim, v_dim))
+    return columns, columns_v
 
 
 class Split(NamedTuple):
@@ -215,7 +213,7 @@ def sums_over_heads(
 
 
 def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, *, deterministic: bool) -> bool:
-    """Whether the Hopper backward computes dQ in a launch of its own.
+    """Whether the Hopper backward up to head_dim 128 computes dQ in a kernel of its own; beyond, it always does.
 
     Summed over tile columns, dQ needs a float32 sum that one launch zeroes and another converts: some 10 bytes per
     element, however few tiles contribute. A launch of its own needs two more products per tile, which is cheaper for

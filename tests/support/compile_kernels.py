@@ -696,7 +696,7 @@ def hopper_calls() -> list[dict[str, Any]]:
             ),
         )
     ]
-    # the deterministic dq, which a Triton kernel computes
+    # dq of deterministic calls
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     # 96 columns in the backward, 192 in the forward
     options = [{"mode": "dense"}, {"mode": "causal"}, {"limited": True}, {"num_splits": 3}]

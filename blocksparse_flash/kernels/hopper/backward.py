@@ -16,9 +16,9 @@ queries each, of every query head of the group. A producer warp loads K and V, t
     wgmma  dv += p^T dO, dk += ds^T q           in registers until the tile column ends
     wgmma  dq = ds k                            added to a float32 sum in global memory
 
-TMA (head_dim 128) or atomics from registers (64) add to the sum of dQ, in no fixed order, so the last bits of dQ vary
-from run to run. The preprocess launch zeroes it and computes LSE and delta; the postprocess launch scales and converts
-it (backward_postprocess.py).
+TMA (128 columns) or atomics from registers (64 or 96) add to the sum of dQ, in no fixed order, so the last bits of dQ
+vary from run to run. The preprocess launch zeroes it and computes LSE and delta; the postprocess launch scales and
+converts it (backward_postprocess.py).
 
 Long tile columns are split (schedule.py): each program computes an equal share of the steps of every query head and
 writes float32 dK and dV to a workspace, which another launch sums in order (triton/combine_splits.py).
@@ -129,7 +129,7 @@ class Config:
     dq_from_registers: bool = False
 
 
-# by padded head dimension
+# by the larger number of columns of q and v
 CONFIGS = {
     # a second K/V stage or 128 queries do not fit into shared memory (H200: dense 661 TFLOP/s)
     128: Config(block_q=64, kv_stages=1),
@@ -563,7 +563,7 @@ def hopper_backward_kernel(
     work_tile_ints = gl.allocate_shared_memory(
         gl.int32, [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    # not by allocate_pipeline, which would return buffers without their names
+    # not by allocate_pipeline: named tuples that jitted functions return lose the names of their fields
     kv = Pipeline(
         buffers=KVBuffers(k=k_buffers, k_tail=k_tails, v=v_buffers, v_tail=v_tails),
         full=allocate_mbarriers(KV_STAGES, 1),
@@ -653,7 +653,7 @@ def backward_launches(
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    columns, columns_v = backward_columns(head_dim), backward_columns(v_dim)
+    columns, columns_v = backward_columns(head_dim, v_dim)
     chosen = config((columns, columns_v), mods.softcap > 0)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads

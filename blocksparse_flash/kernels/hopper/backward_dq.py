@@ -3,9 +3,9 @@
     producer warp              two consumer warpgroups, 64 queries of a tile row each, dq in registers
     TMA loads of q, dO; k, v -> s = q k^T, p = exp2(s - lse), dp = dO v^T, ds = p * (dp - delta), dq += ds k
 
-The producer and its work tiles are those of the forward (forward_producer.py), with dO beside q. It runs where a sum of
-dQ over tile columns (backward.py) does not pay, is not possible (beyond head_dim 128: wide_backward.py), or would not
-have the same bits in every run.
+The producer and its work tiles are those of the forward (forward_producer.py), with dO beside q. This kernel runs where
+summing dQ over tile columns (backward.py) is slower, not possible (beyond head_dim 128: wide_backward.py), or not
+allowed because its last bits vary (deterministic calls).
 
 Long tile rows are split among programs: see schedule.py and combine_splits.py.
 """
@@ -59,11 +59,11 @@ from .work_tiles import END, WORK_TILE_STAGES
 
 
 class Config(NamedTuple):
-    """What forward_producer.py needs to know of a launch, passed to the kernel as one compile-time argument.
+    """One launch configuration; forward_producer.py reads the fields that it shares with forward.Config.
 
     block_kv    keys per step
-    stages      buffers of k, which a step reads twice
-    v_stages    buffers of v, which a step reads once
+    stages      buffers of k, which a step holds until ds k is done
+    v_stages    buffers of v, which are free as soon as dp is done
     q_stages    buffers of q and dO for each warpgroup
     warpgroups  consumer warpgroups
     """
@@ -76,9 +76,12 @@ class Config(NamedTuple):
 
 
 def dq_config(columns: int) -> Config:
-    """The launch table. columns: the larger number of columns of q and v."""
+    """The launch table; TUNING.md has its figures. columns: the larger number of columns of q and v.
+
+    Up to 128 columns no other configuration was tried.
+    """
     if columns > 192:
-        # shared memory has no room for more
+        # shared memory has no room for a second buffer of v
         return Config(block_kv=64, v_stages=1)
     if columns > 128:
         return Config(block_kv=64, stages=3)
@@ -124,7 +127,7 @@ def add_dq(
     """dq plus ds k of one step, and its tail or 0.
 
     b_lse, b_delta    of this warpgroup's queries, [64]
-    i_buffer  of q and dO
+    i_buffer  index of the buffers of q and dO
     slope   see score_mods.load_slope
     i_load  steps of this program so far: they choose the stage
     """
@@ -136,7 +139,7 @@ def add_dq(
     DP_PRODUCTS: gl.constexpr = 1 if pipelines.v_tails is None else 2
     dtype: gl.constexpr = k.buffers.dtype
     score_layout: gl.constexpr = accumulator(BLOCK_KV)
-    # otherwise values derived from the addresses stay in registers across steps and spill
+    # opaque, v_stage too: otherwise wgmma descriptors derived from constant addresses stay in registers and spill
     i_buffer = opaque(i_buffer)
     stage = i_load % STAGES
     v_stage = opaque(i_load % V_STAGES)
@@ -144,6 +147,7 @@ def add_dq(
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
     consumer_wait(k, stage, i_load // STAGES)
     if ptrs.kv_lengths_ptr is not None:
+        # early, since both warpgroups meet in zero_tail
         consumer_wait(v, v_stage, i_load // V_STAGES)
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV)
         zero_tail(k_tile, kv_start, kv_limit, WARPGROUP)
@@ -252,7 +256,7 @@ def compute_dq(
 
 @gluon.jit
 def store_dq(b_dq, b_dq_tail, scale, dq_desc, buffers, tails, i_buffer, sizes, batch_head, q_start):
-    """Stores dq of a warpgroup's queries from their buffer."""
+    """Stores a warpgroup's dq with TMA, staged in the buffer of its queries."""
     tile_of(buffers, i_buffer).store((b_dq * scale).to(buffers.dtype))
     tail = None
     if tails is not None:
@@ -275,7 +279,7 @@ def store_dq(b_dq, b_dq_tail, scale, dq_desc, buffers, tails, i_buffer, sizes, b
 def hopper_dq_kernel(
     # TMA descriptors; Pointers
     q_desc, k_desc, v_desc, dout_desc, dq_desc, ptrs,
-    # strides in elements: (batch, head)
+    # (batch, head) strides of the records, in elements
     record_strides,
     # forward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple; n_padded: queries per
     # head in lse and delta
@@ -419,7 +423,7 @@ def dq_launches(
         "num_warps": 4,
     }
     n_work, n_floats = split.n_programs(n_rows, n_batch_heads), split.floats(cols, n_batch_heads)
-    # summed as dk is, over query heads without groups
+    # sum_splits_kernel sums tile columns: dq is passed as dk, queries as keys, in groups of one head
     summed = {**arguments, "kv_len": q_len, "GROUP": 1}
     return DqLaunches(
         dq=dq,

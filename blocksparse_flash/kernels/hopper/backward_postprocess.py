@@ -1,4 +1,4 @@
-"""Backward postprocess: dQ = scale * its float32 sum, converted and brought back into row order."""
+"""Backward postprocess: a float32 sum of dQ, or of dK or dV over a group, scaled, converted and put in row order."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Pointers(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors. dq_sum is None if the consumers add dQ from registers, or not at all."""
+    """TMA descriptors. dq_sum is None if the consumers add dQ from registers, or another kernel computes dQ."""
 
     q: Any
     k: Any
@@ -95,7 +95,7 @@ class Descriptors(NamedTuple):
 class Sizes(NamedTuple):
     """Run-time sizes. The first n_split_lines tile columns of each KV head are computed by num_splits programs each.
 
-    n_heads        KV heads; with sums of dK and dV query heads
+    n_heads        KV heads, or query heads if dK and dV are summed over them (schedule.sums_over_heads)
     heads_per_kv   query heads that add to the same sums of dK and dV
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
@@ -116,11 +116,11 @@ class Sizes(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """One tile column, or one split of it.
+    """One tile column (beyond head_dim 128 half of one), or one split of it.
 
     batch_head  batch * n_heads + head; END: no more work tiles
     kv_start    first key
-    begin       first entry of the tile list of the first query head (this and the next three: 0 without a layout)
+    begin       first entry of the tile list of the first query head (this and the next two: 0 without a layout)
     n_tiles     tiles of the first query head
     n_partial   partial tiles among them, which come first
     i_split     which split; -1: the whole tile column
@@ -210,6 +210,7 @@ def steps_of_head(
         n_steps = gl.maximum(end - first, 0)
         n_masked = gl.minimum(full - first, n_steps)
         n_masked = gl.where(kv_start + KEYS > kv_limit, n_steps, n_masked)
+    # the second half of the last tile column may lie past the keys
     if ptrs.kv_lengths_ptr is not None or KEYS < TILE:
         n_steps = gl.where(kv_start < kv_limit, n_steps, 0)
         n_masked = gl.minimum(n_masked, n_steps)
@@ -235,7 +236,7 @@ def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEYS: gl.constexpr):
-    """WorkTile of work item i_work. Splits and long tile columns come first; parts of KEYS keys are neighbors."""
+    """WorkTile of work item i_work. Splits and long tile columns come first, parts of one are adjacent."""
     begin, n_tiles, n_partial = 0, 0, 0
     i_part = i_work % (TILE // KEYS)
     i_work = i_work // (TILE // KEYS)

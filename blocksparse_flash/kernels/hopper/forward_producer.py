@@ -1,4 +1,4 @@
-"""Producer warp of the Hopper forward: tile scheduler, and TMA loads of Q, K and V.
+"""Producer warp of the Hopper forward and of the kernel for dQ: tile scheduler, TMA loads of Q, K, V and, for dQ, dO.
 
 A program has one producer warp and two or three consumer warpgroups (forward.py). A work tile is one tile row of one
 head, or one split of it. For each work tile:

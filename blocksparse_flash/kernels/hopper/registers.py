@@ -1,4 +1,4 @@
-"""Values in the registers of a warpgroup: layouts, a compiler barrier, exchange with shared and global memory."""
+"""Values in the registers of a warpgroup: layouts, optimization barriers, exchange with shared and global memory."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def store_split(ptr, b_sum, WARPGROUP: gl.constexpr, ROW: gl.constexpr = None):
 
 @gluon.jit
 def zero_tail(tile, kv_start, limit, WARPGROUP: gl.constexpr):
-    """Zeroes keys or values from `limit` on, which may hold NaN. Both of two warpgroups must call it.
+    """Zeroes keys or values from `limit` on, which may hold NaN. Both consumer warpgroups call it and meet in it.
 
     tile      shared memory [keys, dim]; each warpgroup clears its half
     kv_start  first key of the tile

@@ -33,9 +33,9 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-# Triton's tensors have sides that are powers of two. The last third of 96 or 192 columns is therefore a tensor of its
-# own, the tail; TMA then loads and stores a third of the columns at a time. Buffers of a tail that does not exist are
-# None, and its sums 0: functions of Triton 3.6 cannot return None in a tuple.
+# The sides of Triton's tensors are powers of two. Rows of 96 or 192 columns are therefore two tensors: 64 or 128
+# columns, and the last 32 or 64, the tail. A TMA block is a third of a row, so that one descriptor has both. Without a
+# tail, its buffer is None and its accumulator 0, since Triton 3.6 cannot return None inside a tuple.
 
 
 @gluon.constexpr_function
@@ -94,7 +94,7 @@ def block_columns(columns: int) -> int:
 def tma_padded_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
     """Memory for a tensor (batch, heads, length, head_dim), its rows padded so that TMA can write them.
 
-    The shape includes the padding; the result is its first head_dim columns.
+    Its shape includes the padding: callers take its first head_dim columns.
     """
     return launch.contiguous(dtype, *shape[:-1], -(-shape[-1] // 8) * 8)
 

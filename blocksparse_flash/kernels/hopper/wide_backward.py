@@ -1,4 +1,4 @@
-"""Hopper backward beyond head_dim 128: dQ, dK and dV, in one launch for dK and dV and another for dQ.
+"""Hopper backward beyond head_dim 128: one kernel for dK and dV, another one for dQ.
 
     p = exp(scale q k^T - lse)      delta = rowsum(dO * O) - dLSE
     dp = dO v^T                     ds = p * (dp - delta)
@@ -7,9 +7,9 @@
     dk, dv   wide_dkdv.py: 64 keys of a KV head per work tile, steps of 64 queries
     dq       backward_dq.py: 128 queries of a head per work tile, steps of 64 keys
 
-Each computes scores and dp for itself: seven products per pair of tiles, where five would do if the sums of dk, dv and
-dq fitted into registers. At head_dim 256, dk and dv of 64 keys fill half of an SM's. In return dQ needs no float32 sum
-in memory, and all results have the same bits in every run.
+Each computes scores and dp for itself: seven products per tile instead of the five of backward.py, which adds dq to a
+float32 sum in memory. Registers do not suffice for that here: at head_dim 256, dk and dv of 64 keys take 128 KiB, half
+of the register file. In return there is no sum of dQ, and all results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, heads_in_turn, split_of, wide_columns
+from ..schedule import Split, backward_columns, heads_in_turn, split_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from .backward_dq import DqLaunches, dq_launches
@@ -38,6 +38,7 @@ from .wide_dkdv import BLOCK_Q, KEYS, wide_dkdv_kernel
 class BackwardLaunches(NamedTuple):
     """The launches of a backward and its memory; None for what it does not need.
 
+    dkdv, dq    the kernels
     sum_cols    sums dk and dv of split tile columns
     outputs     dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
     workspaces  tile counter; splits of the tile columns
@@ -69,10 +70,11 @@ def backward_launches(
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    columns = cols, cols_v = wide_columns(head_dim), wide_columns(v_dim)
-    n_cols, n_padded, n_batch_heads = -(-kv_len // TILE), -(-q_len // TILE) * TILE, batch * kv_heads
+    columns = backward_columns(head_dim, v_dim)
+    cols, cols_v = columns
+    n_tile_cols, n_padded, n_batch_heads = -(-kv_len // TILE), -(-q_len // TILE) * TILE, batch * kv_heads
     n_sms, causal, scale = num_sms(options.device), options.causal, options.scale
-    # the memory has padded rows; the descriptors see the first head_dim columns
+    # rows in memory are padded to 16 bytes; the descriptors cover the first head_dim columns, without the padding
     dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     line = contiguous(torch.float32, batch * heads * n_padded).spec
@@ -91,24 +93,25 @@ def backward_launches(
         "record_strides": strides_of_records(by_cols[0]),
         "n_heads": kv_heads,
         "n_batch_heads": n_batch_heads,
-        "n_tile_cols": n_cols,
+        "n_tile_cols": n_tile_cols,
         "q_len": q_len,
         "kv_len": kv_len,
         "n_padded": n_padded,
         "n_split_lines": of_cols.n_split_lines,
         "num_splits": of_cols.num_splits,
-        "n_in_turn": heads_in_turn(n_cols, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
+        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": causal,
         "GROUP": heads // kv_heads,
         "COLS": cols,
         "COLS_V": cols_v,
-        # at 256, shared memory has no room for a third
+        # buffers of q and dO; at 256, shared memory has no room for a third (TUNING.md: 3 to 5 % at 192)
         "STAGES": 3 if max(columns) < 256 else 2,
         "num_warps": 4,
     }
-    n_work = of_cols.n_programs(n_cols, n_batch_heads) * (TILE // keys)
+    # two work tiles per tile column
+    n_work = of_cols.n_programs(n_tile_cols, n_batch_heads) * (TILE // keys)
     n_floats = of_cols.floats(cols + cols_v, n_batch_heads)
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, n_padded),
@@ -147,7 +150,7 @@ def backward(
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
-    # also zeroes the tile counter
+    # also zeroes the tile counter; that of dq is zeroed by DqLaunches.run
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,

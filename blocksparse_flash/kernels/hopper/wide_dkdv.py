@@ -1,15 +1,16 @@
 """Hopper kernel for dK and dV beyond head_dim 128, in Gluon (sm90), warp-specialized.
 
-Float32 sums of dk and dv for 128 keys do not fit into the registers of two warpgroups. Here a work tile has 64 keys,
-and the warpgroups divide the products instead of the keys:
+dk and dv of 128 keys would leave two warpgroups too few registers for the scores. Here a work tile has 64 keys, and the
+warpgroups divide the products instead of the keys:
 
-    producer warp          "p" warpgroup                       "ds" warpgroup
-    TMA loads of q, dO ->  s^T = k q^T, p = exp2(s - lse)      dp^T = v dO^T
-                           p to shared memory              ->  ds = p * (dp - delta)
-                           dv += p^T dO                        dk += ds^T q
+    producer warp           dv warpgroup                        dk warpgroup
+    TMA loads of q and dO   s^T = k q^T, p = exp2(s - lse)      dp^T = v dO^T
+    for both                p to shared memory              ->  ds = p * (dp - delta)
+                            dv += p^T dO                        dk += ds^T q
 
-Both have two products per step and half of the sums. p is passed in float32, in the order in which threads hold it: the
-layouts of s^T and dp^T are equal, so each thread reads what one thread of the other warpgroup has written.
+Both have two products per step and one of the two accumulators. p (with a softcap, p times its derivative) is passed in
+float32, in register order (registers.in_register_order): s^T and dp^T have the same layout, so thread i reads what
+thread i of the other warpgroup wrote.
 
 The producer is that of the backward for smaller head dimensions (backward_producer.py).
 """
@@ -87,7 +88,7 @@ class Pipelines(NamedTuple):
     p: Pipeline
 
 
-# ---- "p" warpgroup ----
+# ---- dv warpgroup ----
 
 
 @gluon.jit
@@ -97,7 +98,7 @@ def add_dv(
 ):  # fmt: skip
     """Computes p of one step, passes it to the other warpgroup, and returns dv plus p^T dO, and its tail or 0.
 
-    step  of the tile lists, or of the head without a layout
+    step    index of the step in the plan's lists, or without a layout within the head
     i_step_total  steps of this program so far: they choose the stage
     MASKED  applies bitmasks, or the diagonal and the end of the keys
     """
@@ -109,7 +110,7 @@ def add_dv(
     stage = i_step_total % STAGES
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
-    # [KEYS, BLOCK_Q]
+    # [KEYS, BLOCK_Q]. opaque: otherwise wgmma descriptors of k stay in registers across steps and spill
     scores_token = warpgroup_mma(
         tile_of(kv.k, opaque(0)), tile_of(q.q, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
     )
@@ -133,9 +134,9 @@ def add_dv(
         o_part = kv_start % TILE
         m_pairs = pair_mask(ptrs, sizes, kv_start - o_part, kv_limit, step, o_part + o_kv, o_q, CAUSAL, BLOCK_Q)
         b_p = gl.where(m_pairs, b_p, 0.0)
-    # of the softcap, ds has the derivative too
     b_passed = b_p
     if mods.cap is not None:
+        # ds also has the derivative of the softcap as a factor
         b_passed = b_p * (1.0 - b_tanh * b_tanh)
     i_buffer = i_step_total % P_STAGES
     producer_acquire(pipelines.p, i_buffer, i_step_total // P_STAGES)
@@ -157,7 +158,7 @@ def compute_dv(
     dv_desc, pipelines, ptrs, record_strides, sizes, mods,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the "p" warpgroup."""
+    """Entry point of the dv warpgroup."""
     kv = pipelines.kv
     i_tile = 0
     n_done = 0
@@ -190,7 +191,7 @@ def compute_dv(
         work_tile = read_work_tile(pipelines.work_tiles, i_tile)
 
 
-# ---- "ds" warpgroup ----
+# ---- dk warpgroup ----
 
 
 @gluon.jit
@@ -218,7 +219,7 @@ def add_dk(b_dk, b_dk_tail, pipelines, i_step_total):
     b_p = from_register_order(pipelines.p.buffers.index(i_buffer).load(register_order_layout(BLOCK_Q)), BLOCK_Q)
     consumer_release(pipelines.p, i_buffer)
     b_ds = (b_p * (b_dp - gl.expand_dims(b_delta, 0))).to(dtype)
-    # the "p" warpgroup has waited for q before it passed p, this one has not
+    # p implies that q has arrived, but only threads that waited for its barrier may rely on it
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     # [KEYS, DIM]
     dk_token, tail_token = add_product(b_ds, tile_of(q.q, stage), b_dk), None
@@ -234,7 +235,7 @@ def compute_dk(
     dk_desc, pipelines, ptrs, record_strides, sizes,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the "ds" warpgroup."""
+    """Entry point of the dk warpgroup."""
     kv = pipelines.kv
     i_tile = 0
     n_done = 0
@@ -265,7 +266,7 @@ def compute_dk(
 
 @gluon.jit
 def zero_sum(buffers, tails):
-    """(sum of zeros for the rows of these buffers, that of their tails or 0)."""
+    """Accumulators of zeros: one for the columns in `buffers`, one for those in `tails`, or 0 without a tail."""
     DIM: gl.constexpr = buffers.shape[4]
     b_sum = gl.zeros([KEYS, DIM], gl.float32, accumulator(DIM))
     if tails is None:
@@ -292,12 +293,12 @@ def store_sum(
     b_sum, b_tail, scale, desc, kv, buffers, tails, ptrs, sizes, work_tile,
     SPLIT_OFFSET: gl.constexpr, SPLIT_SIZE: gl.constexpr, ROW: gl.constexpr,
 ):  # fmt: skip
-    """Stores dk or dv of a work tile, from the buffer of k or v, and releases both.
+    """Stores dk or dv of a work tile, staged in the buffer of k or v; then releases k and v.
 
     SPLIT_OFFSET, SPLIT_SIZE, ROW  where in the block of a split, and values of a row: see combine_splits.py
     """
     batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
-    # the other warpgroup has read k and v too
+    # the other warpgroup no longer reads k and v
     named_barrier("sync", 9)
     if ptrs.splits_ptr is None:  # noqa: SIM114 - the first condition is known at compile time
         store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start)
@@ -360,7 +361,7 @@ def wide_dkdv_kernel(
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     work_tile_ints = gl.allocate_shared_memory(gl.int32, [WORK_TILE_STAGES * WORK_TILE_STRIDE, 1], line_layout)
-    # not by allocate_pipeline, which would return buffers without their names
+    # not by allocate_pipeline: named tuples that jitted functions return lose the names of their fields
     kv = Pipeline(
         buffers=KVBuffers(k=k_buffers, k_tail=k_tail, v=v_buffers, v_tail=v_tail),
         full=allocate_mbarriers(1, 1),
