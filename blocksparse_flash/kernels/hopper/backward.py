@@ -89,7 +89,7 @@ from .registers import (
     reinterpret,
     store_split,
     wait_for_products,
-    zero_tail,
+    zero_keys_from,
 )
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
 from .tma import (
@@ -393,9 +393,9 @@ def mma(
 
 @gluon.jit
 def zero_rows(buffers, kv_stage, kv_start, kv_limit, WARPGROUP: gl.constexpr):
-    """Zeroes keys or values from kv_limit on, see zero_tail. buffers: as in KVBuffers."""
+    """Zeroes keys or values from kv_limit on, see zero_keys_from. buffers: as in KVBuffers."""
     if buffers is not None:
-        zero_tail(buffers.index(kv_stage).reshape([TILE, buffers.shape[4]]), kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(buffers.index(kv_stage).reshape([TILE, buffers.shape[4]]), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit

@@ -50,7 +50,7 @@ from .registers import (
     store_split,
     tile_of,
     wait_for_products,
-    zero_tail,
+    zero_keys_from,
 )
 from .score_mods import ModSpecs, ScoreMods, apply_score_mods, load_slope
 from .softmax import mask_scores
@@ -147,15 +147,15 @@ def add_dq(
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
     consumer_wait(k, stage, i_load // STAGES)
     if ptrs.kv_lengths_ptr is not None:
-        # early, since both warpgroups meet in zero_tail
+        # early, since both warpgroups meet in zero_keys_from
         consumer_wait(v, v_stage, i_load // V_STAGES)
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV)
-        zero_tail(k_tile, kv_start, kv_limit, WARPGROUP)
-        zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(k_tile, kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(v_tile, kv_start, kv_limit, WARPGROUP)
         if pipelines.k_tails is not None:
-            zero_tail(tile_of(pipelines.k_tails, stage), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_of(pipelines.k_tails, stage), kv_start, kv_limit, WARPGROUP)
         if pipelines.v_tails is not None:
-            zero_tail(tile_of(pipelines.v_tails, v_stage), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_of(pipelines.v_tails, v_stage), kv_start, kv_limit, WARPGROUP)
     # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(
         tile_of(q.buffers, i_buffer), k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True

@@ -75,7 +75,7 @@ from .registers import (
     store_split,
     tile_of,
     wait_for_products,
-    zero_tail,
+    zero_keys_from,
 )
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
@@ -92,7 +92,7 @@ class Config(NamedTuple):
     stages      stages of the k and v pipelines
     q_stages    stages of the q pipeline, one per work tile
     warpgroups  consumer warpgroups. 3 need calls without a layout, whose tile rows have 128 queries, and without
-                kv_lengths, since zero_tail is written for 2
+                kv_lengths, since zero_keys_from is written for 2
     rescale_threshold   growth of the running maximum, in base 2, up to which out is not rescaled
     out_in_q            out is staged for TMA in the buffers of q
     early_bitmask       the bitmask of a step is loaded before the wait for its keys, not after q k^T
@@ -210,7 +210,9 @@ def scale_rows(b_out, b_factor, CAN_SKIP: gl.constexpr):
 
 
 @gluon.jit
-def zero_v_tail(v, v_tails, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
+def zero_values_from(
+    v, v_tails, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr
+):
     """With kv_lengths, zeroes the values of a step from kv_limit on.
 
     The warpgroups meet in it, so it must not run in a ping-pong turn that another one waits for.
@@ -218,9 +220,9 @@ def zero_v_tail(v, v_tails, ptrs, work_tile, i_step, i_load, kv_limit, WARPGROUP
     if ptrs.kv_lengths_ptr is not None:
         v_tile = wait_for_v(v, i_load, STAGES)
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, v_tile.shape[0])
-        zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(v_tile, kv_start, kv_limit, WARPGROUP)
         if v_tails is not None:
-            zero_tail(tile_of(v_tails, i_load % STAGES), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_of(v_tails, i_load % STAGES), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit
@@ -263,7 +265,7 @@ def step(
             bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
     consumer_wait(k, stage, i_load // STAGES)
     if not FIRST:
-        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+        zero_values_from(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
     k_tile = tile_of(k.buffers, stage).permute((1, 0))
@@ -327,7 +329,7 @@ def step(
 @gluon.jit
 def add_last_pv(state, v, v_tails, ptrs, work_tile, n_done, kv_limit, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
     """out + p v of the last step: [WARPGROUP_ROWS, DIM_V], and the tail. n_done counts this work tile's steps too."""
-    zero_v_tail(v, v_tails, ptrs, work_tile, work_tile.n_steps - 1, n_done - 1, kv_limit, WARPGROUP, STAGES)
+    zero_values_from(v, v_tails, ptrs, work_tile, work_tile.n_steps - 1, n_done - 1, kv_limit, WARPGROUP, STAGES)
     v_tile = wait_for_v(v, n_done - 1, STAGES)
     out_token, out_tail_token = warpgroup_mma(state.p, v_tile, state.out, is_async=True), None
     if v_tails is not None:
@@ -617,7 +619,9 @@ def forward_launches(
     # tile rows that are split have 128 queries
     is_wide = not (has_layout or has_lengths or split.num_splits > 1) and wide_pays(q_len, n_batch_heads, n_sms)
     chosen = config((columns, columns_v), has_layout, has_lengths, is_wide)
-    assert is_wide or chosen.warpgroups == 2, "tile rows of a layout have 128 queries, and zero_tail has two warpgroups"
+    assert is_wide or chosen.warpgroups == 2, (
+        "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
+    )
     rows = WARPGROUP_ROWS.value
     n_tile_rows = -(-q_len // (rows * chosen.warpgroups))
     arguments = {

@@ -168,7 +168,7 @@ def store_split(ptr, b_sum, WARPGROUP: gl.constexpr, ROW: gl.constexpr = None):
 
 
 @gluon.jit
-def zero_tail(tile, kv_start, limit, WARPGROUP: gl.constexpr):
+def zero_keys_from(tile, kv_start, limit, WARPGROUP: gl.constexpr):
     """Zeroes keys or values from `limit` on, which may hold NaN. Both consumer warpgroups call it and meet in it.
 
     tile      shared memory [keys, dim]; each warpgroup clears its half

@@ -62,7 +62,7 @@ from .registers import (
     store_split,
     tile_of,
     wait_for_products,
-    zero_tail,
+    zero_keys_from,
 )
 from .score_mods import ScoreMods, apply_score_mods, load_slope
 from .tma import allocate_rows, allocate_tail, has_tail, store_rows
@@ -280,12 +280,12 @@ def zero_sum(buffers, tails):
 def zero_last_keys(kv, ptrs, kv_start, kv_limit, WARPGROUP: gl.constexpr):
     """With kv_lengths, zeroes the keys and values from kv_limit on, half of them in each warpgroup. kv: KVBuffers."""
     if ptrs.kv_lengths_ptr is not None:
-        zero_tail(tile_of(kv.k, 0), kv_start, kv_limit, WARPGROUP)
-        zero_tail(tile_of(kv.v, 0), kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(tile_of(kv.k, 0), kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(tile_of(kv.v, 0), kv_start, kv_limit, WARPGROUP)
         if kv.k_tail is not None:
-            zero_tail(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)
         if kv.v_tail is not None:
-            zero_tail(tile_of(kv.v_tail, 0), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_of(kv.v_tail, 0), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit

@@ -179,12 +179,12 @@ FORWARD_FAULTS = {
     "ping-pong started without arrivals": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
     "tail of V zeroed inside a ping-pong turn": Change(
         FORWARD,
-        """        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
+        """        zero_values_from(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)""",
         """        pass
     ping_pong_wait(WARPGROUP, WARPGROUPS)
     if not FIRST:
-        zero_v_tail(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
+        zero_values_from(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
     ),
     "out stored without a proxy fence": Change(FORWARD, "    fence_async_shared()\n    q_start", "    q_start"),
     "out overwritten while TMA stores it": Change(
@@ -491,7 +491,7 @@ WIDE_FAULTS = {
         WIDE_DQ, "store_split(p_split + DIM, b_dq_tail", "store_split(p_split, b_dq_tail"
     ),
     "values of the last step not zeroed": Change(
-        WIDE_DQ, "        zero_tail(v_tile, kv_start, kv_limit, WARPGROUP)\n", ""
+        WIDE_DQ, "        zero_keys_from(v_tile, kv_start, kv_limit, WARPGROUP)\n", ""
     ),
 }
 WIDE_LENGTHS = zoo.Call(head_dim=192, v_dim=136, causal=True, has_kv_lengths=True, dtype=torch.float16, kv_heads=2)
@@ -553,7 +553,9 @@ TAIL_FAULTS = {
         FORWARD, "b_out_tail = scale_rows(b_out_tail, b_decay, CAN_SKIP)", "b_out_tail = b_out_tail"
     ),
     "tail of values past the last not zeroed": Change(
-        FORWARD, "        if v_tails is not None:\n            zero_tail(", "        if False:\n            zero_tail("
+        FORWARD,
+        "        if v_tails is not None:\n            zero_keys_from(",
+        "        if False:\n            zero_keys_from(",
     ),
     "tail of out of a split at its first columns": Change(
         FORWARD, "store_split(p_split + DIM_V, b_out_tail", "store_split(p_split, b_out_tail"
