@@ -96,7 +96,7 @@ def _of_heads(call: Call) -> Iterator[str]:
         dims = call.head_dim, call.v_dim
         forward = backward = tuple(padded_dim(call.backend, dim) for dim in dims)
         if call.backend == "hopper" and not call.is_fine:
-            forward, backward = forward_columns(*dims), tuple(map(backward_columns, dims))
+            forward, backward = forward_columns(*dims), backward_columns(*dims)
         for name, dim, *columns in dict.fromkeys(zip(("head_dim", "v_head_dim"), dims, forward, backward, strict=True)):
             if max(columns) == dim:
                 continue

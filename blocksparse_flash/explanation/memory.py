@@ -16,7 +16,6 @@ from ..kernels.schedule import (
     padded_dim,
     split_of,
     sums_over_heads,
-    wide_columns,
 )
 from ..plan_format import TILE
 from .call import Call
@@ -101,16 +100,16 @@ def _parts(call: Call, first: int, n_sms: int) -> int:
     """Bytes that splits of tile rows (first = 0) or columns (3) write."""
     of_lines = split(call, first, n_sms)
     if first:
-        return FLOAT * of_lines.floats(_columns(call, call.head_dim, call.v_dim), call.batch * call.kv_heads)
+        return FLOAT * of_lines.floats(sum(_columns(call)), call.batch * call.kv_heads)
     # + 1 for lse
     return FLOAT * of_lines.floats(forward_columns(call.head_dim, call.v_dim)[1] + 1, call.batch * call.heads)
 
 
-def _columns(call: Call, *dims: int) -> int:
-    """Columns that the float32 sums of the backward have for these head dimensions, all together."""
+def _columns(call: Call) -> tuple[int, int]:
+    """Columns that the float32 sums of the backward have for q and k, and for v."""
     if call.is_fine:
-        return sum(padded_dim("hopper", dim) for dim in dims)
-    return sum(wide_columns(dim) if _is_wide(call) else backward_columns(dim) for dim in dims)
+        return padded_dim("hopper", call.head_dim), padded_dim("hopper", call.v_dim)
+    return backward_columns(call.head_dim, call.v_dim)
 
 
 def _lists(call: Call, *sides: str) -> int:
@@ -218,7 +217,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         workspace = statistics + (dq if call.head_dim % 8 else 0)
     else:
         # of whole tiles
-        dq_sum = statistics // 2 * _columns(call, call.head_dim)
+        dq_sum = statistics // 2 * _columns(call)[0]
         workspace = statistics + dq_sum
         if call.head_dim % 8:
             workspace += dq
@@ -226,14 +225,12 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
         extra_bytes += 2 * dq_sum + dq
     if sums_dkdv(call, n_sms):
-        columns = _columns(call, call.head_dim, call.v_dim)
-        sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * columns
+        sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * sum(_columns(call))
         workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
     parts = _parts(call, 3, n_sms)
     if sums_in_registers(call):
         # of dq
-        columns = _columns(call, call.head_dim)
-        parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
+        parts += FLOAT * split(call, 0, n_sms).floats(_columns(call)[0], call.batch * call.heads)
         workspace += _tile_counter(call, 0, n_sms)
     workspace, main_bytes, extra_bytes = workspace + parts, main_bytes + parts, extra_bytes + parts
     workspace += _copies(call) + _tile_counter(call, 3, n_sms)

@@ -56,14 +56,14 @@ def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
     return 256, 256
 
 
-def backward_columns(head_dim: int) -> int:
-    """Columns in the Hopper backward: a power of two, or 96."""
-    return 96 if 64 < head_dim <= 96 else padded_dim("hopper", head_dim)
+def backward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
+    """Columns in the Hopper backward of (q and k, v and dO): powers of two; also 96, or 192 if one exceeds 128."""
+    least, tailed = (64, 96) if max(head_dim, v_dim) <= 128 else (128, 192)
 
+    def columns(dim: int) -> int:
+        return tailed if least < dim <= tailed else padded_dim("hopper", dim)
 
-def wide_columns(head_dim: int) -> int:
-    """Columns in the Hopper backward if the other tensor has more than 128: a power of two, or 192."""
-    return 192 if 128 < head_dim <= 192 else padded_dim("hopper", head_dim)
+    return columns(head_dim), columns(v_dim)
 
 
 class Split(NamedTuple):

@@ -283,6 +283,7 @@ ADVICE = {
     "head_dim 80 is computed as 128 in the forward and 96 in the backward: 38% and 17%": lambda: call(
         (1, 16, 2048, 80), backend="hopper"
     ),
+    "head_dim 160 is computed as 192: 17%": lambda: call((1, 16, 2048, 160), backend="hopper"),
     "rows of q and k and v are not a multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
     "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
     "8 blocks of 128 queries leave some of 132 SMs idle": lambda: call((1, 2, 512, 64)),

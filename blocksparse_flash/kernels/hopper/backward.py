@@ -672,7 +672,7 @@ def backward_launches(
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    columns, columns_v = backward_columns(head_dim), backward_columns(v_dim)
+    columns, columns_v = backward_columns(head_dim, v_dim)
     chosen = config((columns, columns_v), mods.softcap > 0)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads

@@ -25,7 +25,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, heads_in_turn, split_of, wide_columns
+from ..schedule import Split, backward_columns, heads_in_turn, split_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from .backward_dq import DqLaunches, dq_launches
@@ -69,7 +69,7 @@ def backward_launches(
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
-    columns = cols, cols_v = wide_columns(head_dim), wide_columns(v_dim)
+    columns = cols, cols_v = backward_columns(head_dim, v_dim)
     n_cols, n_padded, n_batch_heads = -(-kv_len // TILE), -(-q_len // TILE) * TILE, batch * kv_heads
     n_sms, causal, scale = num_sms(options.device), options.causal, options.scale
     # the memory has padded rows; the descriptors see the first head_dim columns
