@@ -88,8 +88,8 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         launches_of.cache_clear()
 
 
-# (head_dim, v_head_dim): a multiple of 8; rows of v padded, or of all tensors; 96 columns in the Hopper backward; 192, of
-# v too or not; 128 beside 256
+# (head_dim, v_head_dim): a multiple of 8; rows of v padded, or of all tensors; 96 columns in the Hopper backward; 192
+# of both, or of q only; 128 beside 256
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "dims", [(64, 64), (128, 100), (64, 60), (36, 20), (72, 96), (192, 192), (192, 128), (80, 200)]

@@ -89,8 +89,9 @@ SHARDS = {
 }  # fmt: skip
 # more for the targets of which `make test` compiles the first share
 SHARDS_OF_INSTALLED = {
-    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), **dict.fromkeys(ALONE, 2), "forward_kernel": 12,
-    "split_kv_kernel": 10, "paged_kernel": 8, "joint_kernel": 6, "keys_kernel": 8, "queries_kernel": 8,
+    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), **dict.fromkeys(ALONE, 2),
+    "forward_kernel": 12, "split_kv_kernel": 10, "paged_kernel": 8, "joint_kernel": 6, "keys_kernel": 8,
+    "queries_kernel": 8,
 }  # fmt: skip
 
 
