@@ -88,10 +88,12 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
         launches_of.cache_clear()
 
 
-# (head_dim, v_head_dim): a multiple of 8; rows of v padded, or of all tensors; 96 columns in the Hopper backward; wider
-# than it supports
+# (head_dim, v_head_dim): a multiple of 8; rows of v padded, or of all tensors; 96 columns in the Hopper backward; 192
+# of both, or of q only; 128 beside 256
 @pytest.mark.sweep
-@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (64, 60), (36, 20), (72, 96), (192, 192)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 100), (64, 60), (36, 20), (72, 96), (192, 192), (192, 128), (80, 200)]
+)
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
 # split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64
 @pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "strided", "split", "fine layout", "fine split"])

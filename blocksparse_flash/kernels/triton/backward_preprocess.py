@@ -31,10 +31,12 @@ def preprocess_kernel(
     cleared_ptr  (batch * heads, n_padded, CLEARED) float32, set to 0, or None
     tile_counter_ptr  one int32, set to 0, or None
     """
-    batch_head = tl.program_id(1)
+    # one axis: CUDA limits the others to 65,535 programs
+    n_blocks = n_padded // ROWS
+    batch_head = tl.program_id(0) // n_blocks
     if tile_counter_ptr is not None:
-        tl.store(tile_counter_ptr, 0, mask=batch_head + tl.program_id(0) == 0)
-    o_q = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        tl.store(tile_counter_ptr, 0, mask=tl.program_id(0) == 0)
+    o_q = tl.program_id(0) % n_blocks * ROWS + tl.arange(0, ROWS)
     if cleared_ptr is not None:
         # the largest power of two that divides CLEARED
         STEP: tl.constexpr = CLEARED & -CLEARED
@@ -67,7 +69,7 @@ def preprocess_kernel(
         tl.store(lse_delta_pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
     if lines_ptr is not None:
         tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
-        o_line += tl.num_programs(1).to(tl.int64) * n_padded
+        o_line += tl.num_programs(0).to(tl.int64) * ROWS
         tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
 
 
@@ -92,7 +94,7 @@ def preprocess_launch(dout: TensorSpec, n_padded: int, cleared: int = 0) -> Laun
     batch, heads, q_len, v_dim = dout.shape
     return Launch(
         preprocess_kernel,
-        (n_padded // PREPROCESS_ROWS, batch * heads),
+        (n_padded // PREPROCESS_ROWS * batch * heads,),
         {
             "dout_strides": dout.strides[:3],
             "n_heads": heads,

@@ -89,7 +89,7 @@ def combine_rows_kernel(
 
 @triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_split_lines", "num_splits", "kv_len"])
 def sum_splits_kernel(
-    # inputs; without records (records_ptr None) the tile columns are in order
+    # inputs; without records (records_ptr None) the tile columns are in order, and the last tile rows come first
     splits_ptr, records_ptr,
     # outputs; dv_ptr None: sums dq of split tile rows, as if it were dk
     dk_ptr, dv_ptr,
@@ -111,6 +111,8 @@ def sum_splits_kernel(
         i_tile = tl.load(p_record + NUMBER)
     else:
         i_tile = i_line // n_batch_heads
+        if dv_ptr is None:
+            i_tile = tl.cdiv(kv_len, SIDE) - 1 - i_tile
     BLOCK: tl.constexpr = triton.next_power_of_2(DIM)
     BLOCK_V: tl.constexpr = triton.next_power_of_2(DIM_V)
     o_k, o_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)

@@ -228,7 +228,7 @@ def test_more_splits_than_tiles_are_accurate(check, layout, n_lines):
 
 
 @pytest.mark.sweep(by=lambda layout: {"one"})
-@pytest.mark.parametrize("layout", [(113, 203), WINDOW], ids=zoo.name_of)
+@pytest.mark.parametrize("layout", [(203, 113), WINDOW], ids=zoo.name_of)
 def test_the_deterministic_backward_with_splits_is_accurate(check, layout):
     check(split(Simulation(seed=6), 2, 2), layout, in_float16(CALLS[0]), deterministic=True)
 
