@@ -491,7 +491,9 @@ WIDE_FAULTS = {
         WIDE_DQ, "store_split(p_split + DIM, b_dq_tail", "store_split(p_split, b_dq_tail"
     ),
     "tail of the last keys not zeroed": Change(
-        WIDE_DKDV, "            zero_tail(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)\n", "            pass\n"
+        WIDE_DKDV,
+        "            zero_keys_from(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)\n",
+        "            pass\n",
     ),
     "values of the last step not zeroed": Change(
         WIDE_DQ, "        zero_keys_from(v_tile, kv_start, kv_limit, WARPGROUP)\n", ""
