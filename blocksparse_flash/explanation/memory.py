@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.schedule import (
+    MAX_JOINT_HEAD_DIM,
     PROGRAMS_PER_SM,
     WHOLE,
     Split,
@@ -20,8 +21,6 @@ from ..kernels.schedule import (
 from ..plan_format import TILE
 from .call import Call
 
-# largest head dimension at which hopper's backward computes dq in the kernel for dk and dv
-MAX_JOINT_HEAD_DIM = 128
 # bytes of an element of lse, delta and the sum of dq
 FLOAT = 4
 

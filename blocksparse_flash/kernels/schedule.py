@@ -35,6 +35,8 @@ WORTHWHILE = 0.8
 # tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
 # own, which was a Triton kernel then: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
 MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
+# largest head dimension at which one Hopper kernel computes dq, dk and dv
+MAX_JOINT_HEAD_DIM = 128
 
 
 def padded_dim(backend: str, head_dim: int) -> int:
@@ -59,7 +61,7 @@ def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
 
 def backward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
     """Columns in the Hopper backward of (q and k, v and dO): powers of two, 96 up to head_dim 128, 192 beyond."""
-    low, third = (128, 192) if max(head_dim, v_dim) > 128 else (64, 96)
+    low, third = (128, 192) if max(head_dim, v_dim) > MAX_JOINT_HEAD_DIM else (64, 96)
     columns, columns_v = (third if low < dim <= third else padded_dim("hopper", dim) for dim in (head_dim, v_dim))
     return columns, columns_v
 

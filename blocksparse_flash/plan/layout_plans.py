@@ -47,7 +47,7 @@ class LayoutPlans:
     """
 
     if TYPE_CHECKING:
-        # of BlockLayout
+        # what the methods here use of BlockLayout
         q_len: int
         kv_len: int
         block_size: Size

@@ -21,7 +21,7 @@ from torch import Tensor
 import masks
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
-from blocksparse_flash.kernels import arguments
+from blocksparse_flash.kernels import arguments, schedule
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import backward_dq, fine_backward, fine_forward, wide_backward
@@ -440,7 +440,7 @@ def _known_hopper() -> Iterator[Key]:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
         yield "combine_rows", dim[1] if isinstance(dim, tuple) else dim
         columns = dim if isinstance(dim, tuple) else (dim, dim)
-        if max(columns) > hopper_backward.MAX_HEAD_DIM:
+        if max(columns) > schedule.MAX_JOINT_HEAD_DIM:
             yield from _known_sums("wide_dkdv", dim)
             yield from _known_sums("hopper_dq", dim)
             yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]))

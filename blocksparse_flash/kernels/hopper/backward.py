@@ -55,7 +55,16 @@ from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import WHOLE, Split, backward_columns, heads_in_turn, is_dq_separate, split_of, sums_over_heads
+from ..schedule import (
+    MAX_JOINT_HEAD_DIM,
+    WHOLE,
+    Split,
+    backward_columns,
+    heads_in_turn,
+    is_dq_separate,
+    split_of,
+    sums_over_heads,
+)
 from ..triton import backward as portable
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
@@ -105,7 +114,6 @@ from .tma import (
 )
 from .work_tiles import WORK_TILE_STAGES
 
-MAX_HEAD_DIM = 128
 # values of a row of the descriptor with which TMA adds to the sum of dQ
 DQ_SUM_COLS = gl.constexpr(32)
 # buffers of queries and dO
@@ -763,7 +771,7 @@ def backward(
     # the gradient of the slopes, which are hardly ever trained, has no kernel here
     if scores is not None and wanted[1]:
         return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
-    if widest > MAX_HEAD_DIM:
+    if widest > MAX_JOINT_HEAD_DIM:
         return wide_backward.backward(inputs, plan, kv_lengths, scale, causal, scores, wanted)
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
