@@ -44,7 +44,7 @@ def shapes(lines: pd.DataFrame) -> str:
 
 def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
     columns, rows = _ordered(shown["by"]), []
-    for case, found in shown.groupby("pattern", sort=False):
+    for case, found in shown[shown["direction"] != "plan"].groupby("pattern", sort=False):
         rates = {by: dict(zip(of["direction"], of["tflops"], strict=True)) for by, of in found.groupby("by")}
         if OURS not in rates:
             # a later run has this library's lines of the case
@@ -56,11 +56,16 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
         cells = [_cell(rates.get(by, {}), "{:.0f}") for by in columns]
         rows.append([str(case), ", ".join(f"`{name}`" for name in backends), *cells, _cell(ratios, "{:.2f}")])
     rate = measurements.matmul_rate(lines, shown)
+    plans = select(shown, direction="plan")
+    times = ", ".join(
+        f"{ms:.2f} ms ({case.split(',')[0]})" for case, ms in zip(plans["pattern"], plans["ms"], strict=True)
+    )
     return joined(
         f"One {shown['device'].iloc[0]}, bf16, `python -m benchmarks.run.shapes`, commit {shown['commit'].iloc[0]}, "
         f"{measurements.versions(shown, 'torch', 'triton')}. TFLOP/s of the pairs that attend, forward / backward; "
         "`-`: unsupported, wrong, or not measured. Timing was interleaved across libraries."
-        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else ""),
+        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else "")
+        + (f" Making the plan of packed documents from boundaries on the GPU took {times}." if times else ""),
         table(["case", "our backend", *columns, "ours / best of the others"], rows),
     )
 

@@ -204,7 +204,8 @@ def llama_of(case: Case, sizes: Sizes, device: torch.device) -> Any:
         "num_key_value_heads": 4, "max_position_embeddings": case.n, "use_cache": False,
     }  # fmt: skip
     torch.manual_seed(0)
-    made: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, **(sizes or {})}))
+    with device:
+        made: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, **(sizes or {})}))
     # rotary positions would make q and k float32 but not v, which FlexAttention refuses
     return made.to(device, torch.bfloat16).train()
 

@@ -7,7 +7,8 @@ scaled_dot_product_attention with its kernels cuDNN and FlashAttention-2. Output
 float32 on sampled rows before timing; the peers of a case take turns within one process.
 
 Lines: `pattern` is the name of the case. TFLOP/s count the pairs that attend: 2 * (head_dim + v_dim) each forward and
-2 * (3 * head_dim + 2 * v_dim) backward. `python -m benchmarks.report` makes a table of them.
+2 * (3 * head_dim + 2 * v_dim) backward. The direction "plan" is the layout and plan of packed documents, made on the
+GPU from their boundaries, which a training step does once. `python -m benchmarks.report` makes a table of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blocksparse_flash import attention, explain, masks, nn
+from blocksparse_flash import BlockLayout, attention, explain, masks, nn
 
 from . import measure
 from .attention import Run, matmul
@@ -98,7 +99,8 @@ def _cases() -> Iterator[Case]:
         yield Case(f"causal window of {window}", 16384, window=window)
     for documents in (8, 64):
         yield Case(f"{documents} packed documents, causal", 16384, documents=documents)
-    yield Case("8192 packed documents of 128 tokens, causal", 1 << 20, heads=4, kv_heads=4, documents=8192)
+    # no document is a multiple of a tile
+    yield Case("10000 packed documents of 105 tokens, causal", 1_050_000, heads=4, kv_heads=4, documents=10_000)
     for head_dim, v_dim in ((64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256)):
         heads = 2048 // head_dim // 2 * 2
         yield Case(f"causal, head_dim {head_dim}, values {v_dim}", 8192, 1, heads, heads, head_dim, v_dim)
@@ -135,10 +137,17 @@ def values_of(case: Case, device: str) -> dict[str, Tensor]:
 # ---- implementations ----
 
 
+def documents_of(case: Case, cu_seqlens: Tensor) -> BlockLayout:
+    """The layout of the case's documents, made on the device of their boundaries."""
+    assert case.documents is not None
+    longest = case.length // case.documents
+    return masks.documents(cu_seqlens, causal=case.causal, length=case.length, max_seqlen=longest)
+
+
 def _ours(case: Case, device: str, values: dict[str, Tensor], *, backend: str = "auto") -> Call:
     layout, causal = None, case.causal
     if case.documents is not None:
-        layout, causal = masks.documents(case.cu_seqlens(device).tolist(), causal=case.causal), False
+        layout, causal = documents_of(case, case.cu_seqlens(device)), False
     elif case.window is not None:
         layout, causal = masks.local(case.length, window=(case.window - 1, 0)), False
     options: dict[str, Any] = {"softcap": SOFTCAP} if case.option == "softcap" else dict(values)
@@ -314,29 +323,34 @@ def compare(case: Case, among: list[Peer], out: Any, device: str = "cuda") -> No
         if not all(error <= TOLERANCE for error in errors.values()):
             print(f"{label}: WRONG, relative errors {errors}; not timed", flush=True)
             return
-        backend = peer.backend
+        backend, report = peer.backend, None
         if backend == "auto":
             assert isinstance(call, functools.partial)
             given = {name: value for name, value in call.keywords.items() if name != "deterministic"}
             q, k, v = tensors
-            backend = explain(q, k, v, **given).backend
+            report = explain(q, k, v, **given)
+            backend = report.backend
         line = {
             "bench": "shapes", "provider": peer.provider, "backend": backend, "pattern": case.name,
             "density": case.pairs / case.length**2, "n": case.length, "batch": case.batch, "heads": case.heads,
             "kv_heads": case.kv_heads, "head_dim": case.head_dim, "v_dim": case.v_dim, "dtype": "bf16",
             "setup_ms": setup_ms, **measure.environment(),
         }  # fmt: skip
-        ready.append((line, measure.directions(call, tensors, dout)))
+        calls = measure.directions(call, tensors, dout)
+        if case.documents is not None and report is not None and report.tile is not None:
+            cu_seqlens, tile = case.cu_seqlens(device), min(report.tile)
+            calls["plan"] = lambda: documents_of(case, cu_seqlens).plan(device, tile=tile)
+        ready.append((line, calls))
 
     for peer in among:
         label = f"{peer.provider:22} {case.name:36}"
         measure.guarded(label, peer.provider == "blocksparse_flash", functools.partial(make_ready, peer, label))
-    for direction in ("fwd", "bwd"):
+    for direction in ("fwd", "bwd", "plan"):
         there = [(line, calls[direction]) for line, calls in ready if direction in calls]
         peaks = [measure.peak_bytes(call) for _, call in there]
         timings = measure.milliseconds_in_turns([call for _, call in there])
         for (line, _), peak, times in zip(there, peaks, timings, strict=True):
-            tflops = case.flops(direction) / times["ms"] * 1e-9
+            tflops = None if direction == "plan" else case.flops(direction) / times["ms"] * 1e-9
             found = {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak}
             measure.append(out, found, KEYS)
     measure.release()

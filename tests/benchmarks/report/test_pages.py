@@ -464,12 +464,14 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
             (CUDNN, "causal", "fwd", 400.0), (FLEX, "causal", "bwd", 1000.0),
         )
     ]  # fmt: skip
+    found.append(of(TRITON, bench="shapes", pattern="8 packed documents, causal", direction="plan", ms=0.123))
     section = models.shapes(frame([*found, of(("torch", "cublas"), bench="matmul", tflops=700)]))
     assert rows_of(section) == [
         "| causal | `hopper` | 600 / 500 | 300 / 1000 | 400 / - | 1.50 / 0.50 |",
         "| tiny | `triton` | 90 / - | - | - | - |",
     ]
     assert "A matrix product of 8192 x 8192 x 8192 ran at 700 TFLOP/s." in section
+    assert "from boundaries on the GPU took 0.12 ms (8 packed documents)." in section
     assert models.shapes(frame([])) == ""
 
 
