@@ -7,7 +7,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -46,7 +46,9 @@ def numbered(number: int) -> BlockLayout:
     return _NUMBERED[number]
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
+# immutable, but not by frozen=True: torch.compile of torch 2.11 reads every field of such a class, and here reading one
+# makes a copy
+@dataclass(init=False, repr=False, eq=False)
 class BlockLayout(LayoutPlans):
     """A token-exact attention mask, stored as blocks. Immutable.
 
@@ -104,6 +106,12 @@ class BlockLayout(LayoutPlans):
         found = block_list.by_keys(storage.to_block_rows(tensors, frame), frame)
         rows = block_list.by_rows(block_list.canonical(found, frame), frame)
         self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to {name}: a layout is immutable")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete {name}: a layout is immutable")
 
     # ---- constructors
 

@@ -251,9 +251,6 @@ def test_a_bias_of_blocks_is_that_of_the_ordinary_layout(rows, max_seqlen, causa
         assert torch.allclose(*found, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11: 'Guard failed on the same frame', an error of its own"
-)
 def test_compiled_code_reads_it_as_any_other(device):
     layout = PackedLayout.of(packed(device, [0, 70, 300]), BLOCK_SIZE)
     assert torch.compile(lambda each: torch.zeros(1) + each.nnz, backend="eager")(layout) == layout.nnz
