@@ -252,6 +252,7 @@ def run_packed(
             expected.extend(found)
         errors = [relative_error(*pair).item() for pair in zip(found, expected, strict=True)]
         if all(error < TOLERANCE for error in errors):
+            print(f"{PROVIDERS[how]}: right, {setup[how] / 1000:.1f} s with compilation", flush=True)
             figures[how] = []
             return
         said = ", ".join(f"{error:.3g}" for error in errors)
