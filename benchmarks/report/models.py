@@ -102,8 +102,59 @@ def video(lines: pd.DataFrame) -> str:
     )
 
 
+def pipelines(lines: pd.DataFrame) -> str:
+    """Denoising steps of whole pipelines: a row for each library and mask, a column for each model; "" if empty."""
+    if lines.empty:
+        return ""
+    rows = []
+    for (provider, pattern), found in lines.groupby(["provider", "pattern"], sort=False):
+        cells = [provider, VIDEO_PATTERNS.get(pattern, pattern)]
+        for model, of_model in lines.groupby("model", sort=False):
+            own = select(of_model, provider="diffusers")["ms"].iloc[0]
+            ms = select(found, model=model)["ms"]
+            cells.append(f"{ms.iloc[0]:,.0f} ({own / ms.iloc[0]:.2f})" if len(ms) else "-")
+        rows.append(cells)
+    sizes = lines.drop_duplicates("model").to_dict("records")
+    return joined(
+        f"Whole pipelines with random weights: `wan` has the sizes of Wan 2.1 1.3B, `flux` those of FLUX.1. One "
+        f"{' and '.join(sorted(lines['device'].unique()))}, bf16, `python -m benchmarks.run.pipelines`, "
+        f"{measurements.versions(lines, 'torch', 'triton', 'diffusers')}. Milliseconds of a denoising step, in "
+        "brackets the speed-up over the model's own attention, `scaled_dot_product_attention`. About a fifth of the "
+        "pairs is computed. Timing was interleaved.",
+        table(["attention", "mask", *(f"{size['model']}, {size['n']:,} tokens" for size in sizes)], rows),
+    )
+
+
+def packed_steps(lines: pd.DataFrame) -> str:
+    """Training steps on packed documents: a row for each library, a column for each number; "" if empty."""
+    packed = lines[lines["pattern"].str.startswith("packed", na=False)]
+    if packed.empty:
+        return ""
+    columns = {name: found.set_index("provider")["ms"] for name, found in packed.groupby("pattern", sort=False)}
+    rows = [
+        [
+            name,
+            *(
+                f"{times[name]:.1f} ({times[name] / times[OURS]:.2f})" if name in times else "-"
+                for times in columns.values()
+            ),
+        ]
+        for name in packed["provider"].unique()
+    ]
+    first = packed.iloc[0]
+    return joined(
+        "Training steps of a model shaped like Llama (8 layers of width 2,048, 16 heads on 4) on "
+        f"{first['n']:,} tokens of packed documents of unequal lengths, bf16, one {first['device']}, commit "
+        f"{first['commit']}, {measurements.versions(packed, 'torch', 'transformers')}. Milliseconds, in brackets the "
+        "time divided by ours. Only `torch varlen_attn` and FlashAttention-2 get the boundaries; the others find them "
+        "in the position ids. Timing was interleaved.",
+        table(["attention", *(name.removeprefix("packed, ") for name in columns)], rows),
+    )
+
+
 def training_steps(lines: pd.DataFrame) -> str:
     """Training steps of GPT-2 and BERT-large: a row for each case and mask; "" without lines."""
+    lines = lines[~lines["pattern"].str.startswith("packed", na=False)]
     if lines.empty:
         return ""
     peers, rows = {"sdpa": "transformers sdpa", "eager": "transformers eager"}, []

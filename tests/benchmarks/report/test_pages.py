@@ -475,6 +475,34 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
     assert models.shapes(frame([])) == ""
 
 
+def test_pipelines_are_compared_with_their_own_attention() -> None:
+    found = [
+        {**of((provider, ""), bench="pipelines", model=model, pattern=pattern, n=n, ms=ms), "diffusers": "0.42"}
+        for provider, pattern, model, n, ms in (
+            ("diffusers", "dense", "wan", 32760, 1200.0), ("blocksparse_flash", "sliding_tile", "wan", 32760, 600.0),
+            ("diffusers", "dense", "flux", 16384, 900.0),
+        )
+    ]  # fmt: skip
+    assert rows_of(models.pipelines(frame(found))) == [
+        "| diffusers | dense | 1,200 (1.00) | 900 (1.00) |", "| blocksparse_flash | `sliding_tile` | 600 (2.00) | - |",
+    ]  # fmt: skip
+    assert models.pipelines(frame([])) == ""
+
+
+def test_packed_steps_are_compared_with_ours() -> None:
+    found = [
+        {**of((provider, ""), bench="huggingface", model="llama", pattern=pattern, ms=ms), "transformers": "5"}
+        for provider, pattern, ms in (
+            ("blocksparse_flash", "packed, 8 documents", 100.0), ("torch varlen_attn", "packed, 8 documents", 125.0),
+            ("blocksparse_flash", "packed, 64 documents", 80.0),
+        )
+    ]  # fmt: skip
+    assert rows_of(models.packed_steps(frame(found))) == [
+        "| blocksparse_flash | 100.0 (1.00) | 80.0 (1.00) |", "| torch varlen_attn | 125.0 (1.25) | - |",
+    ]  # fmt: skip
+    assert models.packed_steps(frame([])) == models.training_steps(frame(found)) == ""
+
+
 def test_video_is_compared_with_dense_attention() -> None:
     found = [
         of(provider, bench="video", pattern=pattern, n=n, density=density, ms=ms)
