@@ -18,6 +18,9 @@ MOST_TOKENS = (1 << 30) - 1
 INVALID = (
     "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than max_seqlen"
 )
+# lists keep the order of tokens if there are more of them than this and none has more tiles than that: sorting takes
+# time that grows with the square of their number, and saves at most the time of the longest one
+MAX_SORTED, MAX_TILES_UNSORTED = 4096, 8
 # entries of the lists, words of the bitmasks: offsets are int32
 MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
 
@@ -111,10 +114,16 @@ def _n_runs(documents: Documents, causal: bool, tile: int) -> int:
 def _capacity(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:
     """Tiles of a tile row and of a tile column, at most."""
     q_tiles, kv_tiles = -(-documents.q_len // tile), -(-documents.kv_len // tile)
-    if not documents.is_square:
-        return kv_tiles, q_tiles
-    most = 1 + sum(-(-side // tile) for side in documents.reach(causal))
+    most = 1 + sum(_reach(documents, causal, tile))
     return min(kv_tiles, most), min(q_tiles, most)
+
+
+def _reach(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:
+    """Tile rows before and after the one with the number of a tile column that may contain it, at most."""
+    if not documents.is_square:
+        return -(-documents.kv_len // tile), -(-documents.q_len // tile)
+    left, right = documents.reach(causal)
+    return -(-right // tile), -(-left // tile)
 
 
 def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
@@ -152,6 +161,8 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         tile=tile,
         n_runs=n_runs,
         capacity=capacity,
+        reach=_reach(documents, causal, tile),
+        is_sorted=min(frame.n_rows, frame.n_cols) <= MAX_SORTED or max(capacity) > MAX_TILES_UNSORTED,
     )
     with tracing.on_device(documents.cu_q.device):
         tensors, is_valid = packed_plan.build(*documents.boundaries, packing)

@@ -42,10 +42,13 @@ def tiles_of(mask: np.ndarray, side: int) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | None = None) -> None:
+def check_side(
+    plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | None = None, is_sorted: bool = True
+) -> None:
     """Checks one direction of a plan against masks (batch, heads, q_len, kv_len).
 
-    capacity  room of every list, if they do not follow each other; such plans know no long lines
+    capacity   room of every list, if they do not follow each other; such plans know no long lines
+    is_sorted  whether the longest lines come first in the launch order, else all in the order of tokens
     """
     records_of, indices, ids = (tensor.numpy() for tensor in (plan[:3] if of_rows else plan[3:6]))
     side = plan.tile
@@ -60,7 +63,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | 
     for i_axis, (tiles, work) in enumerate(zip(axes, counts, strict=True)):
         records = records_of.reshape(len(axes), n_lines, 8)[i_axis]
         # longest first; ties keep their order
-        assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line], line))
+        assert records[:, 0].tolist() == sorted(range(n_lines), key=lambda line: (-work[line] * is_sorted, line))
         for line in range(n_lines):
             if capacity is not None:
                 begin = (i_axis * n_lines + line) * capacity
@@ -71,7 +74,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool, capacity: int | 
             number, first, n_tiles, n_partial, _, n_long, *rest = records[position].tolist()
             assert (number, first, n_tiles, rest) == (line, begin, work[line], [0, 0])
             # never all lines
-            assert n_long == min(over.sum(1).max(), n_lines - 1)
+            assert n_long == min(over.sum(1).max(), n_lines - 1) * is_sorted
             listed = indices[first : first + n_tiles]
             minors = (listed & (PARTIAL - 1)).tolist()
             for entries in (minors[:n_partial], minors[n_partial:]):

@@ -39,13 +39,13 @@ def packed(
     return Documents(boundaries, None, size, size, *window, max_seqlen)
 
 
-def check(documents: Documents, *, causal: bool, tile: int) -> Plan:
+def check(documents: Documents, *, causal: bool, tile: int, is_sorted: bool = True) -> Plan:
     plan = build_packed_plan(documents, causal=causal, tile=tile)
     assert plan.tile == tile
     mask = layout_on_host(documents, BLOCK_SIZE, is_causal=causal).to_dense().numpy()
     capacity = packed_builder._capacity(documents, causal, tile)
     for of_rows in (True, False):
-        check_side(plan.to("cpu"), mask, of_rows=of_rows, capacity=capacity[not of_rows])
+        check_side(plan.to("cpu"), mask, of_rows=of_rows, capacity=capacity[not of_rows], is_sorted=is_sorted)
     return plan
 
 
@@ -111,6 +111,16 @@ def test_lists_have_room_for_the_longest_document_only(device):
     long = check(packed(device, cu_seqlens), causal=True, tile=TILE)
     short = check(packed(device, cu_seqlens, max_seqlen=724), causal=True, tile=TILE)
     assert len(short.row_indices) < len(long.row_indices)
+
+
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
+def test_many_short_lists_keep_the_order_of_tokens(tile, device, monkeypatch):
+    monkeypatch.setattr(packed_builder, "MAX_SORTED", 8)
+    cu_seqlens = [0, 130, 256, 300, 600, 700, 701, 1024, 1200]
+    check(packed(device, cu_seqlens, max_seqlen=323), causal=True, tile=tile, is_sorted=False)
+    # lists that may have more tiles, and fewer lists
+    check(packed(device, cu_seqlens), causal=True, tile=tile)
+    check(packed(device, [0, 130, 256]), causal=True, tile=tile)
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     boundaries = torch.empty(2, 9, dtype=torch.int32 if side == 64 else torch.int64)
     for tile, causal in ((TILE, True), (FINE_TILE, False)):
         packing = packed_plan.Packing(
-            2, length, length, 8, 256, 0, tile == TILE, (length, length), causal, tile, 5, (4, 4)
+            2, length, length, 8, 256, 0, tile == TILE, (length, length), causal, tile, 5, (4, 4), (2, 2), causal
         )
         packed_plan.build(boundaries, boundaries, packing)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16

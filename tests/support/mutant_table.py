@@ -355,6 +355,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "kernels/triton/packed_plan.py",
+            "tl.minimum(column + n_after + 1, q_tiles)",
+            "tl.minimum(column + n_after, q_tiles)",
+            PACKED,
+        ),
+        (
+            "kernels/triton/packed_plan.py",
             "m_row = i_row * TILE + o_row < q_len",
             "m_row = i_row * TILE + o_row <= q_len",
             PACKED,

@@ -23,7 +23,7 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
 from .block_selection import CHUNK, sums_before
-from .plan_builder import AXES, PARTIAL, first_bits, max_long_lines, write_records
+from .plan_builder import AXES, PARTIAL, first_bits, launch_positions, max_long_lines, write_records
 from .tile import RECORD
 
 # tile rows or tile columns of a program of records_kernel, and those with which a step compares them
@@ -48,6 +48,8 @@ class Packing(NamedTuple):
     tile          tokens per side of a tile
     n_runs        runs of a tile row, at most
     capacity      (tiles of a tile row, tiles of a tile column), at most
+    reach         (tile rows before, after) the one with the number of a tile column that may contain it
+    is_sorted     whether the longest lists come first in the launch order, else all in the order of tokens
     """
 
     batch: int
@@ -62,6 +64,8 @@ class Packing(NamedTuple):
     tile: int
     n_runs: int
     capacity: tuple[int, int]
+    reach: tuple[int, int]
+    is_sorted: bool
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -93,7 +97,7 @@ class Packing(NamedTuple):
         }
 
 
-LIST_SIZES = ["batch", "q_tiles", "kv_tiles", "n_runs", "row_tiles", "col_tiles"]
+LIST_SIZES = ["batch", "q_tiles", "kv_tiles", "n_runs", "row_tiles", "col_tiles", "n_before", "n_after"]
 LIST_SIZES += ["n_row_indices", "n_row_ids", "n_col_indices", "n_col_ids"]
 SIZES = ["n_documents", "q_len", "kv_len", "q_tiles", "left", "right", "longest_q", "longest_kv", "n_runs"]
 
@@ -169,12 +173,12 @@ def runs_kernel(
     n_documents, q_len, kv_len, q_tiles, left, right, longest_q, longest_kv, n_runs,
     HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    # one more program of each sequence checks its boundaries
-    i_row, i_batch = tl.program_id(0) % (q_tiles + 1), tl.program_id(0) // (q_tiles + 1)
+    # the first program of each sequence, which takes the longest, checks its boundaries
+    i_row, i_batch = tl.program_id(0) % (q_tiles + 1) - 1, tl.program_id(0) // (q_tiles + 1)
     n_rows = tl.num_programs(0) // (q_tiles + 1) * q_tiles
     cu_q_ptr += i_batch * (n_documents + 1)
     cu_kv_ptr += i_batch * (n_documents + 1)
-    if i_row == q_tiles:
+    if i_row < 0:
         is_valid = are_boundaries_valid(cu_q_ptr, n_documents, q_len, longest_q, CHUNK)
         is_valid &= are_boundaries_valid(cu_kv_ptr, n_documents, kv_len, longest_kv, CHUNK)
         tl.store(is_valid_ptr + i_batch, is_valid != 0)
@@ -254,9 +258,11 @@ def list_row(
 
 
 @triton.jit
-def rows_up_to(starts_ptr, q_tiles, column, n_runs, run):
-    """Number of tile rows whose boundary `run` of their runs is at most `column`; boundaries never decrease."""
-    low, high = column * 0, q_tiles
+def rows_up_to(starts_ptr, low, high, column, n_runs, run):
+    """The first tile row from `low` to `high` whose boundary `run` of its runs is past `column`; else `high`.
+
+    Boundaries never decrease from row to row.
+    """
     while low < high:
         middle = (low + high) // 2
         is_past = tl.load(starts_ptr + middle * (n_runs + 1) + run) > column
@@ -280,15 +286,16 @@ def run_of(starts_ptr, kinds_ptr, o_row, m_row, column, n_runs):
 @triton.jit
 def list_column(
     starts_ptr, kinds_ptr, counts_ptr, indices_ptr, ids_ptr, i_batch, column, batch, q_tiles, kv_tiles, n_runs,
-    capacity, n_indices, n_ids, MINORS: tl.constexpr,
+    n_before, n_after, capacity, n_indices, n_ids, MINORS: tl.constexpr,
 ):
-    """The list of a tile column of a sequence."""
+    """The list of a tile column of a sequence, which only tile rows column - n_before to column + n_after contain."""
     first_row, line = i_batch * q_tiles, i_batch * kv_tiles + column
     starts_ptr += first_row * (n_runs + 1)
     kinds_ptr += first_row * n_runs
     begin = line * capacity
-    first = rows_up_to(starts_ptr, q_tiles, column, n_runs, n_runs)
-    stop = rows_up_to(starts_ptr, q_tiles, column, n_runs, 0)
+    low, high = tl.maximum(column - n_before, 0), tl.minimum(column + n_after + 1, q_tiles)
+    first = rows_up_to(starts_ptr, low, high, column, n_runs, n_runs)
+    stop = rows_up_to(starts_ptr, low, high, column, n_runs, 0)
     n_tiles, n_partial = column * 0, column * 0
     for row in range(first, stop, MINORS):
         o_row = row + tl.arange(0, MINORS)
@@ -322,8 +329,9 @@ def list_packed_kernel(
     counts_ptr,
     # outputs: lists of a Plan
     row_indices_ptr, row_ids_ptr, col_indices_ptr, col_ids_ptr,
-    # row_tiles, col_tiles: room of a list; n_*: entries of all lists
-    batch, q_tiles, kv_tiles, n_runs, row_tiles, col_tiles, n_row_indices, n_row_ids, n_col_indices, n_col_ids,
+    # row_tiles, col_tiles: room of a list; n_before, n_after: see list_column; other n_*: entries of all lists
+    batch, q_tiles, kv_tiles, n_runs, row_tiles, col_tiles, n_before, n_after,
+    n_row_indices, n_row_ids, n_col_indices, n_col_ids,
     MINORS: tl.constexpr,
 ):
     i_line, n_rows = tl.program_id(0), batch * q_tiles
@@ -336,30 +344,36 @@ def list_packed_kernel(
         i_batch, column = (i_line - n_rows) // kv_tiles, (i_line - n_rows) % kv_tiles
         list_column(
             starts_ptr, kinds_ptr, counts_ptr, col_indices_ptr, col_ids_ptr, i_batch, column, batch, q_tiles, kv_tiles,
-            n_runs, col_tiles, n_col_indices, n_col_ids, MINORS,
+            n_runs, n_before, n_after, col_tiles, n_col_indices, n_col_ids, MINORS,
         )
 
 
 @triton.jit
 def write_lines(
     counts_ptr, records_ptr, i_program, batch, n_lines, capacity,
-    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+    IS_SORTED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """The records of some tile rows or tile columns of a sequence, which has n_lines of them."""
     n_groups = tl.cdiv(n_lines, LINES)
     i_batch = i_program // n_groups
     o_line = i_program % n_groups * LINES + tl.arange(0, LINES)
-    n_tiles, _ = sums_before(counts_ptr, batch * n_lines, 0, CHUNK)
-    # twice the mean
-    limit = ((2 * n_tiles.to(tl.int64)) // (batch * n_lines)).to(tl.int32)
-    n_long = max_long_lines(counts_ptr, batch, n_lines, limit, AXES, MINORS)
     m_line, first_line = o_line < n_lines, i_batch * n_lines
     p_tiles = counts_ptr + first_line
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + batch * n_lines + o_line, mask=m_line, other=0)
+    if IS_SORTED:
+        n_tiles, _ = sums_before(counts_ptr, batch * n_lines, 0, CHUNK)
+        # twice the mean
+        limit = ((2 * n_tiles.to(tl.int64)) // (batch * n_lines)).to(tl.int32)
+        n_long = max_long_lines(counts_ptr, batch, n_lines, limit, AXES, MINORS)
+        b_position = launch_positions(p_tiles, o_line, b_tiles, n_lines, LINES, MINORS)
+    else:
+        # no line is long enough to be split
+        n_long = n_lines * 0
+        b_position = o_line
     write_records(
-        p_tiles, records_ptr + first_line * RECORD, o_line, (first_line + o_line) * capacity, b_tiles, b_partial,
-        n_long, n_lines, LINES, MINORS,
+        records_ptr + first_line * RECORD, o_line, b_position, (first_line + o_line) * capacity, b_tiles, b_partial,
+        n_long, n_lines,
     )
 
 
@@ -370,18 +384,18 @@ def records_kernel(
     # outputs: records of a Plan
     row_records_ptr, col_records_ptr,
     batch, q_tiles, kv_tiles, row_tiles, col_tiles,
-    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+    IS_SORTED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
     n_of_rows = batch * tl.cdiv(q_tiles, LINES)
     if i_program < n_of_rows:
         write_lines(
-            counts_ptr, row_records_ptr, i_program, batch, q_tiles, row_tiles, LINES, MINORS, AXES, CHUNK
+            counts_ptr, row_records_ptr, i_program, batch, q_tiles, row_tiles, IS_SORTED, LINES, MINORS, AXES, CHUNK
         )
     else:
         write_lines(
             counts_ptr + 2 * batch * q_tiles, col_records_ptr, i_program - n_of_rows, batch, kv_tiles, col_tiles,
-            LINES, MINORS, AXES, CHUNK,
+            IS_SORTED, LINES, MINORS, AXES, CHUNK,
         )
 # fmt: on
 
@@ -407,11 +421,13 @@ def packed_launches(packing: Packing, boundaries: tuple[Any, ...], device: torch
     batch = packing.batch
     grid = {"batch": batch, "q_tiles": q_tiles, "kv_tiles": kv_tiles}
     rooms = {"row_tiles": packing.capacity[0], "col_tiles": packing.capacity[1]}
+    reach = {"n_before": packing.reach[0], "n_after": packing.reach[1]}
     lengths = {"n_row_indices": n_row_indices, "n_row_ids": n_row_ids}
     lengths |= {"n_col_indices": n_col_indices, "n_col_ids": n_col_ids}
-    lists = {**grid, "n_runs": packing.n_runs, **rooms, **lengths, "MINORS": MINORS}
+    lists = {**grid, "n_runs": packing.n_runs, **rooms, **reach, **lengths, "MINORS": MINORS}
     axes = min(AXES, triton.next_power_of_2(batch))
-    records = {**grid, **rooms, "LINES": LINES, "MINORS": OTHERS, "AXES": axes, "CHUNK": CHUNK}
+    records = {**grid, **rooms, "IS_SORTED": packing.is_sorted}
+    records |= {"LINES": LINES, "MINORS": OTHERS, "AXES": axes, "CHUNK": CHUNK}
     n_programs = batch * (-(-q_tiles // LINES) - (-kv_tiles // LINES))
     return PackedLaunches(
         Launch(runs_kernel, (batch * (q_tiles + 1),), {**packing.sizes(), "num_warps": 4}),

@@ -527,23 +527,28 @@ def max_long_lines(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS:
 
 
 @triton.jit
-def write_records(
-    counts_ptr, records_ptr, o_line, b_begin, b_tiles, b_partial, n_long, n_major,
-    LINES: tl.constexpr, MINORS: tl.constexpr,
-):
-    """Writes the records of some lines of a head.
+def launch_positions(counts_ptr, o_line, b_tiles, n_major, LINES: tl.constexpr, MINORS: tl.constexpr):
+    """Positions of some lines of a head in the launch order: longest first, then by index.
 
-    counts_ptr, records_ptr     of the head; counts are the tiles of each line
-    b_begin, b_tiles, b_partial  of each line: first entry of its list, tiles, partial tiles
+    counts_ptr  tiles of each line of the head
     """
-    m_line = o_line < n_major
-    # position in the launch order: longest first, then by index
     b_position = tl.zeros([LINES], tl.int32)
     for first in range(0, n_major, MINORS):
         o_other = first + tl.arange(0, MINORS)
         b_other = tl.load(counts_ptr + o_other, mask=o_other < n_major, other=-1)[None, :]
         b_sooner = (b_other > b_tiles[:, None]) | ((b_other == b_tiles[:, None]) & (o_other[None, :] < o_line[:, None]))
         b_position += tl.sum(b_sooner.to(tl.int32), 1)
+    return b_position
+
+
+@triton.jit
+def write_records(records_ptr, o_line, b_position, b_begin, b_tiles, b_partial, n_long, n_major):
+    """Writes the records of some lines of a head.
+
+    records_ptr  of the head
+    b_begin, b_tiles, b_partial  of each line: first entry of its list, tiles, partial tiles
+    """
+    m_line = o_line < n_major
     p_record = records_ptr + b_position * RECORD
     tl.store(p_record + NUMBER, o_line, mask=m_line)
     tl.store(p_record + BEGIN, b_begin, mask=m_line)
@@ -582,10 +587,9 @@ def list_lines(
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
     b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
-    write_records(
-        p_tiles, records_ptr + batch_head.to(tl.int64) * n_major * RECORD, o_line, b_begin, b_tiles, b_partial,
-        n_long, n_major, LINES, MINORS,
-    )
+    b_position = launch_positions(p_tiles, o_line, b_tiles, n_major, LINES, MINORS)
+    p_records = records_ptr + batch_head.to(tl.int64) * n_major * RECORD
+    write_records(p_records, o_line, b_position, b_begin, b_tiles, b_partial, n_long, n_major)
 
     b_next_partial, b_next_full = b_begin, b_begin + b_partial
     for first in range(0, n_minor, MINORS):
