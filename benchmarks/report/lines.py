@@ -18,7 +18,7 @@ Line = dict[str, Any]
 IDENTITY = (
     "bench", "provider", "backend", "pattern", "n", "batch", "heads", "kv_heads", "head_dim", "dtype", "direction",
     "device", "block_size", "q_len", "clock", "what", "scaling", "ranks", "order", "chunks", "priority", "tile",
-    "model", "task",
+    "model", "task", "dropout_p",
 )  # fmt: skip
 # columns that are equal in all measurements of one table
 SETTING = ["device", "dtype", "n", "batch", "hidden"]

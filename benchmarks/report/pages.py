@@ -120,6 +120,7 @@ PAGES: dict[str, dict[str, Callable[[Lines], str]]] = {
     "docs/decoding.md": {"decode": lambda lines: tables.decoding(lines["decode"])},
     "docs/lra.md": {"lra": lambda lines: tables.long_range(lines["lra"])},
     "docs/distributed.md": {"context": lambda lines: context_parallel.summary(lines["context_parallel"])},
+    "benchmarks/lra/README.md": {"steps": lambda lines: tables.long_range_steps(lines["lra_speed"])},
     "benchmarks/README.md": {
         "sweeps": lambda lines: attention.sweeps_section(most(lines["attention"])),
         "elsewhere": lambda lines: attention.other_gpus_section(lines["attention"]),
@@ -138,7 +139,7 @@ def linked_from(page: str, section: str) -> str:
     '![](../benchmarks/results/speed.png)'
     """
     folder = page.rpartition("/")[0]
-    prefix = {"": "benchmarks/", "benchmarks": ""}.get(folder, "../benchmarks/")
+    prefix = {"": "benchmarks/", "benchmarks": "", "benchmarks/lra": "../"}.get(folder, "../benchmarks/")
     return section.replace("](benchmarks/", f"]({prefix}")
 
 

@@ -208,6 +208,29 @@ def long_range(lines: pd.DataFrame) -> str:
     )  # fmt: skip
 
 
+def long_range_steps(lines: pd.DataFrame) -> str:
+    """The latest run of training steps of Long Range Arena: a row for each task, mask and dropout; "" without lines."""
+    steps = select(lines, bench="lra_speed")
+    if steps.empty:
+        return ""
+    steps = select(steps, commit=steps["commit"].iloc[-1])
+    names = [name for name in ("blocksparse_flash", "sdpa", "flex", "materialized") if name in set(steps["provider"])]
+    rows = []
+    for (task, mask, dropout), found in steps.groupby(["task", "pattern", "dropout_p"], sort=False):
+        times = dict(zip(found["provider"], found["ms"], strict=True))
+        ours = times.get("blocksparse_flash")
+        others = [time for name, time in times.items() if name != "blocksparse_flash"]
+        cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
+        rows.append([task, mask, f"{dropout:g}", *cells, f"{min(others) / ours:.2f}" if ours and others else "-"])
+    first = steps.iloc[0]
+    return joined(
+        f"Milliseconds of a training step, {first['device']}, commit {first['commit']}, "
+        f"{measurements.versions(steps, 'torch', 'triton')}. The last column is the time of the fastest of the others "
+        "divided by ours. The libraries were timed one after another.",
+        table(["task", "mask", "attention dropout", *names, "the best other / ours"], rows),
+    )
+
+
 def sparse_against_dense(lines: pd.DataFrame) -> str:
     """Accuracies of sparse and dense models of Long Range Arena, in pairs; "" if no pair is complete."""
     rows = list[list[str]]()

@@ -475,6 +475,20 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
     assert models.shapes(frame([])) == ""
 
 
+def test_steps_of_long_range_arena_are_those_of_the_latest_run() -> None:
+    found = [
+        of((provider, ""), bench="lra_speed", task="text", pattern="dense", dropout_p=dropout, ms=ms, commit=commit)
+        for provider, dropout, ms, commit in (
+            ("materialized", 0.1, 50.0, "old"), ("blocksparse_flash", 0.1, 8.0, "new"), ("sdpa", 0.1, 6.0, "new"),
+            ("flex", 0.1, 10.0, "new"), ("blocksparse_flash", 0.0, 4.0, "new"),
+        )
+    ]  # fmt: skip
+    assert rows_of(tables.long_range_steps(frame(found))) == [
+        "| text | dense | 0.1 | 8.0 | 6.0 | 10.0 | 0.75 |", "| text | dense | 0 | 4.0 | - | - | - |",
+    ]  # fmt: skip
+    assert tables.long_range_steps(frame([])) == ""
+
+
 def test_pipelines_are_compared_with_their_own_attention() -> None:
     found = [
         {**of((provider, ""), bench="pipelines", model=model, pattern=pattern, n=n, ms=ms), "diffusers": "0.42"}
