@@ -130,7 +130,7 @@ def speed(
     shown = PROVIDERS if providers is None else providers
     path = out if out is not None else ROOT / "quick.jsonl" if quick else steps.RESULTS
     sizes = {"length": 64, "batch": 2, "block_size": 16} if quick else {}
-    tiny, repeats, warmup = ({"batch": 1, "heads": 2}, 1, 0) if quick else ({}, 20, 5)
+    tiny, repeats, warmup = ({"batch": 1, "heads": 2}, 1, 1) if quick else ({}, 20, 5)
     found = []
     named = published.STEPS if tasks is None else tasks
     if unknown := [task for task in named if task not in published.STEPS]:

@@ -152,22 +152,21 @@ def train(model: Classifier, optimizer: torch.optim.Optimizer, tokens: Tensor, l
     optimizer.step()
 
 
-def measured(
-    case: Case, provider: str, expected: Sequence[Tensor], device: torch.device, *, warmup: int, n_steps: int
-) -> dict[str, Any]:
-    """Status, times and memory of a provider."""
+def prepared(
+    case: Case, provider: str, expected: Sequence[Tensor], device: torch.device, *, warmup: int
+) -> tuple[Callable[[], None] | None, dict[str, Any]]:
+    """A provider's step, warmed up, or None if its results are wrong; its status, set-up time and memory."""
     tokens, lengths, labels = samples(case, device)
     model = model_of(case, provider, device)
     wrong = error(given(model, tokens[:COMPARED], lengths[:COMPARED], is_mixed=True), expected)
     if not wrong < TOLERANCE:
-        return untimed(f"wrong, relative error {wrong:.3g}")
+        return None, untimed(f"wrong, relative error {wrong:.3g}")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, **case.optimizer, fused=device.type == "cuda")
     step = functools.partial(train, model, optimizer, tokens, lengths, labels)
     setup_ms = measure.timed(step, device, 1)["ms"]
-    for _ in range(warmup):
-        step()
-    return {"status": "ok", **measure.timed(step, device, n_steps), "setup_ms": setup_ms}
+    peak = measure.timed(step, device, warmup)["peak_bytes"]
+    return step, {"status": "ok", "peak_bytes": peak, "setup_ms": setup_ms}
 
 
 def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
@@ -183,17 +182,24 @@ def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
 def run(
     case: Case, device: torch.device, *, providers: Sequence[str] = PROVIDERS, warmup: int = 5, n_steps: int = 20
 ) -> Iterator[dict[str, Any]]:
-    """A line for each provider that supports the case."""
+    """A line for each provider that supports the case; they are timed in turns."""
     tokens, lengths, _ = (each[:COMPARED] for each in samples(case, device))
     expected = given(model_of(case, MATERIALIZED, device), tokens, lengths, is_mixed=False)
     layout, architecture, where = case.layout, case.architecture, measure.environment(device)
+    found: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Callable[[], None]] = {}
     for provider in supported(providers, layout, device):
         try:
-            found = measured(case, provider, expected, device, warmup=warmup, n_steps=n_steps)
+            step, found[provider] = prepared(case, provider, expected, device, warmup=warmup)
+            if step is not None:
+                steps[provider] = step
         except torch.OutOfMemoryError:
-            found = untimed("out of memory")
+            found[provider] = untimed("out of memory")
         finally:
             measure.release()
+    times = measure.wall_milliseconds_in_turns([*steps.values()], runs=n_steps)
+    timed = dict(zip(steps, times, strict=True))
+    for provider, facts in found.items():
         yield {
             "bench": "lra_speed", "task": case.task.name, "provider": provider,
             "backend": backend_of(case, provider, device), "pattern": architecture.mask or "dense",
@@ -201,7 +207,7 @@ def run(
             "documents": case.task.n_documents, "batch": case.batch, "heads": architecture.num_heads,
             "head_dim": architecture.embed_dim // architecture.num_heads, "dtype": "bf16",
             "dropout_p": architecture.attention_dropout_p, "direction": "step",
-            **found, "tflops": None, **where,
+            **facts, **timed.get(provider, {}), "tflops": None, **where,
         }  # fmt: skip
 
 

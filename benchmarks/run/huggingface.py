@@ -239,21 +239,24 @@ def run_packed(
     without_bounds = {name: given[name] for name in ("input_ids", "position_ids", "labels")}
     inputs = {how: given if how in ("flash_attention_2", VARLEN) else without_bounds for how in providers}
     expected: list[Tensor] = []
-    figures: dict[str, list[dict[str, Any]]] = {}
-    setup: dict[str, float] = {}
+    facts: dict[str, dict[str, Any]] = {}
+
+    def step(how: str) -> None:
+        model.set_attn_implementation(how)
+        train(model, optimizer, inputs[how])
 
     def compare(how: str) -> None:
         model.set_attn_implementation(how)
         model.zero_grad()
         losses: list[Tensor] = []
-        setup[how] = measure.timed(lambda: losses.append(backpropagate(model, inputs[how])), device, 1)["ms"]
+        setup_ms = measure.timed(lambda: losses.append(backpropagate(model, inputs[how])), device, 1)["ms"]
         found = [losses[0], *(model.get_parameter(f"model.{name}.weight").grad for name in COMPARED)]
         if not expected:
             expected.extend(found)
         errors = [relative_error(*pair).item() for pair in zip(found, expected, strict=True)]
         if all(error < TOLERANCE for error in errors):
-            print(f"{PROVIDERS[how]}: right, {setup[how] / 1000:.1f} s with compilation", flush=True)
-            figures[how] = []
+            print(f"{PROVIDERS[how]}: right, {setup_ms / 1000:.1f} s with compilation", flush=True)
+            facts[how] = {"setup_ms": setup_ms}
             return
         said = ", ".join(f"{error:.3g}" for error in errors)
         print(f"{PROVIDERS[how]}: WRONG, relative errors of loss and gradients {said}; not timed", flush=True)
@@ -263,16 +266,12 @@ def run_packed(
             print(f"{PROVIDERS[how]}: flash-attn is not installed; not timed", flush=True)
             continue
         measure.guarded(PROVIDERS[how], how == ATTENTION_NAME, functools.partial(compare, how))
-    hows = [*figures]
-    # the first round warms up
-    for n_round in range(n_steps + 1):
-        for how in hows[n_round % len(hows) :] + hows[: n_round % len(hows)]:
-            model.set_attn_implementation(how)
-            figures[how].append(measure.timed(functools.partial(train, model, optimizer, inputs[how]), device, 1))
-    for how in hows:
-        times = measure.percentiles([each["ms"] for each in figures[how][1:]])
-        said = {**times, "peak_bytes": figures[how][-1]["peak_bytes"], "setup_ms": setup[how]}
-        yield line_of(how, case, f"packed, {n_documents} documents", density, said, device)
+    steps = [functools.partial(step, how) for how in facts]
+    # these steps also warm up
+    for others, warm in zip(facts.values(), steps, strict=True):
+        others["peak_bytes"] = measure.timed(warm, device, 1)["peak_bytes"]
+    for (how, others), each in zip(facts.items(), measure.wall_milliseconds_in_turns(steps, runs=n_steps), strict=True):
+        yield line_of(how, case, f"packed, {n_documents} documents", density, {**each, **others}, device)
 
 
 def main() -> None:
@@ -282,6 +281,14 @@ def main() -> None:
     )
     parser.add_argument("--pattern", default=LAYOUT, help="specification of the layout, as masks.build reads it")
     parser.add_argument("--steps", type=int, default=10, help="timed")
+    parser.add_argument(
+        "--packed",
+        nargs="+",
+        choices=PACKED_PROVIDERS,
+        default=PACKED_PROVIDERS,
+        metavar="ATTENTION",
+        help=f"on packed documents, the first as reference; default: {' '.join(PACKED_PROVIDERS)}",
+    )
     arguments = parser.parse_args()
     measure.require_gpu()
     transformers.logging.set_verbosity_error()
@@ -291,7 +298,8 @@ def main() -> None:
         lines = run(case, pattern, torch.device("cuda", 0), n_steps=arguments.steps)
         measure.appended(arguments.out, lines, KEYS)
     for n_documents in (8, 64) if PACKED.model in arguments.models else ():
-        lines = run_packed(PACKED, n_documents, torch.device("cuda", 0), n_steps=arguments.steps)
+        device = torch.device("cuda", 0)
+        lines = run_packed(PACKED, n_documents, device, n_steps=arguments.steps, providers=arguments.packed)
         measure.appended(arguments.out, lines, KEYS)
         measure.release()
 

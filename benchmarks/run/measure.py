@@ -88,6 +88,16 @@ def wall_milliseconds(call: Callable[[], Any], *, warmup: int = 1, runs: int = 7
     return percentiles([first_call_milliseconds(call) for _ in range(runs)])
 
 
+def wall_milliseconds_in_turns(calls: Sequence[Callable[[], Any]], *, runs: int) -> list[dict[str, float]]:
+    """`wall_milliseconds` of each call, warmed up before. They take turns, each round in another order."""
+    times: list[list[float]] = [[] for _ in calls]
+    for n_round in range(runs):
+        for place in range(len(calls)):
+            which = (n_round + place) % len(calls)
+            times[which].append(first_call_milliseconds(calls[which]))
+    return [percentiles(each) for each in times]
+
+
 def timed(step: Callable[[], Any], device: torch.device, n_steps: int) -> dict[str, Any]:
     """Median and percentiles of a step's wall-clock time, and its peak memory, weights included; None on a CPU."""
     is_cuda = device.type == "cuda"

@@ -169,24 +169,21 @@ def lines(pipe: Any, case: Case, steps: int, rounds: int = 3) -> Iterator[dict[s
         ("blocksparse_flash", "sliding_tile"): (functools.partial(use, pipe, layout, order=order), layout.density),
         ("blocksparse_flash", "top_blocks"): (chosen, DENSITY),
     }
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in providers}
-    peaks: dict[tuple[str, str], int] = {}
-    names = [*providers]
-    # the first round warms up
-    for n_round in range(rounds + 1):
-        for name in names[n_round % len(names) :] + names[: n_round % len(names)]:
-            with providers[name][0]():
-                call = functools.partial(generate, pipe, case, steps)
-                if n_round == 0:
-                    peaks[name] = measure.peak_bytes(call)
-                else:
-                    times[name].append(measure.first_call_milliseconds(call) / steps)
+
+    def call(context: Callable[[], Any]) -> None:
+        with context():
+            generate(pipe, case, steps)
+
+    calls = [functools.partial(call, context) for context, _ in providers.values()]
+    # these calls also warm up
+    peaks = [measure.peak_bytes(each) for each in calls]
+    times = measure.wall_milliseconds_in_turns(calls, runs=rounds)
     heads, head_dim = pipe.transformer.config.num_attention_heads, pipe.transformer.config.attention_head_dim
-    for (provider, pattern), (_, density) in providers.items():
+    for ((provider, pattern), (_, density)), peak, each in zip(providers.items(), peaks, times, strict=True):
         yield {
             "bench": "pipelines", "provider": provider, "pattern": pattern, "density": density, "model": case.name,
             "n": case.n, "batch": 1, "heads": heads, "head_dim": head_dim, "dtype": "bf16", "direction": "step",
-            **measure.percentiles(times[provider, pattern]), "peak_bytes": peaks[provider, pattern],
+            **{name: ms / steps for name, ms in each.items()}, "peak_bytes": peak,
             "diffusers": diffusers.__version__, **measure.environment(),
         }  # fmt: skip
 

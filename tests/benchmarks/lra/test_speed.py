@@ -31,7 +31,7 @@ def tiny(task: str, mask: str | None) -> speed.Case:
 
 
 def once(case: speed.Case, **changes: Any) -> list[dict[str, Any]]:
-    return list(speed.run(case, CPU, warmup=0, n_steps=2, **changes))
+    return list(speed.run(case, CPU, warmup=1, n_steps=2, **changes))
 
 
 # ---- training steps ----
@@ -63,15 +63,15 @@ def test_what_attends_otherwise_is_not_timed(provider: str, monkeypatch: pytest.
     )
     wrong = speed.model_of(tiny("listops", None), provider, CPU)
     monkeypatch.setattr(speed, "model_of", lambda *arguments: wrong)
-    found = speed.measured(case, provider, expected, CPU, warmup=0, n_steps=1)
-    assert found["status"].startswith("wrong, relative error") and found["ms"] is None
+    step, found = speed.prepared(case, provider, expected, CPU, warmup=1)
+    assert step is None and found["status"].startswith("wrong, relative error") and found["ms"] is None
 
 
 def test_what_does_not_fit_is_a_line_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(speed, "measured", full)
+    monkeypatch.setattr(speed, "prepared", full)
     found = once(tiny("image", None), providers=[peers.SDPA])
     assert [(line["status"], line["ms"]) for line in found] == [("out of memory", None)]
 
