@@ -83,6 +83,9 @@ class Training(lightning.LightningModule):
         self.log("validation_loss", self.points[-1]["validation_loss"], prog_bar=True)
 
     def on_train_epoch_end(self) -> None:
+        # Lightning also ends the checkpoint's epoch when it resumes, before an epoch has begun
+        if not self._begin:
+            return
         # with the validation, and a second for the checkpoint
         took = time.perf_counter() - self._begin + 1
         self.trainer.should_stop = time.monotonic() + took > self.deadline
