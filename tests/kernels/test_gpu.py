@@ -538,6 +538,18 @@ def test_layers_that_select_blocks_never_wait_for_the_boundaries_of_packed_docum
         torch.testing.assert_close(together[:, first:stop], alone.detach(), rtol=2e-2, atol=2e-2)
 
 
+def test_weights_of_more_heads_than_a_grid_axis_has_programs_are_accurate() -> None:
+    from blocksparse_flash.kernels.triton.group_weights import group_weights
+
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 70_000, 1, 2, 16, device="cuda"), torch.randn(1, 70_000, 3, 16, device="cuda")
+    lse = torch.zeros(1, 70_000, 1, 2, device="cuda")
+    # queries 4 and 5 see the keys that end at tokens 1, 3 and 5
+    seen = torch.tensor([[True, True, False], [True, True, True]], device="cuda")
+    expected = (0.25 * q[:, :, 0] @ k.transpose(-1, -2)).exp() * seen
+    torch.testing.assert_close(group_weights(q, k, lse, 4, 0.25, 2, 2), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_kv_lengths_on_the_gpu_are_clamped() -> None:
     q, k, v = (torch.randn(3, 1, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     wild, clamped = (torch.tensor(values, device="cuda") for values in ([-5, 10**6, 70], [0, 300, 70]))

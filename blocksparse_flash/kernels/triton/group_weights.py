@@ -29,16 +29,19 @@ def group_weights_kernel(
     kv_heads, first, n_queries, n_keys, scale, size, stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    o_query = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_key = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    i_batch = (tl.program_id(2) // kv_heads).to(tl.int64)
-    i_head = (tl.program_id(2) % kv_heads).to(tl.int64)
+    # one axis: the others have at most 65,535 programs
+    n_key_blocks, n_query_blocks = tl.cdiv(n_keys, BLOCK_N), tl.cdiv(n_queries, BLOCK_T)
+    key_start = tl.program_id(0) % n_key_blocks * BLOCK_N
+    query_start = tl.program_id(0) // n_key_blocks % n_query_blocks * BLOCK_T
+    batch_head = (tl.program_id(0) // (n_key_blocks * n_query_blocks)).to(tl.int64)
+    i_batch, i_head = batch_head // kv_heads, batch_head % kv_heads
+    o_query, o_key = query_start + tl.arange(0, BLOCK_T), key_start + tl.arange(0, BLOCK_N)
     o_dim = tl.arange(0, DIM)
     m_query, m_key, m_dim = o_query < n_queries, o_key < n_keys, o_dim < HEAD_DIM
     # [BLOCK_T, BLOCK_N]
     m_seen = (o_key * stride + size - 1)[None, :] <= (first + o_query)[:, None]
     b_weights = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    if tl.program_id(0) * BLOCK_N * stride + size - 1 <= first + tl.program_id(1) * BLOCK_T + BLOCK_T - 1:
+    if key_start * stride + size - 1 <= first + query_start + BLOCK_T - 1:
         p_k = k_ptr + i_batch * k_strides[0] + i_head * k_strides[1] + o_key.to(tl.int64)[:, None] * k_strides[2]
         b_k = tl.load(p_k + o_dim[None, :], mask=m_key[:, None] & m_dim[None, :], other=0.0)
         p_q = q_ptr + i_batch * q_strides[0] + i_head * q_strides[1] + o_query.to(tl.int64)[:, None] * q_strides[3]
@@ -50,7 +53,7 @@ def group_weights_kernel(
             b_lse = tl.load(p_lse + i_group * lse_strides[2], mask=m_query, other=float("inf"))
             b_score = product(b_q, tl.trans(b_k), "ieee") * (scale * LOG2_E) - (b_lse * LOG2_E)[:, None]
             b_weights += tl.exp2(b_score)
-    p_out = weights_ptr + (tl.program_id(2).to(tl.int64) * n_queries + o_query[:, None]) * n_keys + o_key[None, :]
+    p_out = weights_ptr + (batch_head * n_queries + o_query[:, None]) * n_keys + o_key[None, :]
     tl.store(p_out, tl.where(m_seen, b_weights, 0.0), mask=m_query[:, None] & m_key[None, :])
 # fmt: on
 
@@ -69,8 +72,8 @@ def group_weights(
     n_keys, dim = k.shape[2], max(16, triton.next_power_of_2(head_dim))
     weights = torch.empty(batch, kv_heads, n_queries, n_keys, dtype=torch.float32, device=q.device)
     if weights.numel():
-        grid = triton.cdiv(n_keys, BLOCK_N), triton.cdiv(n_queries, BLOCK_T), batch * kv_heads
-        group_weights_kernel[grid](
+        n_programs = triton.cdiv(n_keys, BLOCK_N) * triton.cdiv(n_queries, BLOCK_T) * batch * kv_heads
+        group_weights_kernel[(n_programs,)](
             q_ptr=q,
             k_ptr=k,
             lse_ptr=lse,
