@@ -10,30 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# modules on one line may not import each other
-MODULES = [
-    ["blocks", "philox", "runtime"],
-    ["plan_format"],
-    ["score_mods"],
-    ["reference"],
-    ["kernels"],
-    ["plan"],
-    ["layout"],
-    ["packed"],
-    ["validation", "dispatch"],
-    ["ops"],
-    ["gathering"],
-    ["explanation"],
-    ["merging"],
-    ["functional"],
-    ["selection", "paged"],
-    ["interop", "masks"],
-    ["layout_crops"],
-    ["nn"],
-    ["diffusers", "distributed", "huggingface"],
-    ["vllm_omni"],
-]
-RANK = {module: rank for rank, modules in enumerate(MODULES) for module in modules}
+# modules between two < may not import each other
+ORDER = """
+blocks philox runtime < plan_format < score_mods < reference < kernels < plan < layout < packed < validation dispatch
+< ops < gathering < explanation < merging < functional < selection paged < interop masks < layout_crops < nn
+< diffusers distributed huggingface < vllm_omni
+"""
+RANK = {module: rank for rank, modules in enumerate(ORDER.split("<")) for module in modules.split()}
 # third-party packages that a module may import while it is loaded; others are imported inside functions
 LOADED = {
     "blocks": {"numpy", "torch"},
