@@ -17,12 +17,12 @@ from .model import ARMS
 # settings in which runs that are compared are equal
 SAME = (
     "length", "keys", "embed_dim", "num_heads", "n_layers", "hidden_dim", "batch_size", "steps", "corpus_sha256",
-    "device", "torch", "triton", "commit",
+    "device", "torch", "triton",
 )  # fmt: skip
 SETTING = (
     "{n_layers} layers of width {embed_dim}, {num_heads} query heads and {kv_heads} KV heads; {steps} steps of "
     "{batch_size} windows of {length:,} bytes; `--keys` {keys:,}; corpus {corpus_sha256:.12}; {device}, torch {torch}, "
-    "triton {triton}, commit {commit}."
+    "triton {triton}, commits {commits}."
 )
 
 # facts and points of each seed of an arm
@@ -94,17 +94,31 @@ def tables(found: dict[str, Runs]) -> str:
         for name, runs in found.items()
     ]
     return joined(
-        SETTING.format_map(everything[0]),
+        SETTING.format_map(
+            {**everything[0], "commits": " and ".join(sorted({facts["commit"] for facts in everything}))}
+        ),
         f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
         "" if steps == {True} else "**Not all of these runs have finished.**",
         "Losses are those of the last validation, in nats per byte; with several seeds, the mean and the range. "
         f"`loss at {seconds:.1f} s` is the loss at the time when the fastest arm finished; the learning rate of the "
         "slower arms had not yet fallen to its final value.",
         listing(pd.DataFrame([_row(name, runs, dense, seconds) for name, runs in found.items()]), columns),
+        _by_seed(found),
         "Losses by position in the window"
         + (". `late`: in all arms, the tokens in the second half of each context of dense-short:" if late else ":"),
         table([*heads, *(["late"] if late else [])], rows),
     )
+
+
+def _by_seed(found: dict[str, Runs]) -> str:
+    """The last loss of each run, a column for each seed; "" for a single seed."""
+    losses = {
+        name: {facts["seed"]: points["validation_loss"].iloc[-1] for facts, points in runs}
+        for name, runs in found.items()
+    }
+    seeds = sorted({seed for each in losses.values() for seed in each})
+    rows = [[name, *(f"{each[seed]:.4f}" if seed in each else "-" for seed in seeds)] for name, each in losses.items()]
+    return joined("By seed:", table(["arm", *map(str, seeds)], rows)) if len(seeds) > 1 else ""
 
 
 def curves(found: dict[str, Runs]) -> Figure:

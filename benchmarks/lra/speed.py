@@ -100,20 +100,17 @@ def case_of(
 def model_of(case: Case, provider: str, device: torch.device) -> Classifier:
     """The model, the same weights for every provider."""
     torch.manual_seed(0)
-    is_ours = provider == OURS
-    architecture = case.architecture if is_ours else dataclasses.replace(case.architecture, mask=None)
-    model = Classifier(case.task, architecture)
+    model = Classifier(case.task, dataclasses.replace(case.architecture, mask=None))
     model.guess.requires_grad_(False)
-    if not is_ours:
-        attend = attend_with(provider, case.layout, device)
-        dropout_p = architecture.attention_dropout_p
+    attend = attend_with(provider, case.layout, device)
+    dropout_p = case.architecture.attention_dropout_p
 
-        # for inputs without padding
-        def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-            return attend(q, k, v, dropout_p=dropout_p if model.training else 0.0)
+    # for inputs without padding: no provider gets lengths
+    def swapped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return attend(q, k, v, dropout_p=dropout_p if model.training else 0.0)
 
-        for block in model.encoder.blocks:
-            block.attention.attend = swapped  # type: ignore[union-attr]
+    for block in model.encoder.blocks:
+        block.attention.attend = swapped  # type: ignore[union-attr]
     return model.to(device)
 
 

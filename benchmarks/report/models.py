@@ -39,12 +39,23 @@ def _cell(values: dict[str, float], text: str) -> str:
 def shapes(lines: pd.DataFrame) -> str:
     """Speed in the shapes of models: for each GPU and commit a row for each case, a column for each library."""
     shown = _named(select(lines, bench="shapes"))
-    return joined(*(_shapes_of_run(lines, found) for _, found in shown.groupby(["device", "commit"], sort=False)))
+    plans = select(shown, direction="plan")
+    runs = shown[shown["direction"] != "plan"].groupby(["device", "commit"], sort=False)
+    named = zip(plans["pattern"].str.removesuffix(", causal"), plans["ms"], strict=True)
+    times = ", ".join(f"{ms:.2f} ms ({case})" for case, ms in named)
+    where = "" if plans.empty else f"{plans['device'].iloc[0]}, commit {plans['commit'].iloc[0]}"
+    return joined(
+        *(_shapes_of_run(lines, found) for _, found in runs),
+        f"Making the layout and plan of packed documents on the GPU, from their boundaries there, took {times}: "
+        f"{where}."
+        if times
+        else "",
+    )
 
 
 def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
     columns, rows = _ordered(shown["by"]), []
-    for case, found in shown[shown["direction"] != "plan"].groupby("pattern", sort=False):
+    for case, found in shown.groupby("pattern", sort=False):
         rates = {by: dict(zip(of["direction"], of["tflops"], strict=True)) for by, of in found.groupby("by")}
         if OURS not in rates:
             # a later run has this library's lines of the case
@@ -56,16 +67,11 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
         cells = [_cell(rates.get(by, {}), "{:.0f}") for by in columns]
         rows.append([str(case), ", ".join(f"`{name}`" for name in backends), *cells, _cell(ratios, "{:.2f}")])
     rate = measurements.matmul_rate(lines, shown)
-    plans = select(shown, direction="plan")
-    times = ", ".join(
-        f"{ms:.2f} ms ({case.split(',')[0]})" for case, ms in zip(plans["pattern"], plans["ms"], strict=True)
-    )
     return joined(
         f"One {shown['device'].iloc[0]}, bf16, `python -m benchmarks.run.shapes`, commit {shown['commit'].iloc[0]}, "
         f"{measurements.versions(shown, 'torch', 'triton')}. TFLOP/s of the pairs that attend, forward / backward; "
         "`-`: unsupported, wrong, or not measured. Timing was interleaved across libraries."
-        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else "")
-        + (f" Making the plan of packed documents from boundaries on the GPU took {times}." if times else ""),
+        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else ""),
         table(["case", "our backend", *columns, "ours / best of the others"], rows),
     )
 

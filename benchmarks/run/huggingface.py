@@ -15,6 +15,7 @@ gradients are compared first. Then all train the same model, in turns.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -192,8 +193,14 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    else:
+        # torch 2.11
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     bounds = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-    out: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    out: Any = varlen_attn(q, k, v, *bounds, **options)
     return out[None], None
 
 

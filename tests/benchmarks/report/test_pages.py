@@ -471,7 +471,7 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
         "| tiny | `triton` | 90 / - | - | - | - |",
     ]
     assert "A matrix product of 8192 x 8192 x 8192 ran at 700 TFLOP/s." in section
-    assert "from boundaries on the GPU took 0.12 ms (8 packed documents)." in section
+    assert "from their boundaries there, took 0.12 ms (8 packed documents): " in section
     assert models.shapes(frame([])) == ""
 
 
