@@ -29,7 +29,9 @@ def layout_on_host(documents: Documents, block_size: Size, *, is_causal: bool = 
         is_too_long = documents.max_seqlen is not None and sizes.max(initial=0) > documents.max_seqlen
         if cu[:, 0].any() or (sizes < 0).any() or (cu[:, -1] > length).any() or is_too_long:
             raise ValueError(f"{INVALID}, got {cu.tolist() if cu.size < 20 else cu} for {length} tokens")
-    ranges = [_key_ranges(q_pos, *each, documents) for each in zip(cu_q, cu_kv, strict=True)]
+    shape = batch, documents.number
+    prefix = np.zeros(shape, np.int64) if documents.prefix is None else documents.prefix.cpu().numpy().astype(np.int64)
+    ranges = [_key_ranges(q_pos, *each, documents) for each in zip(cu_q, cu_kv, prefix, strict=True)]
     first, stop = (np.stack(side) for side in zip(*ranges, strict=True))
     if is_causal:
         stop = np.minimum(stop, q_pos + kv_len - q_len + 1)
@@ -38,7 +40,7 @@ def layout_on_host(documents: Documents, block_size: Size, *, is_causal: bool = 
     return BlockLayout._from_block_list(blocks_of_runs(runs, frame), frame)
 
 
-def _key_ranges(q_pos: Array, cu_q: Array, cu_kv: Array, documents: Documents) -> tuple[Array, Array]:
+def _key_ranges(q_pos: Array, cu_q: Array, cu_kv: Array, prefix: Array, documents: Documents) -> tuple[Array, Array]:
     """(first, stop) of the keys of each query of a sequence with these boundaries, int64; none if stop <= first."""
     document = np.searchsorted(cu_q, q_pos, side="right") - 1
     is_inside = document < documents.number
@@ -51,6 +53,9 @@ def _key_ranges(q_pos: Array, cu_q: Array, cu_kv: Array, documents: Documents) -
         first = np.maximum(first, position - documents.left)
     if documents.right is not None:
         stop = np.minimum(stop, position + documents.right + 1)
+    if documents.prefix is not None and documents.number:
+        seen = np.minimum(cu_kv[document] + np.clip(prefix[document], 0, documents.kv_len), cu_kv[ends])
+        stop = np.where(is_inside, np.maximum(stop, seen), stop)
     return first, stop
 
 

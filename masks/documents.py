@@ -139,6 +139,7 @@ def documents(
     *,
     causal: bool = False,
     window: Window | None = None,
+    prefix: int | Sequence[int] | np.ndarray | torch.Tensor | None = None,
     kv_cu_seqlens: Boundaries | None = None,
     length: Length | None = None,
     max_seqlen: int | None = None,
@@ -156,6 +157,13 @@ def documents(
         0 0 1 1 1     0 0 1 1 0
         0 0 1 1 1     0 0 1 1 1
 
+    and causal with prefix=[1, 2]:
+        1 0 0 0 0
+        1 1 0 0 0
+        0 0 1 1 0
+        0 0 1 1 0
+        0 0 1 1 1
+
     If cu_seqlens is a CUDA tensor, it stays on the GPU: kernels make the plan from it there, no call waits for the GPU,
     and a CUDA graph can capture the building of the layout, so that each replay uses the boundaries of that time. The
     lists of such a plan have room for the longest document, so give max_seqlen for long inputs: without it, or with
@@ -169,6 +177,10 @@ def documents(
                 from the end of the document
     window      also requires that the key is at most `window` tokens before or after the query, or (left, right), where
                 None is unlimited
+    prefix      so many keys at the beginning of each document are attended to by all of its tokens, whatever `causal`
+                says (a packed prefix LM): an int, or an int for each document, (documents,), or an array or tensor
+                (batch, documents). More than the document has are all of it. Needs causal=True, or a window without a
+                limit to the left. Where cu_seqlens is a CUDA tensor: an int or a tensor there
     kv_cu_seqlens  boundaries of the documents among the keys, as many; cu_seqlens is then that of the queries. Default:
                 the same documents
     length      tokens, or (q_len, kv_len); default the last entry of cu_seqlens. Required for CUDA tensors
@@ -177,7 +189,7 @@ def documents(
     returns     BlockLayout of shape (1 or batch, 1, q_len, kv_len), shared by every head, exact to the token
     raises      ValueError if cu_seqlens is empty, does not start at 0, decreases or exceeds the length, if a document
                 is longer than max_seqlen, or if it looks like the document of each token: steps of 0 and 1, mostly 0;
-                TypeError unless all are ints
+                if prefix is negative, not one for each document, or without effect; TypeError unless all are ints
 
     Krell et al., "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027, section 3.2 (masking).
 
@@ -187,10 +199,15 @@ def documents(
     causal = read_switch("causal", causal)
     left, right = (None, None) if window is None else read_window(window)
     right = 0 if causal else right
+    if prefix is not None and (left is not None or right is None):
+        raise ValueError(
+            "prefix: expected None unless causal=True or window=(None, right) hides later keys, and none before: got "
+            f"causal={causal} and window={window}. For a window that is limited to the left, unite two layouts with |"
+        )
     if max_seqlen is not None:
         max_seqlen = read_integer("max_seqlen", max_seqlen, at_least=0, unit="tokens")
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.is_cuda:
-        on_device = _on_device(cu_seqlens, kv_cu_seqlens, length, left, right, max_seqlen)
+        on_device = _on_device(cu_seqlens, kv_cu_seqlens, prefix, length, left, right, max_seqlen)
         if can_build(on_device):
             return PackedLayout.of(on_device, read_canvas(on_device[2:4], block_size).block_size)
     # with a length or other keys, few tokens may have many boundaries
@@ -222,15 +239,40 @@ def documents(
     if left is None and right in (None, 0):
         check_nnz(int((rows * cols).sum()) // (1 if right is None else 2), least="at least ")
     fills_the_length = kv_bounds is bounds and canvas.q_len == canvas.kv_len == bounds[0, -1]
-    if left is None and right in (None, 0) and fills_the_length and len(bounds) == 1:
+    if left is None and right in (None, 0) and prefix is None and fills_the_length and len(bounds) == 1:
         return _without_window(canvas, bounds[0], causal=right == 0)
     cu_q, cu_kv = (torch.from_numpy(np.ascontiguousarray(each)) for each in (bounds, kv_bounds))
-    return layout_on_host(Documents(cu_q, cu_kv, canvas.q_len, canvas.kv_len, left, right, None), canvas.block_size)
+    lengths = _read_prefix(prefix, (len(bounds), bounds.shape[1] - 1))
+    documents = Documents(cu_q, cu_kv, canvas.q_len, canvas.kv_len, left, right, None, lengths)
+    return layout_on_host(documents, canvas.block_size)
+
+
+def _read_prefix(
+    prefix: int | Sequence[int] | np.ndarray | torch.Tensor | None, sizes: tuple[int, int]
+) -> torch.Tensor | None:
+    """int64 (batch, documents) on the CPU, checked."""
+    if prefix is None:
+        return None
+    if isinstance(prefix, np.ndarray | torch.Tensor):
+        shape, read = tuple(prefix.shape), read_integers("prefix", prefix.reshape(-1))
+    elif isinstance(prefix, Sequence):
+        read = read_integers("prefix", prefix)
+        shape = read.shape
+    else:
+        shape, read = (), np.array(read_integer("prefix", prefix, at_least=0, unit="tokens"))
+    if read.min(initial=0) < 0:
+        raise ValueError(f"prefix: expected at least 0 tokens, got {read.min()}")
+    if shape not in ((), sizes[1:], sizes):
+        raise ValueError(
+            f"prefix: expected an int, or one for each document, shape {sizes[1:]} or {sizes}, got shape {shape}"
+        )
+    return torch.from_numpy(np.array(np.broadcast_to(read.reshape(shape), sizes), np.int64))
 
 
 def _on_device(
     cu_seqlens: torch.Tensor,
     kv_cu_seqlens: object,
+    prefix: object,
     length: Length | None,
     left: int | None,
     right: int | None,
@@ -273,7 +315,27 @@ def _on_device(
     cu_q = torch.atleast_2d(cu_seqlens).contiguous()
     is_same = kv_cu_seqlens is None or (kv_cu_seqlens is cu_seqlens and q_len == kv_len)
     cu_kv = None if is_same else torch.atleast_2d(both["kv_cu_seqlens"]).contiguous()
-    return Documents(cu_q, cu_kv, q_len, kv_len, left, right, max_seqlen)
+    sizes = len(cu_q), cu_q.shape[1] - 1
+    lengths = _prefix_on_device(prefix, sizes, cu_seqlens.device)
+    return Documents(cu_q, cu_kv, q_len, kv_len, left, right, max_seqlen, lengths)
+
+
+def _prefix_on_device(prefix: object, sizes: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+    """Integers (batch, documents) on the device; values below 0 count as 0 there."""
+    if prefix is None:
+        return None
+    if not isinstance(prefix, torch.Tensor):
+        number = read_integer("prefix", prefix, at_least=0, unit="tokens")
+        return torch.full(sizes, number, dtype=torch.int32, device=device)
+    if prefix.device != device or prefix.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"prefix: expected int32 or int64 on {device}, like cu_seqlens, got {prefix.dtype} on {prefix.device}"
+        )
+    if prefix.shape not in (torch.Size(sizes[1:]), torch.Size(sizes)):
+        raise ValueError(
+            f"prefix: expected one for each document, shape {sizes[1:]} or {sizes}, got {tuple(prefix.shape)}"
+        )
+    return prefix.expand(sizes).contiguous()
 
 
 def _without_window(canvas: Canvas, bounds: np.ndarray, *, causal: bool) -> BlockLayout:

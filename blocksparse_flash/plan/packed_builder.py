@@ -35,6 +35,8 @@ class Documents(NamedTuple):
     left, right  tokens before and after the query's own position, or None for all. Positions are aligned at the end of
                  each document
     max_seqlen   tokens of the longest document, at most; None if not known
+    prefix       integers (batch, documents), contiguous: so many keys at the beginning of a document are attended to by
+                 all of its queries, whatever `right` says; only without `left`. None: 0 of each
     """
 
     cu_q: Tensor
@@ -44,6 +46,7 @@ class Documents(NamedTuple):
     left: int | None
     right: int | None
     max_seqlen: int | None
+    prefix: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -75,7 +78,7 @@ class Documents(NamedTuple):
         """Keys before and after its own position that a query attends to, at most, if `is_square`."""
         most = max(0, self.longest - 1)
         left, right = (most if side is None else min(most, side) for side in (self.left, self.right))
-        return left, 0 if causal else right
+        return left, 0 if causal else right if self.prefix is None else most
 
 
 def can_build(documents: Documents) -> bool:
@@ -99,16 +102,17 @@ def _n_runs(documents: Documents, causal: bool, tile: int) -> int:
     """Runs of a tile row, at most: one less than the tiles at which the pairs of its tiles may change.
 
     A boundary inside a tile changes this tile and the next one. A limited side of a window has a boundary for each
-    query of a document, and those within `tile` consecutive tokens change three.
+    query of a document, and those within `tile` consecutive tokens change three. The end of a prefix is one more.
     """
     left = 2 if documents.left is None else 3
     right = 2 if documents.right is None and not causal else 3
+    prefix = 0 if documents.prefix is None else 2
     if not documents.is_square:
         # and the boundary after the last document; each query has two boundaries
-        return min(4 * tile, min(tile, documents.number) * (left + right) + 1)
+        return min(4 * tile, min(tile, documents.number) * (left + right + prefix) + 1)
     # documents begin and end in the tile of the queries, but for the begin of the first and the end of the last
     is_causal = causal or documents.right == 0
-    return left + 2 + (0 if is_causal else right) - 1
+    return left + 2 + (0 if is_causal else right) + prefix - 1
 
 
 def _capacity(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:
@@ -156,6 +160,7 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         left=side if documents.left is None else min(side, documents.left),
         right=side if documents.right is None else min(side, documents.right),
         has_window=documents.left is not None or documents.right is not None,
+        has_prefix=documents.prefix is not None,
         max_seqlen=(documents.longest, documents.longest),
         causal=causal,
         tile=tile,
@@ -165,7 +170,7 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
         is_sorted=min(frame.n_rows, frame.n_cols) <= MAX_SORTED or max(capacity) > MAX_TILES_UNSORTED,
     )
     with tracing.on_device(documents.cu_q.device):
-        tensors, is_valid = packed_plan.build(*documents.boundaries, packing)
+        tensors, is_valid = packed_plan.build(*documents.boundaries, documents.prefix, packing)
         # on a GPU an assertion of the device, which ends the process that goes on without a check
         torch._assert_async(is_valid if documents.batch == 1 else is_valid.all(), INVALID)
     return with_dynamic_lengths(Plan._make(tensors))

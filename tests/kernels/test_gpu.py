@@ -422,13 +422,15 @@ def test_a_cuda_graph_captures_packed_documents_and_their_attention(mean_length:
     torch.manual_seed(0)
     q, key, v = (torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
     dout, boundaries = torch.randn_like(q), torch.zeros(n_documents + 1, dtype=torch.int32, device="cuda")
+    prefixes = torch.arange(n_documents, device="cuda") % 200
 
     def new_boundaries(end: int) -> None:
         inner = torch.randint(0, end, (n_documents - 1,)).sort().values
         boundaries.copy_(torch.cat([torch.tensor([0]), inner, torch.tensor([end])]))
 
     def step(causal: bool) -> tuple[Tensor, ...]:
-        layout = masks.documents(boundaries, causal=causal, length=length, window=None if causal else 700)
+        options: dict[str, Any] = {"causal": True, "prefix": prefixes} if causal else {"window": 700}
+        layout = masks.documents(boundaries, length=length, **options)
         out = attention(q, key, v, layout, deterministic=True)
         return out, *torch.autograd.grad(out, (q, key, v), dout)
 

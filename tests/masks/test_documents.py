@@ -158,20 +158,26 @@ def position(cu_q: list[int], cu_kv: list[int], q_pos: int) -> tuple[int, int] |
     gap=st.tuples(st.integers(0, 40), st.integers(0, 40)),
     window=st.sampled_from([None, 0, 7, (3, None), (None, 2), (20, 5)]),
     causal=st.booleans(),
+    prefix=st.one_of(st.none(), st.integers(0, 60), st.lists(st.integers(0, 60), min_size=6, max_size=6)),
     is_same=st.booleans(),
     block_size=st.sampled_from([16, 64, (32, 128)]),
 )
-@settings(deadline=None, max_examples=60)
-def test_any_documents_with_windows_and_other_keys(lengths, gap, window, causal, is_same, block_size):
+@settings(deadline=None, max_examples=80)
+def test_any_documents_with_windows_and_other_keys(lengths, gap, window, causal, prefix, is_same, block_size):
     cu_q, cu_kv = ([0, *np.cumsum([pair[side] for pair in lengths]).tolist()] for side in (0, 1))
     if is_same:
         cu_kv, gap = cu_q, (gap[0], gap[0])
     left, right = (window, window) if isinstance(window, int) else (window or (None, None))
     size = cu_q[-1] + gap[0], cu_kv[-1] + gap[1]
+    if left is not None or (right is None and not causal):
+        prefix = None
+    elif isinstance(prefix, list):
+        prefix = prefix[: len(lengths)]
     layout = masks.documents(
         cu_q,
         causal=causal,
         window=window,
+        prefix=prefix,
         kv_cu_seqlens=None if is_same else cu_kv,
         length=size,
         block_size=block_size,
@@ -182,6 +188,8 @@ def test_any_documents_with_windows_and_other_keys(lengths, gap, window, causal,
         found = position(cu_q, cu_kv, q_pos)
         if found is None or not cu_kv[found[0]] <= kv_pos < cu_kv[found[0] + 1]:
             return False
+        if prefix is not None and kv_pos - cu_kv[found[0]] < np.broadcast_to(prefix, len(lengths))[found[0]]:
+            return True
         distance = found[1] - kv_pos
         return (
             (left is None or distance <= left)
@@ -191,6 +199,13 @@ def test_any_documents_with_windows_and_other_keys(lengths, gap, window, causal,
 
     expected = np.array([[attends(i, j) for j in range(size[1])] for i in range(size[0])], bool).reshape(size)
     assert np.array_equal(layout.to_dense()[0, 0].numpy(), expected)
+
+
+def test_the_prefix_of_one_document_is_that_of_prefix_lm():
+    for prefix in (0, 100, 300):
+        assert masks.documents([0, 300], causal=True, prefix=prefix) == masks.prefix_lm(300, prefix=prefix)
+    # a prefix longer than its document is all of it
+    assert masks.documents([0, 300], causal=True, prefix=2**40) == masks.documents([0, 300])
 
 
 def test_a_window_is_that_of_local():
@@ -233,6 +248,11 @@ def test_the_last_tokens_of_a_cache_attend_to_what_was_before():
         ({"max_seqlen": 5}, "max_seqlen: expected at least the tokens of the longest document of cu_seqlens, 6, got 5"),
         ({"max_seqlen": -1}, "max_seqlen: expected int, a number of tokens, of at least 0"),
         ({"window": -1}, "window: expected int, a number of tokens, of at least 0"),
+        ({"prefix": 1}, "prefix: expected None unless causal=True or window=.* got causal=False and window=None"),
+        ({"prefix": 1, "causal": True, "window": 3}, "prefix: expected None .* got causal=True and window=3"),
+        ({"prefix": -1, "causal": True}, "prefix: expected int, a number of tokens, of at least 0"),
+        ({"prefix": [3, -1], "causal": True}, "prefix: expected at least 0 tokens, got -1"),
+        ({"prefix": [1, 2, 3], "causal": True}, r"prefix: expected an int, or one for each document, shape \(2,\) or"),
     ],
     ids=str,
 )

@@ -94,7 +94,11 @@ def random_documents(seed: int, device: torch.device) -> Documents:
     cu_kv, kv_len = (None, q_len) if is_square else (boundaries(kv_len), kv_len)
     left, right = numbers.choice([None, 0, 5, 130, 300]), numbers.choice([None, None, 0, 7, 200])
     longest = numbers.choice([None, int(cu_q.diff().max())]) if is_square else None
-    return Documents(cu_q, cu_kv, q_len, kv_len, left, right, longest)
+    prefix = None
+    if left is None and right is not None and numbers.random() < 0.7:
+        lengths = [[numbers.choice([0, 3, 128, 200, kv_len]) for _ in range(n_documents)] for _ in range(batch)]
+        prefix = torch.tensor(lengths, dtype=cu_q.dtype, device=device)
+    return Documents(cu_q, cu_kv, q_len, kv_len, left, right, longest, prefix)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +108,20 @@ def test_random_documents_have_the_tiles_of_the_host(seed, device):
     documents = random_documents(seed, device)
     for causal, tile in itertools.product((False, True), (TILE, FINE_TILE)):
         check(documents, causal=causal, tile=tile)
+
+
+# ending in the tile of its queries, in the next, at a tile's end, far ahead, and with the document
+@pytest.mark.parametrize("tile", [TILE, FINE_TILE])
+@pytest.mark.parametrize("right", [0, 70])
+@pytest.mark.parametrize(
+    "prefix", [[5, 20, 0], [200, 200, 1], [128, 256, 60], [0, 500, 0], [1000, 1000, 1000]], ids=str
+)
+def test_prefixes_have_the_tiles_of_the_host(prefix, right, tile, device):
+    for cu_seqlens, longest in (([0, 130, 700, 710], 570), ([0, 100, 110, 640], None)):
+        documents = packed(device, cu_seqlens, window=(None, right), max_seqlen=longest)
+        documents = documents._replace(prefix=torch.tensor([prefix], device=device))
+        for causal in (False, True):
+            check(documents, causal=causal, tile=tile)
 
 
 def test_lists_have_room_for_the_longest_document_only(device):
@@ -194,6 +212,7 @@ def refused(**changes):
     arguments = {
         "cu_seqlens": torch.tensor([0, 10]),
         "kv_cu_seqlens": None,
+        "prefix": None,
         "length": 10,
         "left": None,
         "right": None,
@@ -219,6 +238,10 @@ def refused(**changes):
         ),
         ({"kv_cu_seqlens": [0, 10]}, ValueError, "kv_cu_seqlens: expected a tensor on cpu, like cu_seqlens, got list"),
         ({"kv_cu_seqlens": torch.tensor([0, 1, 2])}, ValueError, r"kv_cu_seqlens: expected the shape of"),
+        ({"prefix": torch.tensor([1.0])}, ValueError, "prefix: expected int32 or int64 on cpu, .* got torch.float32"),
+        ({"prefix": torch.tensor([1, 2])}, ValueError, r"prefix: expected one for each document, shape \(1,\)"),
+        ({"prefix": -1}, ValueError, "prefix: expected int, a number of tokens, of at least 0"),
+        ({"prefix": [1]}, TypeError, "prefix: expected int"),
     ],
     ids=str,
 )
@@ -234,10 +257,16 @@ def test_masks_keep_boundaries_on_their_gpu(monkeypatch):
     boundaries = torch.tensor([0, 70, 300], dtype=torch.int32)
     layout = masks.documents(boundaries, causal=True, length=320, window=64, max_seqlen=256, block_size=64)
     assert isinstance(layout, PackedLayout) and layout.block_size == (64, 64)
-    assert layout._documents[2:] == (320, 320, 64, 0, 256)
+    assert layout._documents[2:] == (320, 320, 64, 0, 256, None)
     assert layout._documents.cu_q.data_ptr() == boundaries.data_ptr()
+    lengths = torch.tensor([60, 200])
+    with_prefixes = [masks.documents(boundaries, causal=True, length=320, prefix=each) for each in (lengths, 60)]
+    assert with_prefixes[0]._documents.prefix.data_ptr() == lengths.data_ptr()
+    assert with_prefixes[1]._documents.prefix.tolist() == [[60, 60]]
     monkeypatch.undo()
     assert layout == masks.documents([0, 70, 300], causal=True, length=320, window=64, block_size=64)
+    for each, expected in zip(with_prefixes, ([60, 200], 60), strict=True):
+        assert each == masks.documents([0, 70, 300], causal=True, length=320, prefix=expected)
 
 
 # ---- where lists with room, and boundaries that change, could mislead

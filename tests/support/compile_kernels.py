@@ -267,9 +267,11 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     boundaries = torch.empty(2, 9, dtype=torch.int32 if side == 64 else torch.int64)
     for tile, causal in ((TILE, True), (FINE_TILE, False)):
         packing = packed_plan.Packing(
-            2, length, length, 8, 256, 0, tile == TILE, (length, length), causal, tile, 5, (4, 4), (2, 2), causal
-        )
-        packed_plan.build(boundaries, boundaries, packing)
+            batch=2, q_len=length, kv_len=length, n_documents=8, left=256, right=0, has_window=causal,
+            has_prefix=not causal, max_seqlen=(length, length), causal=causal, tile=tile, n_runs=5, capacity=(4, 4),
+            reach=(2, 2), is_sorted=causal,
+        )  # fmt: skip
+        packed_plan.build(boundaries, boundaries, boundaries[:, 1:].contiguous(), packing)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16
     for group in (1, 4, 16) if side < 128 else ():
         by_token = block_selection.Rows(4, length, n, length * group, length, (group, side))

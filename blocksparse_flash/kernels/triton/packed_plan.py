@@ -43,6 +43,7 @@ class Packing(NamedTuple):
     n_documents   boundaries of each side of a sequence, less one
     left, right   tokens before and after the own position that a query attends to; less than 2^30
     has_window    whether left and right limit anything
+    has_prefix    whether all queries of a document attend to some keys at its beginning
     max_seqlen    tokens of the longest document of each side, at most
     causal        whether pairs with kv_pos > q_pos + kv_len - q_len are left out, whatever the document
     tile          tokens per side of a tile
@@ -59,6 +60,7 @@ class Packing(NamedTuple):
     left: int
     right: int
     has_window: bool
+    has_prefix: bool
     max_seqlen: tuple[int, int]
     causal: bool
     tile: int
@@ -90,6 +92,7 @@ class Packing(NamedTuple):
             "longest_kv": self.max_seqlen[1],
             "n_runs": self.n_runs,
             "HAS_WINDOW": self.has_window,
+            "HAS_PREFIX": self.has_prefix,
             "CAUSAL": self.causal,
             "TILE": self.tile,
             "STEPS": self.n_documents.bit_length(),
@@ -112,8 +115,8 @@ def load_boundary(cu_ptr, o_document, m_document, length):
 
 @triton.jit
 def key_ranges(
-    cu_q_ptr, cu_kv_ptr, o_q, n_documents, q_len, kv_len, left, right,
-    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, STEPS: tl.constexpr,
+    cu_q_ptr, cu_kv_ptr, prefix_ptr, o_q, n_documents, q_len, kv_len, left, right,
+    HAS_WINDOW: tl.constexpr, HAS_PREFIX: tl.constexpr, CAUSAL: tl.constexpr, STEPS: tl.constexpr,
 ):
     """(first, stop) of the keys of each query; equal for a query without keys, such as those after the documents."""
     # the last document that begins at the query or before it; n_documents after the last one
@@ -126,13 +129,16 @@ def key_ranges(
     m_document = b_document < n_documents
     b_first = load_boundary(cu_kv_ptr, b_document, b_document <= n_documents, kv_len)
     b_end = tl.maximum(load_boundary(cu_kv_ptr, b_document + 1, m_document, kv_len), b_first)
-    b_stop = tl.where(m_document, b_end, b_first)
+    b_stop, b_begin = tl.where(m_document, b_end, b_first), b_first
     if HAS_WINDOW:
         # the key at the query's position, if the ends of the document are aligned
         b_q_end = load_boundary(cu_q_ptr, b_document + 1, m_document, q_len)
         b_position = b_end - (b_q_end - o_q)
         b_stop = tl.maximum(tl.minimum(b_stop, b_position + right + 1), b_first)
         b_first = tl.minimum(tl.maximum(b_first, b_position - left), b_stop)
+    if HAS_PREFIX:
+        b_prefix = load_boundary(prefix_ptr, b_document, m_document, kv_len)
+        b_stop = tl.where(m_document, tl.maximum(b_stop, tl.minimum(b_begin + b_prefix, b_end)), b_stop)
     if CAUSAL:
         b_stop = tl.maximum(tl.minimum(b_stop, o_q + (kv_len - q_len + 1)), b_first)
     return b_first, b_stop
@@ -165,19 +171,21 @@ def are_boundaries_valid(cu_ptr, n_documents, length, longest, CHUNK: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def runs_kernel(
-    # inputs: integers (batch, n_documents + 1)
-    cu_q_ptr, cu_kv_ptr,
+    # inputs: integers (batch, n_documents + 1); (batch, n_documents), read if HAS_PREFIX
+    cu_q_ptr, cu_kv_ptr, prefix_ptr,
     # outputs: int32 (batch, q_tiles, n_runs + 1), where each run begins and the last one ends; (batch, q_tiles,
     # n_runs); tiles of all tile rows, partial tiles of all tile rows, the same of tile columns; bitmasks; bool (batch,)
     starts_ptr, kinds_ptr, counts_ptr, words_ptr, is_valid_ptr,
     n_documents, q_len, kv_len, q_tiles, left, right, longest_q, longest_kv, n_runs,
-    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_PREFIX: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
+    STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     # the first program of each sequence, which takes the longest, checks its boundaries
     i_row, i_batch = tl.program_id(0) % (q_tiles + 1) - 1, tl.program_id(0) // (q_tiles + 1)
     n_rows = tl.num_programs(0) // (q_tiles + 1) * q_tiles
     cu_q_ptr += i_batch * (n_documents + 1)
     cu_kv_ptr += i_batch * (n_documents + 1)
+    prefix_ptr += i_batch * n_documents
     if i_row < 0:
         is_valid = are_boundaries_valid(cu_q_ptr, n_documents, q_len, longest_q, CHUNK)
         is_valid &= are_boundaries_valid(cu_kv_ptr, n_documents, kv_len, longest_kv, CHUNK)
@@ -189,7 +197,8 @@ def runs_kernel(
         # queries past the end repeat the last one, and get no pairs below
         o_q = tl.minimum(i_row * TILE + o_row, q_len - 1)
         b_first, b_stop = key_ranges(
-            cu_q_ptr, cu_kv_ptr, o_q, n_documents, q_len, kv_len, left, right, HAS_WINDOW, CAUSAL, STEPS
+            cu_q_ptr, cu_kv_ptr, prefix_ptr, o_q, n_documents, q_len, kv_len, left, right,
+            HAS_WINDOW, HAS_PREFIX, CAUSAL, STEPS,
         )
         o_word = tl.arange(0, WORDS)
         start = next_edge(b_first, b_stop, -1, TILE)
@@ -414,8 +423,8 @@ class PackedLaunches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def packed_launches(packing: Packing, boundaries: tuple[Any, ...], device: torch.device) -> PackedLaunches:  # noqa: ARG001  part of the cache key
-    """The launches, for boundaries with these cache keys."""
+def packed_launches(packing: Packing, inputs: tuple[Any, ...], device: torch.device) -> PackedLaunches:  # noqa: ARG001  part of the cache key
+    """The launches, for boundaries and prefixes with these cache keys."""
     q_tiles, kv_tiles = packing.grid
     (n_row_indices, n_row_ids), (n_col_indices, n_col_ids) = packing.lengths()
     batch = packing.batch
@@ -441,20 +450,25 @@ def packed_launches(packing: Packing, boundaries: tuple[Any, ...], device: torch
     )
 
 
-def build(cu_q: torch.Tensor, cu_kv: torch.Tensor, packing: Packing) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+def build(
+    cu_q: torch.Tensor, cu_kv: torch.Tensor, prefix: torch.Tensor | None, packing: Packing
+) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
     """The tensors of a Plan, and bool (batch,), whether the boundaries are those of documents that fit.
 
     cu_q, cu_kv  integers (batch, n_documents + 1) on the device, contiguous
+    prefix       integers (batch, n_documents), or None
     """
     new = allocator(cu_q)
-    launches = packed_launches(packing, (cache_key_of(cu_q), cache_key_of(cu_kv)), cu_q.device)
+    # without prefixes the kernel does not read them
+    prefix = cu_q if prefix is None else prefix
+    launches = packed_launches(packing, tuple(map(cache_key_of, (cu_q, cu_kv, prefix))), cu_q.device)
     starts, kinds, counts, words, is_valid = (new(*memory) for memory in launches[3:])
     sides = []
     for n_lines, (n_indices, n_ids) in zip(packing.grid, packing.lengths(), strict=True):
         shapes: tuple[tuple[int, ...], ...] = (packing.batch, 1, n_lines, RECORD.value), (n_indices,), (n_ids,)
         sides.append([new(*contiguous(torch.int32, *shape)) for shape in shapes])
     (row_records, *row_lists), (col_records, *col_lists) = sides
-    launches.runs(cu_q, cu_kv, starts, kinds, counts, words, is_valid)
+    launches.runs(cu_q, cu_kv, prefix, starts, kinds, counts, words, is_valid)
     launches.lists(starts, kinds, counts, *row_lists, *col_lists)
     launches.records(counts, row_records, col_records)
     return [row_records, *row_lists, col_records, *col_lists, words], is_valid
