@@ -167,9 +167,9 @@ def documents(
     If cu_seqlens is a CUDA tensor, it stays on the GPU: kernels make the plan from it there, no call waits for the GPU,
     and a CUDA graph can capture the building of the layout, so that each replay uses the boundaries of that time. The
     lists of such a plan have room for the longest document, so give max_seqlen for long inputs: without it, or with
-    kv_cu_seqlens, a plan takes 16 bytes for each of the (length / 128)^2 tiles. Bitmasks take up to 10 KB for 128
-    queries, and with kv_cu_seqlens 8 KB for each document of these queries, at most 1 MB. Invalid boundaries there end
-    in an assertion of the device.
+    kv_cu_seqlens, a plan takes 16 bytes for each of the (length / 128)^2 tiles. Bitmasks take 6 to 16 KB for 128
+    queries, and with kv_cu_seqlens 8 to 14 KB for each document of these queries, at most 1 MB. Invalid boundaries
+    there end in a device-side assert.
 
     cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at most at the length. Or int (batch,
                 documents + 1), for sequences with boundaries of their own; repeat the last entry if one has fewer
@@ -177,10 +177,11 @@ def documents(
                 from the end of the document
     window      also requires that the key is at most `window` tokens before or after the query, or (left, right), where
                 None is unlimited
-    prefix      so many keys at the beginning of each document are attended to by all of its tokens, whatever `causal`
-                says (a packed prefix LM): an int, or an int for each document, (documents,), or an array or tensor
-                (batch, documents). More than the document has are all of it. Needs causal=True, or a window without a
-                limit to the left. Where cu_seqlens is a CUDA tensor: an int or a tensor there
+    prefix      number of keys at the beginning of each document that all of its tokens attend to, whatever `causal`
+                says (a packed prefix LM): an int, an int for each document, (documents,), or an array or tensor (batch,
+                documents). A number above the document's length means the whole document. Needs causal=True, or a
+                window without a limit to the left. Where cu_seqlens is a CUDA tensor: an int or a tensor there, in
+                which negative numbers count as 0
     kv_cu_seqlens  boundaries of the documents among the keys, as many; cu_seqlens is then that of the queries. Default:
                 the same documents
     length      tokens, or (q_len, kv_len); default the last entry of cu_seqlens. Required for CUDA tensors
@@ -327,10 +328,10 @@ def _prefix_on_device(prefix: object, sizes: tuple[int, int], device: torch.devi
     if not isinstance(prefix, torch.Tensor):
         number = read_integer("prefix", prefix, at_least=0, unit="tokens")
         return torch.full(sizes, number, dtype=torch.int32, device=device)
-    if prefix.device != device or prefix.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"prefix: expected int32 or int64 on {device}, like cu_seqlens, got {prefix.dtype} on {prefix.device}"
-        )
+    if prefix.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"prefix: expected int32 or int64, got {prefix.dtype}")
+    if prefix.device != device:
+        raise ValueError(f"prefix: expected a tensor on {device}, like cu_seqlens, got one on {prefix.device}")
     if prefix.shape not in (torch.Size(sizes[1:]), torch.Size(sizes)):
         raise ValueError(
             f"prefix: expected one for each document, shape {sizes[1:]} or {sizes}, got {tuple(prefix.shape)}"

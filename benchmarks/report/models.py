@@ -66,6 +66,8 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
         backends = sorted(found.loc[found["is_ours"], "backend"].unique())
         cells = [_cell(rates.get(by, {}), "{:.0f}") for by in columns]
         rows.append([str(case), ", ".join(f"`{name}`" for name in backends), *cells, _cell(ratios, "{:.2f}")])
+    if not rows:
+        return ""
     rate = measurements.matmul_rate(lines, shown)
     return joined(
         f"One {shown['device'].iloc[0]}, bf16, `python -m benchmarks.run.shapes`, commit {shown['commit'].iloc[0]}, "
@@ -122,11 +124,13 @@ def pipelines(lines: pd.DataFrame) -> str:
         rows.append(cells)
     sizes = lines.drop_duplicates("model").to_dict("records")
     return joined(
-        f"Whole pipelines with random weights: `wan` has the sizes of Wan 2.1 1.3B, `flux` those of FLUX.1. One "
+        "Denoising loops of pipelines with random weights, without text encoders and VAEs, in calls of two steps: "
+        f"`wan` has the sizes of Wan 2.1 1.3B, `flux` those of FLUX.1. One "
         f"{' and '.join(sorted(lines['device'].unique()))}, bf16, `python -m benchmarks.run.pipelines`, "
         f"{measurements.versions(lines, 'torch', 'triton', 'diffusers')}. Milliseconds of a denoising step, in "
-        "brackets the speed-up over the model's own attention, `scaled_dot_product_attention`. About a fifth of the "
-        "pairs is computed. Timing was interleaved.",
+        "brackets the speed-up over the model's own attention, `scaled_dot_product_attention`. A step of `wan` is two "
+        "forwards. About a fifth of the pairs of video or image is computed; in `flux`, text attends to everything. "
+        "Timing was interleaved.",
         table(["attention", "mask", *(f"{size['model']}, {size['n']:,} tokens" for size in sizes)], rows),
     )
 
@@ -148,12 +152,14 @@ def packed_steps(lines: pd.DataFrame) -> str:
         for name in packed["provider"].unique()
     ]
     first = packed.iloc[0]
+    baselines = ("transformers flex_attention", "transformers flash_attention_2", "torch varlen_attn")
+    missing = [name for name in baselines if name not in set(packed["provider"])]
     return joined(
         "Training steps of a model shaped like Llama (8 layers of width 2,048, 16 heads on 4) on "
         f"{first['n']:,} tokens of packed documents of unequal lengths, bf16, one {first['device']}, commit "
         f"{first['commit']}, {measurements.versions(packed, 'torch', 'transformers')}. Milliseconds, in brackets the "
-        "time divided by ours. Only `torch varlen_attn` and FlashAttention-2 get the boundaries; the others find them "
-        "in the position ids. Timing was interleaved.",
+        "time divided by ours. `sdpa` gets a dense mask. Timing was interleaved.",
+        f"Not run: {', '.join(f'`{name}`' for name in missing)}." if missing else "",
         table(["attention", *(name.removeprefix("packed, ") for name in columns)], rows),
     )
 

@@ -1,4 +1,4 @@
-"""Whole diffusers pipelines: `python -m benchmarks.run.pipelines` on a CUDA GPU, one JSON line per figure.
+"""Denoising loops of diffusers pipelines: `python -m benchmarks.run.pipelines` on a CUDA GPU, one JSON line per figure.
 
 Transformers in the sizes of Wan 2.1 1.3B (81 frames of 480p: 32,760 tokens) and FLUX.1 (an image of 2048 x 2048: 16,384
 tokens, and 512 of text), with random bf16 weights. Prompts are embeddings, and latents are the output, so text encoders
@@ -33,7 +33,7 @@ KEYS = [
     "bench", "provider", "pattern", "density", "model", "n", "batch", "heads", "head_dim", "dtype", "direction", "ms",
     "ms_p20", "ms_p80", "peak_bytes", "device", "torch", "triton", "diffusers", "commit",
 ]  # fmt: skip
-# of the change that a mask makes to the latents after one step: errors beyond this share are wrong results
+# largest error of the latents after one step, as a share of the change that the mask makes to them
 TOLERANCE = 0.25
 DENSITY = 0.2
 
@@ -42,8 +42,8 @@ class Case(NamedTuple):
     """A pipeline.
 
     grid     tokens of the video or image
-    tile     tokens of a block of 128 along each axis
-    cube     tokens of a block of 64
+    tile     tokens of a tile of sliding_tile along each axis: one or two blocks of 128
+    cube     tokens of a block of 64 along each axis
     kernel   of sliding_tile; about a fifth of the blocks is stored
     n_text   tokens of the prompt, before those of the image in one sequence; 0 if there is cross-attention instead
     """
@@ -83,7 +83,7 @@ def pipeline_of(case: Case, device: str, sizes: dict[str, Any] | None = None) ->
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         for name, weight in transformer.named_parameters():
-            # random scores are so small that attention averages all values, under any mask
+            # of 1, scores would be so small that attention is nearly an average, and a mask would hardly change it
             if name.endswith("norm_q.weight"):
                 weight.fill_(6.0)
     if case.name == "wan":

@@ -18,8 +18,8 @@ MOST_TOKENS = (1 << 30) - 1
 INVALID = (
     "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than max_seqlen"
 )
-# lists keep the order of tokens if there are more of them than this and none has more tiles than that: sorting takes
-# time that grows with the square of their number, and saves at most the time of the longest one
+# lists are not sorted by length if there are more than MAX_SORTED and none can have more than MAX_TILES_UNSORTED tiles:
+# sorting takes time that grows with the square of their number, and saves at most the time of the longest one
 MAX_SORTED, MAX_TILES_UNSORTED = 4096, 8
 # entries of the lists, words of the bitmasks: offsets are int32
 MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
@@ -35,8 +35,8 @@ class Documents(NamedTuple):
     left, right  tokens before and after the query's own position, or None for all. Positions are aligned at the end of
                  each document
     max_seqlen   tokens of the longest document, at most; None if not known
-    prefix       integers (batch, documents), contiguous: so many keys at the beginning of a document are attended to by
-                 all of its queries, whatever `right` says; only without `left`. None: 0 of each
+    prefix       integers (batch, documents), contiguous: number of keys at the beginning of each document that all of
+                 its queries attend to, whatever `right` says; only without `left`. None: no prefixes
     """
 
     cu_q: Tensor
@@ -99,10 +99,11 @@ def shares_of(documents: Documents) -> Shares:
 
 
 def _n_runs(documents: Documents, causal: bool, tile: int) -> int:
-    """Runs of a tile row, at most: one less than the tiles at which the pairs of its tiles may change.
+    """Runs of a tile row, at most: one less than the tiles whose pairs may differ from those of the tile before.
 
-    A boundary inside a tile changes this tile and the next one. A limited side of a window has a boundary for each
-    query of a document, and those within `tile` consecutive tokens change three. The end of a prefix is one more.
+    A boundary inside a tile makes two such tiles: its own and the next. A limited side of a window has a boundary for
+    each query; those of a tile row lie within `tile` consecutive tokens, so in two tiles, which makes three. The end of
+    a prefix is one more boundary.
     """
     left = 2 if documents.left is None else 3
     right = 2 if documents.right is None and not causal else 3
@@ -123,7 +124,7 @@ def _capacity(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:
 
 
 def _reach(documents: Documents, causal: bool, tile: int) -> tuple[int, int]:
-    """Tile rows before and after the one with the number of a tile column that may contain it, at most."""
+    """(before, after): only tile rows c - before to c + after can have a tile in tile column c."""
     if not documents.is_square:
         return -(-documents.kv_len // tile), -(-documents.q_len // tile)
     left, right = documents.reach(causal)
@@ -135,8 +136,8 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
 
     causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
     tile    tokens per side of a tile, TILE or FINE_TILE
-    raises  ValueError if the lists or the bitmasks are too long. Later, on the device, RuntimeError if the boundaries
-            do not start at 0, decrease, exceed the length, or if a document is longer than max_seqlen
+    raises  ValueError if the lists or the bitmasks are too long. Later, a device-side assert if the boundaries start
+            elsewhere than at 0, decrease or exceed the length, or if a document is longer than max_seqlen
     """
     from ..kernels.triton import packed_plan
 
@@ -144,13 +145,19 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     n_runs, capacity = _n_runs(documents, causal, tile), _capacity(documents, causal, tile)
     most = frame.batch * max(frame.n_rows * capacity[0], frame.n_cols * capacity[1])
     n_words = frame.batch * frame.n_rows * n_runs * tile * (tile // 32)
-    if most >= MOST_ENTRIES or n_words >= MOST_WORDS:
+    if n_words >= MOST_WORDS:
+        raise ValueError(
+            f"length: expected fewer tokens, or fewer documents with kv_cu_seqlens, got {documents.q_len} tokens and "
+            f"{documents.number} documents in each of {documents.batch} sequences, whose bitmasks would have {n_words} "
+            "words: give boundaries on the CPU"
+        )
+    if most >= MOST_ENTRIES:
         raise ValueError(
             f"max_seqlen: expected documents short enough for a plan of {MOST_ENTRIES} tiles, got {documents.longest} "
             f"tokens of {documents.q_len} x {documents.kv_len}: give the length of the longest one (it does not help "
             "with kv_cu_seqlens), or boundaries on the CPU"
         )
-    # `reach` limits what a window can reach
+    # sums of positions and window have to fit into int32
     side = max(documents.q_len, documents.kv_len)
     packing = packed_plan.Packing(
         batch=documents.batch,
@@ -171,6 +178,6 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     )
     with tracing.on_device(documents.cu_q.device):
         tensors, is_valid = packed_plan.build(*documents.boundaries, documents.prefix, packing)
-        # on a GPU an assertion of the device, which ends the process that goes on without a check
+        # on a GPU a device-side assert: without it the process would go on with wrong results
         torch._assert_async(is_valid if documents.batch == 1 else is_valid.all(), INVALID)
     return with_dynamic_lengths(Plan._make(tensors))

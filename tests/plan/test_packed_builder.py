@@ -238,7 +238,12 @@ def refused(**changes):
         ),
         ({"kv_cu_seqlens": [0, 10]}, ValueError, "kv_cu_seqlens: expected a tensor on cpu, like cu_seqlens, got list"),
         ({"kv_cu_seqlens": torch.tensor([0, 1, 2])}, ValueError, r"kv_cu_seqlens: expected the shape of"),
-        ({"prefix": torch.tensor([1.0])}, ValueError, "prefix: expected int32 or int64 on cpu, .* got torch.float32"),
+        ({"prefix": torch.tensor([1.0])}, TypeError, "prefix: expected int32 or int64, got torch.float32"),
+        (
+            {"prefix": torch.ones(1, device="meta").int()},
+            ValueError,
+            "prefix: expected a tensor on cpu, like cu_seqlens",
+        ),
         ({"prefix": torch.tensor([1, 2])}, ValueError, r"prefix: expected one for each document, shape \(1,\)"),
         ({"prefix": -1}, ValueError, "prefix: expected int, a number of tokens, of at least 0"),
         ({"prefix": [1]}, TypeError, "prefix: expected int"),

@@ -3,7 +3,7 @@
 Each query attends to one range of keys, and both ends of the ranges never decrease from query to query. The tiles of a
 tile row therefore fall into a few runs of neighbors whose pairs are the same (none, all, or those of one bitmask).
 
-    runs     the runs of every tile row, and their bitmasks; one more program checks the boundaries
+    runs     the runs of every tile row, and their bitmasks; one more program of each sequence checks its boundaries
     list     the tiles of each tile row and tile column, partial ones first
     records  records in launch order
 
@@ -30,7 +30,7 @@ from .tile import RECORD
 LINES, OTHERS = 16, 256
 # tiles of a step of list_packed_kernel
 MINORS = 64
-# after every tile
+# greater than the number of any tile
 NO_TILE = tl.constexpr(2**31 - 1)
 # kinds of runs
 NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -49,7 +49,7 @@ class Packing(NamedTuple):
     tile          tokens per side of a tile
     n_runs        runs of a tile row, at most
     capacity      (tiles of a tile row, tiles of a tile column), at most
-    reach         (tile rows before, after) the one with the number of a tile column that may contain it
+    reach         (before, after): only tile rows c - before to c + after have a tile in tile column c
     is_sorted     whether the longest lists come first in the launch order, else all in the order of tokens
     """
 
@@ -157,7 +157,7 @@ def next_edge(b_first, b_stop, tile, TILE: tl.constexpr):
 
 @triton.jit
 def are_boundaries_valid(cu_ptr, n_documents, length, longest, CHUNK: tl.constexpr):
-    """Whether boundaries start at 0, never decrease, end within the length, and no document is too long."""
+    """Whether boundaries start at 0, never decrease and end within the length, with no document above `longest`."""
     b_valid = tl.zeros([CHUNK], tl.int32) + (tl.load(cu_ptr) == 0).to(tl.int32)
     for first in range(0, n_documents, CHUNK):
         o_document = first + tl.arange(0, CHUNK)
@@ -180,7 +180,7 @@ def runs_kernel(
     HAS_WINDOW: tl.constexpr, HAS_PREFIX: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    # the first program of each sequence, which takes the longest, checks its boundaries
+    # the first program of each sequence checks its boundaries: it starts first, since it takes the longest
     i_row, i_batch = tl.program_id(0) % (q_tiles + 1) - 1, tl.program_id(0) // (q_tiles + 1)
     n_rows = tl.num_programs(0) // (q_tiles + 1) * q_tiles
     cu_q_ptr += i_batch * (n_documents + 1)
@@ -235,7 +235,7 @@ def write_padding(indices_ptr, ids_ptr, line, n_lines, n_tiles, capacity, n_indi
     tl.store(indices_ptr + place, 0, mask=n_tiles < capacity)
     tl.store(ids_ptr + place, 0, mask=n_tiles < capacity)
     if line == n_lines - 1:
-        # the last list is followed by fewer entries than that
+        # fewer than CHUNK entries follow the last list
         o_entry = n_lines * capacity + tl.arange(0, CHUNK)
         tl.store(indices_ptr + o_entry, o_entry * 0, mask=o_entry < n_indices)
         tl.store(ids_ptr + o_entry, o_entry * 0, mask=o_entry < n_ids)
@@ -332,7 +332,7 @@ def list_column(
 
 @triton.jit(do_not_specialize=LIST_SIZES)
 def list_packed_kernel(
-    # inputs: of runs_kernel
+    # inputs: outputs of runs_kernel
     starts_ptr, kinds_ptr,
     # counts of tile rows, which are read, and of tile columns, which are written
     counts_ptr,
@@ -388,7 +388,7 @@ def write_lines(
 
 @triton.jit(do_not_specialize=["batch", "q_tiles", "kv_tiles", "row_tiles", "col_tiles"])
 def records_kernel(
-    # inputs: see runs_kernel
+    # input: counts of tile rows by runs_kernel, and of tile columns by list_packed_kernel
     counts_ptr,
     # outputs: records of a Plan
     row_records_ptr, col_records_ptr,
