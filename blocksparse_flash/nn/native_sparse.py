@@ -17,7 +17,7 @@ from ..layout import BlockLayout
 from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
-from .arguments import Heads, check_tensor, positive_int
+from .arguments import Heads, check_input, check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
@@ -419,7 +419,7 @@ class NativeSparseAttention(nn.Module):
                     and end. Each document has its own blocks and positions, and gives the same result as alone.
                     Tokens after the last document attend to nothing. Default: one document
         """
-        self.heads.check_input(x)
+        check_input(x, self.heads.embed_dim)
         d, rope, block_size = self.heads.head_dim, self.heads.rope, self.sizes["block_size"]
         q = rearrange(self.q(x), "batch length (heads d) -> batch heads length d", d=d)
         compressed_k, compressed_v, k, v, window_k, window_v = rearrange(
