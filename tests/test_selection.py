@@ -282,12 +282,11 @@ def test_autocast_chooses_the_dtype(backend: str) -> None:
 
 
 def test_of_nothing_there_is_nothing() -> None:
-    for heads, q_len, k in ((2, 0, 2), (2, 5, 0), (0, 5, 2)):
-        q, x = drawn(1, heads, q_len, 8).requires_grad_(), drawn(1, 1 if heads else 0, 20, 8)
-        if not heads:
-            continue
-        out, lse = selected_attention_with_lse(q, x, x, torch.zeros(1, 1, q_len, k, dtype=torch.int64), block_size=16)
-        assert out.shape == (1, heads, q_len, 8) and lse.shape == (1, heads, q_len)
+    for batch, heads, q_len, k in ((1, 2, 0, 2), (1, 2, 5, 0), (1, 0, 5, 2), (0, 2, 5, 2)):
+        q, x = drawn(batch, heads, q_len, 8).requires_grad_(), drawn(batch, min(1, heads), 20, 8)
+        indices = torch.zeros(batch, min(1, heads), q_len, k, dtype=torch.int64)
+        out, lse = selected_attention_with_lse(q, x, x, indices, block_size=16)
+        assert out.shape == (batch, heads, q_len, 8) and lse.shape == (batch, heads, q_len)
         if not k:
             assert not out.any() and (lse == -torch.inf).all()
         out.sum().backward()

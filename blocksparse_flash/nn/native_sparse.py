@@ -110,7 +110,8 @@ def most_important_blocks(
     kv_heads, n_keys = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     n_cols = -(-(q_start + length) // block_size)
-    queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
+    group = heads // max(1, kv_heads)
+    queries, lse = (each.unflatten(1, (kv_heads, group)) for each in (q, lse))
     own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
     col = torch.arange(n_cols, device=q.device)
     is_beyond = (col > own) | (col < earliest)

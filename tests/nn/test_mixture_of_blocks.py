@@ -79,7 +79,7 @@ def test_with_all_blocks_it_is_the_dense_layer() -> None:
     dense = SelfAttention(48, 2, causal=True, rope=100.0).double()
     layer = MixtureOfBlockAttention(48, 2, k_blocks=8, block_size=16, rope=100.0).double()
     layer.projections.load_state_dict(dense.state_dict())
-    for x in (drawn(1, 120, 48), drawn(1, 0, 48)):
+    for x in (drawn(1, 120, 48), drawn(1, 0, 48), drawn(0, 20, 48)):
         torch.testing.assert_close(layer(x), dense(x))
     x = drawn(1, 120, 48)
     positions = torch.rand(120)

@@ -247,6 +247,7 @@ def test_later_tokens_change_nothing() -> None:
     whole = layer(x)
     for length in (0, 1, 15, 16, 97):
         torch.testing.assert_close(layer(x[:, :length]), whole[:, :length])
+    assert layer(x[:0]).shape == (0, 150, 48)
 
 
 def test_every_parameter_has_a_gradient_of_a_short_input() -> None:

@@ -168,8 +168,9 @@ def test_with_all_blocks_it_is_the_dense_layer() -> None:
     layer.projections.load_state_dict(dense.state_dict())
     x = drawn(1, 120, 48)
     torch.testing.assert_close(layer(x)[0], dense(x))
-    out, loss = layer(x[:, :0])
-    assert out.shape == (1, 0, 48) and loss is not None and loss == 0
+    for nothing in (x[:, :0], x[:0]):
+        out, loss = layer(nothing)
+        assert out.shape == nothing.shape and loss is not None and loss == 0
 
 
 X = torch.zeros(1, 2, 64, 8)
