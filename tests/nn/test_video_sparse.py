@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,26 @@ def test_layers_are_saved_and_loaded() -> None:
     assert "32 tokens, k_blocks=1, block_size=16" in repr(layer)
 
 
+def test_layers_made_on_the_meta_device_get_their_order_back() -> None:
+    """Regression: to_empty left the order of the cubes uninitialized, and no state dict has it."""
+    arguments: dict[str, Any] = {"grid": (2, 4, 4), "k_blocks": 1, "cube": (1, 4, 4)}
+    layer, x = VideoSparseAttention(32, 2, **arguments), torch.randn(1, 32, 32)
+    with torch.device("meta"):
+        other = VideoSparseAttention(32, 2, **arguments)
+    for emptied in (other.to_empty(device="cpu"), copy.deepcopy(layer).to("meta").to_empty(device="cpu")):
+        emptied.load_state_dict(layer.state_dict())
+        assert torch.equal(emptied.order, layer.order) and torch.equal(emptied(x), layer(x))
+
+
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 40, 40), (2, 0, 40), (2, 40, 0)])
+def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> None:
+    q, k = drawn(batch, 4, q_len, 8), drawn(batch, 2, kv_len, 8)
+    out = video_sparse_attention(q, k, k, k_blocks=1, block_size=16, coarse_gate=torch.ones((), dtype=q.dtype))
+    assert out.shape == q.shape and not out.any()
+    for grad in torch.autograd.grad(out.sum(), (q, k)):
+        assert not grad.any()
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -156,13 +177,26 @@ def test_layers_are_saved_and_loaded() -> None:
         ),
         (
             ValueError,
-            "block_size must divide 128",
+            r"block_size must be one of \(16, 32, 64, 128, 256\) tokens, got 48",
             lambda q: video_sparse_attention(q, q, q, k_blocks=1, block_size=48),
         ),
         (
             ValueError,
             r"x must have shape \(batch, 32 tokens of the grid, embed_dim\), got \(1, 64, 32\)",
             lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(1, 4, 4))(torch.ones(1, 64, 32)),
+        ),
+        (
+            ValueError,
+            r"the product of cube must be one of \(16, 32, 64, 128, 256\) tokens, got 8",
+            lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(2, 2, 2)),
+        ),
+        (TypeError, "grid must have the tokens along each axis", lambda q: VideoSparseAttention(32, 2, 32, k_blocks=1)),
+        (
+            ValueError,
+            r"positions must have shape \(32,\) or \(32, axes\), a row for each token of the grid, got \(33,\)",
+            lambda q: VideoSparseAttention(32, 2, (32,), k_blocks=1, cube=(16,), rope=10.0)(
+                torch.ones(1, 32, 32), torch.arange(33)
+            ),
         ),
         (ValueError, "tile", lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(4, 4))),
         (
