@@ -154,7 +154,8 @@ def _group_weights(
     scores = scores if scores.dtype == torch.float64 else scores.float()
     last = torch.arange(k.shape[2], device=k.device) * stride + (size - 1)
     position = torch.arange(first, first + q.shape[3], device=k.device)
-    weights = scores.mul_(scale).sub_(lse[..., None]).exp_()
+    # at most 1, also where products of float16 are beyond its range
+    weights = scores.mul_(scale).sub_(lse[..., None]).clamp_(max=0).exp_()
     return weights.masked_fill_(last > position[:, None], 0).sum(2)
 
 

@@ -58,7 +58,8 @@ def video_sparse_attention(
         block_means(q, block_size),
         *(repeat(block_means(x, block_size), "b h n d -> b (h group) n d", group=group) for x in (k, v)),
     )
-    scores = pooled_q @ pooled_k.mT / math.sqrt(q.shape[3])
+    # scaled before the product, which float16 may not hold otherwise
+    scores = (pooled_q * q.shape[3] ** -0.5) @ pooled_k.mT
     # without queries or keys there is nothing to select
     layout = None
     if scores.numel():

@@ -87,6 +87,17 @@ def test_with_all_blocks_it_is_the_dense_layer() -> None:
 
 
 @pytest.mark.parametrize("by_group", [False, True])
+def test_scores_beyond_the_range_of_float16_displace_no_own_block(by_group: bool) -> None:
+    """Regression: they are infinite, and tied with the score of the own block. Here all weights are on it."""
+    k = torch.full((1, 1, 256, 64), 40.0)
+    v = (torch.arange(256) // 32 * 10.0)[:, None].expand(1, 1, -1, 4)
+    k[..., 0] += v[..., 0]
+    q, k, v = (x.half().contiguous() for x in (k.expand(-1, 2, -1, -1), k, v))
+    out = mixture_of_block_attention(q, k, v, k_blocks=2, block_size=32, by_group=by_group)
+    assert torch.equal(out, v.expand(-1, 2, -1, -1))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
 def test_queries_are_the_last_tokens_of_keys(by_group: bool) -> None:
     q, k = drawn(2, 6, 100, 16), drawn(2, 2, 100, 16, seed=1)
     options: dict[str, Any] = {"k_blocks": 3, "block_size": 16, "by_group": by_group}

@@ -242,6 +242,16 @@ def test_kernels_make_the_layout_of_compressed_keys_in_documents(device: torch.d
     torch.testing.assert_close(found, truth)
 
 
+def test_scores_beyond_the_range_of_float16_displace_no_block() -> None:
+    """Regression: weights were infinite, and tied with those of blocks that are always selected."""
+    x = torch.full((1, 1, 512, 64), 40.0).half()
+    lse = torch.full((1, 1, 512), 64 * 40.0**2 / 8)
+    blocks = native_sparse.most_important_blocks(x, x[:, :, :31], lse, n_blocks=3, block_size=32)
+    own = (torch.arange(512) // 32)[:, None]
+    for block in (own, (own - 1).clamp(min=0), torch.zeros_like(own)):
+        assert (blocks == block).any(3).all()
+
+
 def test_later_tokens_change_nothing() -> None:
     layer, x = layer_of(rope=None), drawn(1, 150, 48).detach()
     whole = layer(x)

@@ -161,6 +161,13 @@ def test_the_loss_decreases() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_scores_beyond_the_range_of_float16_displace_no_own_block() -> None:
+    """Regression: they are infinite, and tied with the score of the own block."""
+    index = torch.full((1, 1, 256, 64), 40.0).half()
+    blocks = shared_index.best_indexed_blocks(index, index, k_blocks=2, block_size=32)
+    assert (blocks == (torch.arange(256) // 32)[:, None]).any(3).all()
+
+
 def test_with_all_blocks_it_is_the_dense_layer() -> None:
     torch.manual_seed(0)
     dense = SelfAttention(48, 2, causal=True, rope=100.0).double()

@@ -148,6 +148,13 @@ def test_layers_made_on_the_meta_device_get_their_order_back() -> None:
         assert torch.equal(emptied.order, layer.order) and torch.equal(emptied(x), layer(x))
 
 
+def test_scores_beyond_the_range_of_float16_are_scaled_in_time() -> None:
+    """Regression: the coarse branch was NaN."""
+    q = torch.full((1, 1, 64, 64), 40.0).half()
+    out = video_sparse_attention(q, q, q, k_blocks=1, block_size=16, coarse_gate=torch.ones(()).half())
+    assert torch.equal(out, 2 * q)
+
+
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 40, 40), (2, 0, 40), (2, 40, 0)])
 def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> None:
     q, k = drawn(batch, 4, q_len, 8), drawn(batch, 2, kv_len, 8)
