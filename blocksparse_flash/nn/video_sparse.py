@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import validation
 from ..functional import attention
 from ..layout import BlockLayout
+from ..runtime import tracing
 from .arguments import check_positions, check_tensor, positive_int
 from .layers import SelfAttention
 
@@ -20,6 +21,7 @@ from .layers import SelfAttention
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
+@tracing.untraced
 def video_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, *, k_blocks: int, block_size: int = 64, coarse_gate: Tensor | None = None
 ) -> Tensor:
@@ -39,6 +41,7 @@ def video_sparse_attention(
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient; q, k
     and v have gradients through both branches. Memory is O(heads * (length / block_size)^2 + heads * length).
+    torch.compile calls this function outside of its graphs (a graph break).
 
     Zhang et al., "Faster Video Diffusion with Trainable Sparse Attention" (VSA), arXiv:2505.13389, section 2.
 

@@ -155,6 +155,18 @@ def test_scores_beyond_the_range_of_float16_are_scaled_in_time() -> None:
     assert torch.equal(out, 2 * q)
 
 
+def test_compilers_leave_it_out() -> None:
+    """Regression: with fullgraph=True the error asked for a plan of a layout that is made inside."""
+    q = drawn(1, 2, 64, 16).detach()
+
+    def function(q: Tensor) -> Tensor:
+        return video_sparse_attention(q * 2, q, q, k_blocks=2, block_size=16).sin()
+
+    with pytest.raises(Exception, match=r"function <function video_sparse_attention at .* since it was wrapped"):
+        torch.compile(function, backend="eager", fullgraph=True)(q)
+    torch.testing.assert_close(torch.compile(function, backend="eager")(q), function(q))
+
+
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 40, 40), (2, 0, 40), (2, 40, 0)])
 def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> None:
     q, k = drawn(batch, 4, q_len, 8), drawn(batch, 2, kv_len, 8)
