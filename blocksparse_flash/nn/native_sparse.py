@@ -277,10 +277,11 @@ def check_sizes(
         *(("stride", stride), ("window_size", window_size)),
     ):
         positive_int(name, number)
-    if len(always) != 2 or not all(isinstance(number, int) for number in always) or always[0] < 0 or always[1] < 1:
-        raise ValueError(
-            f"always must be two numbers of blocks, 0 or more first and 1 or more last ones, got {always!r}"
-        )
+    wanted = "always must be two numbers of blocks, 0 or more first and 1 or more last ones"
+    if not isinstance(always, (tuple, list)) or any(type(number) is not int for number in always):
+        raise TypeError(f"{wanted}, got {always!r}")
+    if len(always) != 2 or always[0] < 0 or always[1] < 1:
+        raise ValueError(f"{wanted}, got {always!r}")
     check_block_size(block_size)
     for name, size in (("block_size", block_size), ("compressed_size", compressed_size)):
         if size % stride:
@@ -317,6 +318,7 @@ def _check_lengths(branches: dict[str, KeysAndValues], q: Tensor, compressed_siz
 
 def _check_gates(gates: Tensor, q: Tensor) -> None:
     check_tensor("gates", gates)
+    validation.check_device("gates", gates, q)
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates must have shape (batch, heads, length, 3) = {(*q.shape[:3], 3)}, got {tuple(gates.shape)}"

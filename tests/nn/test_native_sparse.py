@@ -292,6 +292,7 @@ WRONG = {
         lambda: call(n_blocks=2),
     ),
     "first": (ValueError, r"always must be two numbers of blocks.*got \(-1, 2\)", lambda: call(always=(-1, 2))),
+    "number": (TypeError, r"always must be two numbers of blocks.*got 3", lambda: call(always=3)),
     "pair": (TypeError, "window must be a pair of keys and values, got Tensor", lambda: call(window=X)),
     "compressed": (
         ValueError,
@@ -300,6 +301,11 @@ WRONG = {
     ),
     "window": (ValueError, r"window v must have shape", lambda: call(window=(X, X[:, :, :9]))),
     "gates": (ValueError, r"gates must have shape \(batch, heads, length, 3\)", lambda: call(gates=X)),
+    "device": (
+        ValueError,
+        "gates must be on q's device cpu, got meta",
+        lambda: call(gates=torch.zeros(1, 4, 64, 3, device="meta")),
+    ),
     "heads": (ValueError, "heads", lambda: call(q=torch.zeros(1, 3, 64, 8))),
     "input": (ValueError, r"x must have shape \(batch, length, embed_dim=48\)", lambda: layer_of()(X)),
     "nested": (
