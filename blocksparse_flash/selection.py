@@ -186,7 +186,7 @@ def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_bloc
     """bool (batch | 1, heads, q_len, kv_len) of selected blocks."""
     n_cols = -(-kv_len // block_size)
     cols = block_selection.known(indices, n_cols)
-    blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter_(3, cols, True)
+    blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter(3, cols, True)
     mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
     return mask[:, :, :q_len, :kv_len]
 

@@ -311,6 +311,18 @@ def test_a_compiled_function_has_a_graph_break() -> None:
     torch.testing.assert_close(torch.compile(function, backend="eager")(q), function(q))
 
 
+def test_the_reference_is_mapped_over_selections() -> None:
+    """Regression: torch.vmap refused the check of the indices."""
+    q, k = drawn(3, 1, 4, 40, 8), drawn(3, 1, 2, 40, 8, seed=1)
+    indices = drawn_indices(3, 2, 40, 2, 3)[:, None]
+
+    def function(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
+        return selected_attention(q, k, k, indices, block_size=16, backend="reference")
+
+    each = [function(*arguments) for arguments in zip(q, k, indices, strict=True)]
+    torch.testing.assert_close(torch.vmap(function)(q, k, indices), torch.stack(each))
+
+
 INDICES = torch.zeros(1, 2, 40, 2, dtype=torch.int64)
 WRONG = {
     "type": (TypeError, "indices must be a torch.Tensor, got list", {"indices": [[0]]}),
