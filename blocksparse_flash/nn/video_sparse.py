@@ -161,14 +161,14 @@ class VideoSparseAttention(nn.Module):
         self.register_buffer("place", torch.argsort(order), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VideoSparseAttention:
-        """Also restores the order, which `to_empty` discards and no state dict holds."""
+        """Also restores the order, which `to_empty` and the meta device discard and no state dict holds."""
         # imports the mask builders
         from ..masks import tile_order
 
         super()._apply(fn, recurse)
-        if not self.order.is_meta:
-            order = tile_order(self.grid, tile=self.cube)
-            self.order, self.place = (each.to(self.order.device) for each in (order, torch.argsort(order)))
+        device = "cpu" if self.order.is_meta else self.order.device
+        order = tile_order(self.grid, tile=self.cube)
+        self.order, self.place = order.to(device), torch.argsort(order).to(device)
         return self
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

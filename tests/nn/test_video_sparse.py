@@ -146,6 +146,10 @@ def test_layers_made_on_the_meta_device_get_their_order_back() -> None:
     for emptied in (other.to_empty(device="cpu"), copy.deepcopy(layer).to("meta").to_empty(device="cpu")):
         emptied.load_state_dict(layer.state_dict())
         assert torch.equal(emptied.order, layer.order) and torch.equal(emptied(x), layer(x))
+    # indices on the meta device gave values without meaning
+    emptied = copy.deepcopy(layer).to("meta")
+    emptied.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(emptied(x), layer(x))
 
 
 def test_scores_beyond_the_range_of_float16_are_scaled_in_time() -> None:
