@@ -116,10 +116,13 @@ def selected_attention_with_lse(
     )
     _check_sides(block_size, query_block_size)
     _check_indices(indices, q, k, query_block_size)
+    if 0 in q.shape[:2]:
+        # no queries select, and layouts have at least one batch and head
+        indices = indices.new_zeros(1, 1, indices.shape[2], 0)
     bounds = None if cu_seqlens is None else checked_boundaries(cu_seqlens, q, k)
     heads, kv_heads = q.shape[1], k.shape[1]
     # query heads that select together
-    group = heads // kv_heads if indices.shape[1] in (1, kv_heads) else 1
+    group = heads // max(1, kv_heads) if indices.shape[1] in (1, kv_heads) else 1
     rows_per_token = 1 << (group - 1).bit_length()
     if bounds is not None and len(bounds) > indices.shape[0]:
         indices = indices.expand(len(bounds), -1, -1, -1)
@@ -183,7 +186,7 @@ def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_bloc
     """bool (batch | 1, heads, q_len, kv_len) of selected blocks."""
     n_cols = -(-kv_len // block_size)
     cols = block_selection.known(indices, n_cols)
-    blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter_(3, cols, True)
+    blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter(3, cols, True)
     mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
     return mask[:, :, :q_len, :kv_len]
 
@@ -203,13 +206,7 @@ def _check_indices(indices: Tensor, q: Tensor, k: Tensor, query_block_size: int)
     (batch, heads, q_len, _), kv_heads = q.shape, k.shape[1]
     n_rows = -(-q_len // query_block_size)
     shape = tuple(indices.shape)
-    if (
-        len(shape) != 4
-        or shape[0] not in (1, batch)
-        or shape[1] not in (1, kv_heads, heads)
-        or shape[2] != n_rows
-        or 0 in shape[:2]
-    ):
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, kv_heads, heads) or shape[2] != n_rows:
         raise ValueError(
             f"indices must have shape (batch = {batch} or 1, heads = {heads}, kv_heads = {kv_heads} or 1, {n_rows}, k) "
             f"for {q_len} queries in blocks of query_block_size = {query_block_size}, got {shape}"

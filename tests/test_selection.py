@@ -282,12 +282,11 @@ def test_autocast_chooses_the_dtype(backend: str) -> None:
 
 
 def test_of_nothing_there_is_nothing() -> None:
-    for heads, q_len, k in ((2, 0, 2), (2, 5, 0), (0, 5, 2)):
-        q, x = drawn(1, heads, q_len, 8).requires_grad_(), drawn(1, 1 if heads else 0, 20, 8)
-        if not heads:
-            continue
-        out, lse = selected_attention_with_lse(q, x, x, torch.zeros(1, 1, q_len, k, dtype=torch.int64), block_size=16)
-        assert out.shape == (1, heads, q_len, 8) and lse.shape == (1, heads, q_len)
+    for batch, heads, q_len, k in ((1, 2, 0, 2), (1, 2, 5, 0), (1, 0, 5, 2), (0, 2, 5, 2)):
+        q, x = drawn(batch, heads, q_len, 8).requires_grad_(), drawn(batch, min(1, heads), 20, 8)
+        indices = torch.zeros(batch, min(1, heads), q_len, k, dtype=torch.int64)
+        out, lse = selected_attention_with_lse(q, x, x, indices, block_size=16)
+        assert out.shape == (batch, heads, q_len, 8) and lse.shape == (batch, heads, q_len)
         if not k:
             assert not out.any() and (lse == -torch.inf).all()
         out.sum().backward()
@@ -310,6 +309,18 @@ def test_a_compiled_function_has_a_graph_break() -> None:
         return selected_attention(q * 2, k, k, indices, block_size=16).sin()
 
     torch.testing.assert_close(torch.compile(function, backend="eager")(q), function(q))
+
+
+def test_the_reference_is_mapped_over_selections() -> None:
+    """Regression: torch.vmap refused the check of the indices."""
+    q, k = drawn(3, 1, 4, 40, 8), drawn(3, 1, 2, 40, 8, seed=1)
+    indices = drawn_indices(3, 2, 40, 2, 3)[:, None]
+
+    def function(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
+        return selected_attention(q, k, k, indices, block_size=16, backend="reference")
+
+    each = [function(*arguments) for arguments in zip(q, k, indices, strict=True)]
+    torch.testing.assert_close(torch.vmap(function)(q, k, indices), torch.stack(each))
 
 
 INDICES = torch.zeros(1, 2, 40, 2, dtype=torch.int64)

@@ -44,6 +44,18 @@ def probability(name: str, value: Any, *, below_one: bool = False) -> float:
     return value
 
 
+def check_input(x: Any, embed_dim: int) -> None:
+    """Refuse an input of another shape."""
+    check_tensor("x", x)
+    if x.is_nested:
+        raise ValueError(
+            "x must be a dense tensor, got a nested one: x.values()[None] with cu_seqlens=x.offsets() holds its "
+            "sequences as packed documents, for layers that take cu_seqlens"
+        )
+    if x.dim() != 3 or x.shape[2] != embed_dim:
+        raise ValueError(f"x must have shape (batch, length, embed_dim={embed_dim}), got {tuple(x.shape)}")
+
+
 def check_positions(positions: Any) -> None:
     if not isinstance(positions, Tensor):
         kind = type(positions).__name__
@@ -101,12 +113,6 @@ class Heads(NamedTuple):
         if rope is not None and features % 2:
             raise ValueError(f"rope rotates pairs of features, so head_dim must be even, got {features}")
         return cls(embed_dim, num_heads, kv_heads, features, None if rope is None else rotary_base("rope", rope))
-
-    def check_input(self, x: Tensor) -> None:
-        """Refuse an input of another shape."""
-        check_tensor("x", x)
-        if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
 
     def __str__(self) -> str:
         return (

@@ -24,6 +24,10 @@ def best_scores(scores: Tensor, is_always: Tensor, is_later: Tensor, n_blocks: i
     is_later   blocks that are never selected, broadcast to scores
     n_cols     blocks of the whole sequence
     """
+    if scores.dtype == torch.float16:
+        # products beyond its range would tie with the blocks that are always selected
+        bounds = torch.finfo(scores.dtype)
+        scores.clamp_(bounds.min, bounds.max)
     scores.masked_fill_(is_always, torch.inf).masked_fill_(is_later, -torch.inf)
     best = scores.topk(min(n_blocks, scores.shape[-1]), dim=-1)
     cols = best.indices.masked_fill_(best.values == -torch.inf, -1)

@@ -17,7 +17,7 @@ from ..blocks.checks import boolean
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import checked_softcap
-from .arguments import Heads, Layout, check_tensor, checked_layout, positive_int, probability
+from .arguments import Heads, Layout, check_input, checked_layout, positive_int, probability
 from .document_blocks import document_table
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
@@ -138,9 +138,7 @@ class SelfAttention(HoldsLayout):
         """
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
-        check_tensor("x", x)
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(f"x must have shape (batch, length, embed_dim={self.embed_dim}), got {tuple(x.shape)}")
+        check_input(x, self.embed_dim)
         heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         if self.rope is None:

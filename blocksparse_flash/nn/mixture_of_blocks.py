@@ -111,7 +111,7 @@ def mixture_of_block_attention(
     if cu_seqlens is not None:
         documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
         q, k, v = (documents.apart(tensor) for tensor in (q, k, v))
-    group = q.shape[1] // max(1, k.shape[1])
+    group = max(1, q.shape[1] // max(1, k.shape[1]))
     queries, means = q.detach(), block_means(k.detach(), block_size)
     if by_group:
         queries = queries.unflatten(1, (-1, group))

@@ -17,7 +17,7 @@ from ..layout import BlockLayout
 from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
-from .arguments import Heads, check_tensor, positive_int
+from .arguments import Heads, check_input, check_tensor, positive_int
 from .block_choice import best_scores, check_block_size
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
@@ -110,7 +110,8 @@ def most_important_blocks(
     kv_heads, n_keys = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     n_cols = -(-(q_start + length) // block_size)
-    queries, lse = q.unflatten(1, (kv_heads, -1)), lse.unflatten(1, (kv_heads, -1))
+    group = heads // max(1, kv_heads)
+    queries, lse = (each.unflatten(1, (kv_heads, group)) for each in (q, lse))
     own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
     col = torch.arange(n_cols, device=q.device)
     is_beyond = (col > own) | (col < earliest)
@@ -153,7 +154,8 @@ def _group_weights(
     scores = scores if scores.dtype == torch.float64 else scores.float()
     last = torch.arange(k.shape[2], device=k.device) * stride + (size - 1)
     position = torch.arange(first, first + q.shape[3], device=k.device)
-    weights = scores.mul_(scale).sub_(lse[..., None]).exp_()
+    # at most 1, also where products of float16 are beyond its range
+    weights = scores.mul_(scale).sub_(lse[..., None]).clamp_(max=0).exp_()
     return weights.masked_fill_(last > position[:, None], 0).sum(2)
 
 
@@ -275,10 +277,11 @@ def check_sizes(
         *(("stride", stride), ("window_size", window_size)),
     ):
         positive_int(name, number)
-    if len(always) != 2 or not all(isinstance(number, int) for number in always) or always[0] < 0 or always[1] < 1:
-        raise ValueError(
-            f"always must be two numbers of blocks, 0 or more first and 1 or more last ones, got {always!r}"
-        )
+    wanted = "always must be two numbers of blocks, 0 or more first and 1 or more last ones"
+    if not isinstance(always, (tuple, list)) or any(type(number) is not int for number in always):
+        raise TypeError(f"{wanted}, got {always!r}")
+    if len(always) != 2 or always[0] < 0 or always[1] < 1:
+        raise ValueError(f"{wanted}, got {always!r}")
     check_block_size(block_size)
     for name, size in (("block_size", block_size), ("compressed_size", compressed_size)):
         if size % stride:
@@ -315,6 +318,7 @@ def _check_lengths(branches: dict[str, KeysAndValues], q: Tensor, compressed_siz
 
 def _check_gates(gates: Tensor, q: Tensor) -> None:
     check_tensor("gates", gates)
+    validation.check_device("gates", gates, q)
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates must have shape (batch, heads, length, 3) = {(*q.shape[:3], 3)}, got {tuple(gates.shape)}"
@@ -419,7 +423,7 @@ class NativeSparseAttention(nn.Module):
                     and end. Each document has its own blocks and positions, and gives the same result as alone.
                     Tokens after the last document attend to nothing. Default: one document
         """
-        self.heads.check_input(x)
+        check_input(x, self.heads.embed_dim)
         d, rope, block_size = self.heads.head_dim, self.heads.rope, self.sizes["block_size"]
         q = rearrange(self.q(x), "batch length (heads d) -> batch heads length d", d=d)
         compressed_k, compressed_v, k, v, window_k, window_v = rearrange(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..score_mods import slopes_of
-from .arguments import check_positions, check_tensor, positive_int, rotary_base
+from .arguments import check_input, check_positions, positive_int, rotary_base
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -82,11 +82,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, length, embed_dim) to the same shape."""
-        check_tensor("x", x)
-        if x.dim() != 3 or x.shape[2] != self.weight.shape[1]:
-            raise ValueError(
-                f"x must have shape (batch, length, embed_dim={self.weight.shape[1]}), got {tuple(x.shape)}"
-            )
+        check_input(x, self.weight.shape[1])
         if x.shape[1] > len(self.weight):
             raise ValueError(f"x has {x.shape[1]} tokens, but there are positions for {len(self.weight)}")
         return x + self.weight[: x.shape[1]]

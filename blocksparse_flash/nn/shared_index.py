@@ -73,7 +73,8 @@ def shared_index_attention(
 
     q           (batch, heads, length, head_dim)
     k, v        (batch, kv_heads, length, head_dim | v_head_dim), kv_heads a divisor of heads
-    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each KV head, or one for all
+    index_q     (batch, kv_heads | 1, length, index_dim): an index head for each KV head, or one for all; index_dim 1 to
+                256
     index_k     (batch, 1, length, index_dim), shared by the index heads
     k_blocks    blocks for each query, its own included; fewer if there are fewer before it
     block_size  tokens of a block: 16, 32, 64 or a multiple of 128; the last block may be shorter
@@ -152,6 +153,18 @@ def _check_index(index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor) -> None
     shape = batch, 1, length, index_q.shape[3]
     if index_k.shape != shape:
         raise ValueError(f"index_k must have shape (batch, 1, length, index_dim) = {shape}, got {tuple(index_k.shape)}")
+    autocast = validation.autocast_dtype(q)
+    for name, tensor in (("index_q", index_q), ("index_k", index_k)):
+        validation.check_device(name, tensor, q)
+        dtypes = [
+            x.dtype if autocast is None else validation.under_autocast(x.dtype, autocast) for x in (tensor, index_q)
+        ]
+        if dtypes[0] not in validation.DTYPES or dtypes[0] != dtypes[1]:
+            raise ValueError(f"{name} must be floating point, of index_q's dtype, got {tensor.dtype}")
+        if not 1 <= tensor.shape[3] <= validation.MAX_HEAD_DIM:
+            raise ValueError(f"{name} must have an index_dim of 1 to {validation.MAX_HEAD_DIM}, got {tensor.shape[3]}")
+        if tensor.stride(3) != 1 and tensor.shape[3] != 1 and tensor.numel():
+            raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}; use .contiguous()")
 
 
 class SharedIndexAttention(nn.Module):
@@ -160,7 +173,7 @@ class SharedIndexAttention(nn.Module):
     embed_dim  features per token, a multiple of num_heads unless head_dim is given
     num_heads  query heads
     k_blocks, block_size  as `shared_index_attention`
-    index_dim  features per head of the indexer; None means head_dim
+    index_dim  features per head of the indexer, at most 256; None means head_dim
     kv_heads, rope, head_dim  as SelfAttention; the indexer has kv_heads query heads and one key head, with the same
                rotary positions
     raises     TypeError, ValueError
@@ -196,6 +209,8 @@ class SharedIndexAttention(nn.Module):
             embed_dim, num_heads, kv_heads=kv_heads, causal=True, rope=rope, head_dim=head_dim
         )
         self.index_dim = self.projections.head_dim if index_dim is None else positive_int("index_dim", index_dim)
+        if self.index_dim > validation.MAX_HEAD_DIM:
+            raise ValueError(f"index_dim must be at most {validation.MAX_HEAD_DIM}, got {self.index_dim}")
         if rope is not None and self.index_dim % 2:
             raise ValueError(f"rope rotates pairs of features, so index_dim must be even, got {self.index_dim}")
         self.index = nn.Linear(embed_dim, (self.projections.kv_heads + 1) * self.index_dim, bias=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -12,10 +13,15 @@ from torch import Tensor, nn
 from .. import validation
 from ..functional import attention
 from ..layout import BlockLayout
+from ..runtime import tracing
 from .arguments import check_positions, check_tensor, positive_int
 from .layers import SelfAttention
 
+# tokens of a block that plans made on a device may have
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 
+
+@tracing.untraced
 def video_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, *, k_blocks: int, block_size: int = 64, coarse_gate: Tensor | None = None
 ) -> Tensor:
@@ -35,6 +41,7 @@ def video_sparse_attention(
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient; q, k
     and v have gradients through both branches. Memory is O(heads * (length / block_size)^2 + heads * length).
+    torch.compile calls this function outside of its graphs (a graph break).
 
     Zhang et al., "Faster Video Diffusion with Trainable Sparse Attention" (VSA), arXiv:2505.13389, section 2.
 
@@ -46,24 +53,32 @@ def video_sparse_attention(
     # all that `attention` would refuse below, before anything is computed
     validation.check(q, k, v, None, False, None, None, 0.0, None, None, validation.autocast_dtype(q))
     positive_int("k_blocks", k_blocks)
-    positive_int("block_size", block_size)
+    _check_block_size("block_size", block_size)
     _check_gate(coarse_gate, (*q.shape[:3], v.shape[3]))
-    group = q.shape[1] // k.shape[1]
+    group = max(1, q.shape[1] // max(1, k.shape[1]))
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (
         block_means(q, block_size),
         *(repeat(block_means(x, block_size), "b h n d -> b (h group) n d", group=group) for x in (k, v)),
     )
-    scores = pooled_q @ pooled_k.mT / math.sqrt(q.shape[3])
-    layout = BlockLayout.from_scores(
-        scores.detach(), q.shape[2], k.shape[2], k=min(k_blocks, scores.shape[3]), block_size=block_size
-    )
+    # scaled before the product, which float16 may not hold otherwise
+    scores = (pooled_q * q.shape[3] ** -0.5) @ pooled_k.mT
+    # without queries or keys there is nothing to select
+    layout = None
+    if scores.numel():
+        sizes: dict[str, Any] = {"k": min(k_blocks, scores.shape[3]), "block_size": block_size}
+        layout = BlockLayout.from_scores(scores.detach(), q.shape[2], k.shape[2], **sizes)
     fine = attention(q, k, v, layout)
     if coarse_gate is None:
         return fine
     coarse = scores.softmax(-1) @ pooled_v
     coarse = repeat(coarse, "b h n d -> b h (n block) d", block=block_size)[:, :, : q.shape[2]]
     return fine + coarse_gate * coarse
+
+
+def _check_block_size(name: str, size: int) -> None:
+    if positive_int(name, size) not in BLOCK_SIZES:
+        raise ValueError(f"{name} must be one of {BLOCK_SIZES} tokens, got {size}")
 
 
 def _check_gate(gate: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -134,11 +149,27 @@ class VideoSparseAttention(nn.Module):
         self.coarse_gate = nn.Linear(embed_dim, num_heads * self.projections.head_dim)
         nn.init.zeros_(self.coarse_gate.weight)
         nn.init.zeros_(self.coarse_gate.bias)
-        order = tile_order(tuple(grid), tile=tuple(cube))
-        self.block_size = math.prod(cube)
+        for name, value in (("grid", grid), ("cube", cube)):
+            if not isinstance(value, Iterable):
+                raise TypeError(f"{name} must have the tokens along each axis, such as ({value},), got {value!r}")
+        self.grid, self.cube = tuple(grid), tuple(cube)
+        self.block_size = math.prod(self.cube)
+        order = tile_order(self.grid, tile=self.cube)
+        _check_block_size("the product of cube", self.block_size)
         # token at each place in the order of cubes, and place of each token
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("place", torch.argsort(order), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VideoSparseAttention:
+        """Also restores the order, which `to_empty` and the meta device discard and no state dict holds."""
+        # imports the mask builders
+        from ..masks import tile_order
+
+        super()._apply(fn, recurse)
+        device = "cpu" if self.order.is_meta else self.order.device
+        order = tile_order(self.grid, tile=self.cube)
+        self.order, self.place = order.to(device), torch.argsort(order).to(device)
+        return self
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x (batch, tokens of the grid, embed_dim), in row-major order, to the same shape.
@@ -154,6 +185,12 @@ class VideoSparseAttention(nn.Module):
             )
         if positions is not None:
             check_positions(positions)
+            if positions.dim() not in (1, 2) or len(positions) != len(self.order):
+                n = len(self.order)
+                raise ValueError(
+                    f"positions must have shape ({n},) or ({n}, axes), a row for each token of the grid, got "
+                    f"{tuple(positions.shape)}"
+                )
             positions = positions[self.order]
         elif self.projections.rope is not None:
             positions = self.order

@@ -82,8 +82,8 @@ def check_lists(
     check_table(page_table, q, batch, page)
     max_pages = page_table.shape[1]
     validation.check_kv_lengths(kv_lengths, batch, max_pages * page, q, "max_pages * page_size")
-    has_values = q.device.type == "cpu" and tracing.has_values(page_table)
-    if has_values:
+    is_on_cpu = q.device.type == "cpu"
+    if is_on_cpu and tracing.has_values(page_table) and tracing.has_values(kv_lengths):
         is_used = torch.arange(max_pages) < -(-kv_lengths[:, None] // page)
         if window is not None:
             is_used &= torch.arange(max_pages) >= (kv_lengths - q.shape[2] - window + 1)[:, None] // page
@@ -103,6 +103,7 @@ def check_lists(
         raise ValueError(
             f"selected must have shape (batch = {batch}, heads = {heads}, kv_heads = {n_kv} or 1, k), got {shape}"
         )
+    has_values = is_on_cpu and tracing.has_values(selected)
     if has_values and selected.numel() and not -1 <= int(selected.min()) <= int(selected.max()) < max_pages:
         wrong = selected[(selected < -1) | (selected >= max_pages)]
         raise ValueError(

@@ -15,11 +15,13 @@ def page_means(k_pages: Tensor) -> Tensor:
     """The mean key of each page: (n_pages, kv_heads, page_size, head_dim) to (n_pages, kv_heads, head_dim).
 
     k_pages  any pages of a cache, such as those that a step has filled: `means[ids] = page_means(k_pages[ids])`
+    raises   TypeError, ValueError
 
     Unused slots of a page count too, so the mean of a page is valid once it is full. `select_pages` needs no others.
 
     Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv:2502.13189, section 2.
     """
+    _check_pages(k_pages)
     return k_pages.mean(2)
 
 
@@ -27,11 +29,13 @@ def page_bounds(k_pages: Tensor) -> Tensor:
     """The largest and smallest values of the keys of each page: (n_pages, kv_heads, 2 * head_dim), maxima first.
 
     k_pages  any pages of a cache (n_pages, kv_heads, page_size, head_dim), as in `page_means`
+    raises   TypeError, ValueError
 
     `score_pages` bounds the score of every key of a page by them.
 
     Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", arXiv:2406.10774, section 3.
     """
+    _check_pages(k_pages)
     return torch.cat([k_pages.amax(2), k_pages.amin(2)], dim=-1)
 
 
@@ -134,6 +138,15 @@ def select_pages(
     scores = scores.masked_fill(is_always, torch.inf).masked_fill(number > own, -torch.inf)
     best = scores.topk(min(k, max_pages), dim=-1)
     return best.indices.masked_fill(best.values == -torch.inf, -1).int()
+
+
+def _check_pages(k_pages: Tensor) -> None:
+    check_tensor("k_pages", k_pages)
+    if k_pages.dim() != 4 or not k_pages.is_floating_point() or not k_pages.shape[2]:
+        raise ValueError(
+            "k_pages must be floating point, (n_pages, kv_heads, page_size, head_dim) with a page_size of 1 or more, "
+            f"got {k_pages.dtype} of shape {tuple(k_pages.shape)}; for some pages, k_pages[ids] keeps the dimensions"
+        )
 
 
 def _checked_always(always: object) -> tuple[int, int]:

@@ -52,4 +52,6 @@ def append_to_pages(
     ids, slots = ids.flatten()[source], (pos.flatten()[source]) % page
     for new, cache in ((k, k_pages), (v, v_pages)):
         rows = new.transpose(1, 2).flatten(0, 1)[source]
-        cache[ids, :, slots] = torch.where(is_stored.any(), rows, cache[ids, :, slots])
+        # indices side by side: torch.vmap mixes up the axes of separate ones
+        keys = cache.transpose(1, 2)
+        keys[ids, slots] = torch.where(is_stored.any(), rows, keys[ids, slots])

@@ -129,7 +129,7 @@ def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
 
 def check_cols(selected: Tensor, frame: Frame) -> None:
     """Refuse cols that do not exist, on the CPU alone: on a GPU the check would wait for the device."""
-    if selected.device.type != "cpu" or not selected.numel():
+    if selected.device.type != "cpu" or not selected.numel() or not tracing.has_values(selected):
         return
     low, high = (int(bound) for bound in selected.aminmax())
     if low < -1 or high >= frame.n_cols:
@@ -215,7 +215,7 @@ def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
 
 def known(selected: Tensor, n_cols: int) -> Tensor:
     """The cols as int64, with n_cols for numbers that are no cols."""
-    return selected.to(torch.int64).clamp(-1, n_cols).remainder_(n_cols + 1)
+    return selected.to(torch.int64).clamp(-1, n_cols).remainder(n_cols + 1)
 
 
 def sorted_rows(selected: Tensor, n_cols: int) -> tuple[Tensor, Tensor, Tensor]:

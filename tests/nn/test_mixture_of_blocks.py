@@ -79,11 +79,22 @@ def test_with_all_blocks_it_is_the_dense_layer() -> None:
     dense = SelfAttention(48, 2, causal=True, rope=100.0).double()
     layer = MixtureOfBlockAttention(48, 2, k_blocks=8, block_size=16, rope=100.0).double()
     layer.projections.load_state_dict(dense.state_dict())
-    for x in (drawn(1, 120, 48), drawn(1, 0, 48)):
+    for x in (drawn(1, 120, 48), drawn(1, 0, 48), drawn(0, 20, 48)):
         torch.testing.assert_close(layer(x), dense(x))
     x = drawn(1, 120, 48)
     positions = torch.rand(120)
     torch.testing.assert_close(layer(x, positions), dense(x, positions=positions))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_scores_beyond_the_range_of_float16_displace_no_own_block(by_group: bool) -> None:
+    """Regression: they are infinite, and tied with the score of the own block. Here all weights are on it."""
+    k = torch.full((1, 1, 256, 64), 40.0)
+    v = (torch.arange(256) // 32 * 10.0)[:, None].expand(1, 1, -1, 4)
+    k[..., 0] += v[..., 0]
+    q, k, v = (x.half().contiguous() for x in (k.expand(-1, 2, -1, -1), k, v))
+    out = mixture_of_block_attention(q, k, v, k_blocks=2, block_size=32, by_group=by_group)
+    assert torch.equal(out, v.expand(-1, 2, -1, -1))
 
 
 @pytest.mark.parametrize("by_group", [False, True])

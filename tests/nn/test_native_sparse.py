@@ -242,11 +242,22 @@ def test_kernels_make_the_layout_of_compressed_keys_in_documents(device: torch.d
     torch.testing.assert_close(found, truth)
 
 
+def test_scores_beyond_the_range_of_float16_displace_no_block() -> None:
+    """Regression: weights were infinite, and tied with those of blocks that are always selected."""
+    x = torch.full((1, 1, 512, 64), 40.0).half()
+    lse = torch.full((1, 1, 512), 64 * 40.0**2 / 8)
+    blocks = native_sparse.most_important_blocks(x, x[:, :, :31], lse, n_blocks=3, block_size=32)
+    own = (torch.arange(512) // 32)[:, None]
+    for block in (own, (own - 1).clamp(min=0), torch.zeros_like(own)):
+        assert (blocks == block).any(3).all()
+
+
 def test_later_tokens_change_nothing() -> None:
     layer, x = layer_of(rope=None), drawn(1, 150, 48).detach()
     whole = layer(x)
     for length in (0, 1, 15, 16, 97):
         torch.testing.assert_close(layer(x[:, :length]), whole[:, :length])
+    assert layer(x[:0]).shape == (0, 150, 48)
 
 
 def test_every_parameter_has_a_gradient_of_a_short_input() -> None:
@@ -281,6 +292,7 @@ WRONG = {
         lambda: call(n_blocks=2),
     ),
     "first": (ValueError, r"always must be two numbers of blocks.*got \(-1, 2\)", lambda: call(always=(-1, 2))),
+    "number": (TypeError, r"always must be two numbers of blocks.*got 3", lambda: call(always=3)),
     "pair": (TypeError, "window must be a pair of keys and values, got Tensor", lambda: call(window=X)),
     "compressed": (
         ValueError,
@@ -289,8 +301,18 @@ WRONG = {
     ),
     "window": (ValueError, r"window v must have shape", lambda: call(window=(X, X[:, :, :9]))),
     "gates": (ValueError, r"gates must have shape \(batch, heads, length, 3\)", lambda: call(gates=X)),
+    "device": (
+        ValueError,
+        "gates must be on q's device cpu, got meta",
+        lambda: call(gates=torch.zeros(1, 4, 64, 3, device="meta")),
+    ),
     "heads": (ValueError, "heads", lambda: call(q=torch.zeros(1, 3, 64, 8))),
     "input": (ValueError, r"x must have shape \(batch, length, embed_dim=48\)", lambda: layer_of()(X)),
+    "nested": (
+        ValueError,
+        r"x must be a dense tensor, got a nested one: x\.values\(\)\[None\] with cu_seqlens=x\.offsets\(\)",
+        lambda: layer_of()(torch.nested.nested_tensor([torch.zeros(5, 48)], layout=torch.jagged)),
+    ),
     "kv_heads": (ValueError, "num_heads must be a multiple of kv_heads, got 4 and 3", lambda: layer_of(kv_heads=3)),
     "rope": (ValueError, "head_dim must be even", lambda: layer_of(head_dim=7)),
 }

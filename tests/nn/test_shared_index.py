@@ -161,6 +161,13 @@ def test_the_loss_decreases() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_scores_beyond_the_range_of_float16_displace_no_own_block() -> None:
+    """Regression: they are infinite, and tied with the score of the own block."""
+    index = torch.full((1, 1, 256, 64), 40.0).half()
+    blocks = shared_index.best_indexed_blocks(index, index, k_blocks=2, block_size=32)
+    assert (blocks == (torch.arange(256) // 32)[:, None]).any(3).all()
+
+
 def test_with_all_blocks_it_is_the_dense_layer() -> None:
     torch.manual_seed(0)
     dense = SelfAttention(48, 2, causal=True, rope=100.0).double()
@@ -168,8 +175,9 @@ def test_with_all_blocks_it_is_the_dense_layer() -> None:
     layer.projections.load_state_dict(dense.state_dict())
     x = drawn(1, 120, 48)
     torch.testing.assert_close(layer(x)[0], dense(x))
-    out, loss = layer(x[:, :0])
-    assert out.shape == (1, 0, 48) and loss is not None and loss == 0
+    for nothing in (x[:, :0], x[:0]):
+        out, loss = layer(nothing)
+        assert out.shape == nothing.shape and loss is not None and loss == 0
 
 
 X = torch.zeros(1, 2, 64, 8)
@@ -181,6 +189,15 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "index_q": (ValueError, r"index_q must have shape \(batch = 1, kv_heads = 2 or 1, ", {"index_q": X[:, :, :9]}),
     "index_k": (ValueError, r"index_k must have shape .* = \(1, 1, 64, 8\), got \(1, 2, 64, 8\)", {"index_k": X}),
     "type": (TypeError, "index_q must be a torch.Tensor", {"index_q": [1]}),
+    "integers": (ValueError, "index_q must be floating point, .* got torch.int64", {"index_q": X.long()}),
+    "dtype": (ValueError, "index_k must be floating point, of index_q's .*float64", {"index_k": X[:, :1].double()}),
+    "device": (ValueError, "index_k must be on q's device cpu, got meta", {"index_k": X[:, :1].to("meta")}),
+    "none": (
+        ValueError,
+        "index_q must have an index_dim of 1 to 256, got 0",
+        {"index_q": X[..., :0], "index_k": X[:, :1, :, :0]},
+    ),
+    "stride": (ValueError, "index_q must have a last stride of 1", {"index_q": torch.zeros(1, 2, 8, 64).mT}),
 }
 
 
@@ -189,3 +206,8 @@ def test_wrong_calls_are_refused(case: str) -> None:
     error, message, changes = WRONG[case]
     with pytest.raises(error, match=message):
         shared_index_attention(**{"q": X, "k": X, "v": X, "index_q": X, "index_k": X[:, :1], **changes})
+
+
+def test_a_large_index_is_refused() -> None:
+    with pytest.raises(ValueError, match="index_dim must be at most 256, got 300"):
+        SharedIndexAttention(48, 2, index_dim=300)

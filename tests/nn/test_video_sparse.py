@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,49 @@ def test_layers_are_saved_and_loaded() -> None:
     assert "32 tokens, k_blocks=1, block_size=16" in repr(layer)
 
 
+def test_layers_made_on_the_meta_device_get_their_order_back() -> None:
+    """Regression: to_empty left the order of the cubes uninitialized, and no state dict has it."""
+    arguments: dict[str, Any] = {"grid": (2, 4, 4), "k_blocks": 1, "cube": (1, 4, 4)}
+    layer, x = VideoSparseAttention(32, 2, **arguments), torch.randn(1, 32, 32)
+    with torch.device("meta"):
+        other = VideoSparseAttention(32, 2, **arguments)
+    for emptied in (other.to_empty(device="cpu"), copy.deepcopy(layer).to("meta").to_empty(device="cpu")):
+        emptied.load_state_dict(layer.state_dict())
+        assert torch.equal(emptied.order, layer.order) and torch.equal(emptied(x), layer(x))
+    # indices on the meta device gave values without meaning
+    emptied = copy.deepcopy(layer).to("meta")
+    emptied.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(emptied(x), layer(x))
+
+
+def test_scores_beyond_the_range_of_float16_are_scaled_in_time() -> None:
+    """Regression: the coarse branch was NaN."""
+    q = torch.full((1, 1, 64, 64), 40.0).half()
+    out = video_sparse_attention(q, q, q, k_blocks=1, block_size=16, coarse_gate=torch.ones(()).half())
+    assert torch.equal(out, 2 * q)
+
+
+def test_compilers_leave_it_out() -> None:
+    """Regression: with fullgraph=True the error asked for a plan of a layout that is made inside."""
+    q = drawn(1, 2, 64, 16).detach()
+
+    def function(q: Tensor) -> Tensor:
+        return video_sparse_attention(q * 2, q, q, k_blocks=2, block_size=16).sin()
+
+    with pytest.raises(Exception, match=r"function <function video_sparse_attention at .* since it was wrapped"):
+        torch.compile(function, backend="eager", fullgraph=True)(q)
+    torch.testing.assert_close(torch.compile(function, backend="eager")(q), function(q))
+
+
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 40, 40), (2, 0, 40), (2, 40, 0)])
+def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> None:
+    q, k = drawn(batch, 4, q_len, 8), drawn(batch, 2, kv_len, 8)
+    out = video_sparse_attention(q, k, k, k_blocks=1, block_size=16, coarse_gate=torch.ones((), dtype=q.dtype))
+    assert out.shape == q.shape and not out.any()
+    for grad in torch.autograd.grad(out.sum(), (q, k)):
+        assert not grad.any()
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -156,13 +200,26 @@ def test_layers_are_saved_and_loaded() -> None:
         ),
         (
             ValueError,
-            "block_size must divide 128",
+            r"block_size must be one of \(16, 32, 64, 128, 256\) tokens, got 48",
             lambda q: video_sparse_attention(q, q, q, k_blocks=1, block_size=48),
         ),
         (
             ValueError,
             r"x must have shape \(batch, 32 tokens of the grid, embed_dim\), got \(1, 64, 32\)",
             lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(1, 4, 4))(torch.ones(1, 64, 32)),
+        ),
+        (
+            ValueError,
+            r"the product of cube must be one of \(16, 32, 64, 128, 256\) tokens, got 8",
+            lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(2, 2, 2)),
+        ),
+        (TypeError, "grid must have the tokens along each axis", lambda q: VideoSparseAttention(32, 2, 32, k_blocks=1)),
+        (
+            ValueError,
+            r"positions must have shape \(32,\) or \(32, axes\), a row for each token of the grid, got \(33,\)",
+            lambda q: VideoSparseAttention(32, 2, (32,), k_blocks=1, cube=(16,), rope=10.0)(
+                torch.ones(1, 32, 32), torch.arange(33)
+            ),
         ),
         (ValueError, "tile", lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(4, 4))),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,6 +171,17 @@ def test_wrong_selections_are_refused(case: str) -> None:
     error, message, changes = WRONG[case]
     with pytest.raises(error, match=message):
         select_pages(**GOOD | changes)
+
+
+@pytest.mark.parametrize("summarize", [page_means, page_bounds])
+def test_wrong_pages_are_refused(summarize: Callable[[Tensor], Tensor]) -> None:
+    """Regression: of one page without its dimension, the features were summarized instead of the keys."""
+    pages = torch.zeros(5, 2, 16, 8)
+    for wrong in (pages[0], pages.int(), pages[:, :, :0]):
+        with pytest.raises(ValueError, match=r"k_pages must be floating point, .*k_pages\[ids\] keeps the dimensions"):
+            summarize(wrong)
+    with pytest.raises(TypeError, match=r"k_pages must be a torch\.Tensor, got list"):
+        summarize([pages])
 
 
 def test_wrong_summaries_are_refused() -> None:

@@ -95,3 +95,25 @@ def test_nothing_is_written_if_new_tokens_do_not_fit(k: Any, v: Any, words: str)
             new if k is None else k, new if v is None else v, k_pages, v_pages, table, torch.tensor([18, 3])
         )
     assert not k_pages.any() and not v_pages.any()
+
+
+def test_mapped_calls_are_those_of_single_calls() -> None:
+    """Regression: torch.vmap wrote other values without an error, and refused lengths and selections that differ."""
+    table, lengths = torch.tensor([[3, 0, 6], [5, 4, 1]], dtype=torch.int32), torch.tensor([40, 17])
+    new, q, caches = torch.randn(2, 2, 2, 1, 16), torch.randn(2, 2, 4, 1, 16), torch.zeros(2, 2, 8, 2, 16, 16)
+    lists = torch.tensor([[40, 17], [3, 48]]), torch.tensor([[0, -1], [1, 2]])[:, None, None].expand(2, 2, 1, 2)
+    singles = caches.clone()
+
+    def append(new: Tensor, caches: Tensor) -> Tensor:
+        append_to_pages(new, 2 * new, *caches, table, lengths)
+        return caches
+
+    def attend(q: Tensor, caches: Tensor, lengths: Tensor, selected: Tensor) -> Tensor:
+        return paged_attention(q, *caches, table, lengths, selected=selected)
+
+    for arguments in zip(new, singles, strict=True):
+        append(*arguments)
+    torch.vmap(append)(new, caches)
+    assert torch.equal(caches, singles)
+    each = [attend(*arguments) for arguments in zip(q, caches, *lists, strict=True)]
+    assert torch.equal(torch.vmap(attend)(q, caches, *lists), torch.stack(each))
