@@ -148,7 +148,8 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     path, weights, n_done, where = folder / "last.ckpt", folder / "weights.pt", 0, f"{settings.name}, {folder}"
     training = Training(settings, corpus, folder, deadline)
     if path.exists() or weights.exists():
-        is_finished = weights.exists()
+        # weights beside a checkpoint may be half written
+        is_finished = not path.exists()
         checkpoint = {} if is_finished else torch.load(path, map_location="cpu", weights_only=True)
         facts = read_run(folder)[0] if is_finished else checkpoint["identity"]
         if any(facts.get(name) != value for name, value in training.identity.items()):
@@ -164,8 +165,11 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
         training.model.compiled()
         torch.cuda.reset_peak_memory_stats()
     write_run(folder, settings, training.model, corpus.sha256, device)
-    seconds = print_duration(training, device, settings.steps - n_done)
-    epoch = seconds * settings.validate_every / (settings.steps - n_done)
+    epoch = 0.0
+    # with all steps in the checkpoint, only the weights are missing
+    if n_done < settings.steps:
+        seconds = print_duration(training, device, settings.steps - n_done)
+        epoch = seconds * settings.validate_every / (settings.steps - n_done)
     if time.monotonic() + epoch > deadline:
         print(f"{where}: too little time for {settings.validate_every} steps, {epoch:,.0f} s", flush=True)
         return False

@@ -211,6 +211,29 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
         run(path, tmp_path / "parts", *NSA, "--seed", "1")
 
 
+def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(path, tmp_path / "whole") == 0
+    save = torch.save
+
+    def half(state: object, file: Any, *more: Any, **options: Any) -> None:
+        if isinstance(file, Path):
+            file.write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(state, file, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half)
+        assert run(path, tmp_path / "parts") == 130
+    assert (tmp_path / "parts" / "weights.pt").read_bytes() == b"half"
+    assert run(path, tmp_path / "parts") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    ends = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("whole", "parts")]
+    assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+    assert not (tmp_path / "parts" / "last.ckpt").exists()
+
+
 def test_a_run_stops_within_its_minutes_and_goes_on(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
