@@ -155,7 +155,9 @@ def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
     """The options of a short trial on a CPU; empty for a run that is one."""
     if data.batch_size <= SMALL_BATCH and not is_compiled:
         return ""
-    options = f"--model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
+    # in a folder of its own, from whose checkpoint no recipe continues
+    options = f"--trainer.default_root_dir {ROOT / 'runs' / 'trial'}"
+    options += f" --model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
     # stages have batch sizes of their own
     if data.rules.stages:
         options += ' --data.rules.stages "[]"'
@@ -187,6 +189,9 @@ def experiment(arguments: Sequence[str] | None) -> None:
             hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
             if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
                 print(hint, flush=True)
+            if self._get(self.config_init, "ckpt_path") is None and self._has_last():
+                folder = self._keepers()[0].dirpath
+                sys.exit(f"{folder} has a checkpoint: add --ckpt_path last to continue, or remove it to begin anew")
             minutes = self._get(self.config_init, "minutes")
             self._deadline = None if minutes is None else Deadline(began + 60 * minutes)
             if self._deadline is not None:
@@ -200,8 +205,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
             if self._get(self.config_init, "minutes") is not None:
                 sys.exit(f"minutes limits `fit` only: {self.subcommand} cannot continue where it stopped")
             # Lightning would only warn, and go on with untrained weights
-            found = [keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()]
-            if self._get(self.config_init, "ckpt_path") == "last" and not any(found):
+            if self._get(self.config_init, "ckpt_path") == "last" and not self._has_last():
                 sys.exit(f"no checkpoint in {self._keepers()[0].dirpath}: run `fit` first")
 
         def before_test(self) -> None:
@@ -219,6 +223,9 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
         def _keepers(self) -> list[ModelCheckpoint]:
             return [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+        def _has_last(self) -> bool:
+            return any(keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers())
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.add_argument("--minutes", type=float | None, help="stop after this time with exit status 75")

@@ -247,6 +247,35 @@ def test_a_time_limit_is_of_training(tmp_path: Path, root: Path) -> None:
     assert last(tmp_path)["global_step"] == 8
 
 
+def test_a_training_neither_replaces_another_nor_continues_one_with_other_settings(tmp_path: Path, root: Path) -> None:
+    """A short trial in the folder of a long training, and a training begun anew by mistake."""
+    trial = {"batch_size": 2, "sizes": {"train": 20, "validation": 8, "test": 40}}
+    run(tmp_path, root, "fit", "--trainer.max_steps", "3", data=trial)
+    before = (tmp_path / "checkpoints" / "last.ckpt").read_bytes()
+    with pytest.raises(SystemExit, match=r"checkpoints has a checkpoint: add --ckpt_path last to continue, or remove"):
+        run(tmp_path, root)
+    with pytest.raises(ValueError, match=r"other settings in its 3 steps: last_step 3, not 8; samples 6, not 12\. Set"):
+        run(tmp_path, root, "fit", "--ckpt_path", "last")
+    other = {"architecture": {**TINY, "mask": "butterfly"}, "recipe": {"warmup": 2}}
+    with pytest.raises(ValueError, match=r"steps: mask 'butterfly .*', not 'butterfly'; last_step"):
+        run(tmp_path, root, "fit", "--ckpt_path", "last", model=other)
+    assert (tmp_path / "checkpoints" / "last.ckpt").read_bytes() == before
+    # the number of GPUs and of accumulated batches may change
+    run(
+        tmp_path,
+        root,
+        "fit",
+        "--ckpt_path",
+        "last",
+        "--trainer.max_steps",
+        "3",
+        "--data.batch_size",
+        "1",
+        "--trainer.accumulate_grad_batches",
+        "2",
+    )
+
+
 def test_seeds_change_weights_and_order_and_a_test_seed_the_test_set(tmp_path: Path, root: Path) -> None:
     found = []
     for name, seed in (("zero", 0), ("one", 1), ("again", 1)):
@@ -286,7 +315,7 @@ def test_training_on_a_cpu_names_the_options_of_a_short_trial(
     tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = {"max_steps": 1, "limit_val_batches": 0}
-    run(tmp_path, root, trainer=short)
+    run(tmp_path / "small", root, trainer=short)
     assert "on a CPU" not in capsys.readouterr().out
     more = {**STAGED["data"], "batch_size": 8}
     run(tmp_path, root, data=more, trainer=short)
@@ -296,7 +325,9 @@ def test_training_on_a_cpu_names_the_options_of_a_short_trial(
     with pytest.raises(SystemExit) as stop:
         run(tmp_path, root, "fit", *options, "--print_config", data=more)
     assert stop.value.code == 0
-    assert "max_steps: 20" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    # in another folder than a recipe's
+    assert "max_steps: 20" in printed and "default_root_dir: out/lra/runs/trial" in printed
 
 
 def test_the_guide_names_every_command_and_a_trial_on_a_cpu(
@@ -353,7 +384,7 @@ def test_weights_go_from_one_resolution_to_the_next(
             data={"task": task, "source": "fresh", "rules": {"contour_length": 6}, "sizes": sizes, "batch_size": 2},
             model={
                 "architecture": {**TINY, "mask": "butterfly", "block_size": 128},
-                "recipe": {"warmup": 1, "objective": objective},
+                "recipe": {"warmup": 1, "objective": objective, "schedule": "constant"},
             },
             checkpoint={"every_n_train_steps": 1},
             trainer={"max_steps": steps, "limit_val_batches": 0},
