@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..run import measure
+from ..run.checkpoints import WholeCheckpoints, locked
 from .corpus import Corpus
 from .curves import Point, point_of, read_run, write_points, write_run
 from .model import MAX_NORM, LanguageModel, Settings, optimizer_of
@@ -137,8 +138,13 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     A finished run keeps its weights in bfloat16, weights.pt, and no checkpoint.
 
     deadline  a time of time.monotonic(): saves and returns before it
-    raises    ValueError if the folder has a run with other settings or another corpus
+    raises    ValueError if the folder has a run with other settings or another corpus, or another process trains in it
     """
+    with locked(folder):
+        return _train(settings, corpus, folder, deadline)
+
+
+def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) -> bool:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # batches are in memory; the files beside the checkpoint are the results
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -177,7 +183,7 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     trainer = lightning.Trainer(
         accelerator=device.type, devices=1, precision="bf16-mixed" if device.type == "cuda" else "32-true",
         max_steps=settings.steps, max_epochs=-1, gradient_clip_val=MAX_NORM, num_sanity_val_steps=0,
-        reload_dataloaders_every_n_epochs=1, logger=False, enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=1, logger=False, enable_model_summary=False, plugins=[WholeCheckpoints()],
         callbacks=[keeper, TQDMProgressBar(refresh_rate=max(1, settings.validate_every // 10))],
     )  # fmt: skip
     trainer.fit(training, ckpt_path=path if n_done else None)

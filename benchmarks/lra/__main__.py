@@ -14,6 +14,7 @@ command continues it; for fit, add --ckpt_path last.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -177,6 +178,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+    from ..run.checkpoints import WholeCheckpoints, locked
     from .data import LraData
     from .recipe import LATER
     from .scoring import TEST, append_test, check_is_whole
@@ -189,6 +191,12 @@ def experiment(arguments: Sequence[str] | None) -> None:
             hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
             if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
                 print(hint, flush=True)
+            if self.trainer.is_global_zero:
+                try:
+                    held.enter_context(locked(Path(self.trainer.default_root_dir)))
+                except ValueError as error:
+                    sys.exit(str(error))
+            self.trainer.strategy.checkpoint_io = WholeCheckpoints()
             if self._get(self.config_init, "ckpt_path") is None and self._has_last():
                 folder = self._keepers()[0].dirpath
                 sys.exit(f"{folder} has a checkpoint: add --ckpt_path last to continue, or remove it to begin anew")
@@ -251,22 +259,23 @@ def experiment(arguments: Sequence[str] | None) -> None:
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(lightning|jsonargparse)\b")
-    Command(
-        Experiment,
-        LraData,
-        args=arguments if arguments is None else list(arguments),
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={
-            "max_epochs": -1,
-            # streams are endless: validate by steps
-            "check_val_every_n_epoch": None,
-            "num_sanity_val_steps": 0,
-            # batches are already divided among processes
-            "use_distributed_sampler": False,
-            "gradient_clip_val": 1.0,
-        },
-    )
+    with contextlib.ExitStack() as held:
+        Command(
+            Experiment,
+            LraData,
+            args=arguments if arguments is None else list(arguments),
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "max_epochs": -1,
+                # streams are endless: validate by steps
+                "check_val_every_n_epoch": None,
+                "num_sanity_val_steps": 0,
+                # batches are already divided among processes
+                "use_distributed_sampler": False,
+                "gradient_clip_val": 1.0,
+            },
+        )
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 import time
 import types
 from dataclasses import replace
@@ -214,11 +215,13 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
 def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # temporary files may be on another disk, from which a checkpoint cannot be renamed
+    monkeypatch.setattr(tempfile, "tempdir", "missing")
     assert run(path, tmp_path / "whole") == 0
     save = torch.save
 
     def half(state: object, file: Any, *more: Any, **options: Any) -> None:
-        if isinstance(file, Path):
+        if file == tmp_path / "parts" / "weights.pt":
             file.write_bytes(b"half")
             raise KeyboardInterrupt
         save(state, file, *more, **options)
@@ -232,6 +235,15 @@ def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
     ends = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("whole", "parts")]
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
     assert not (tmp_path / "parts" / "last.ckpt").exists()
+
+
+def test_a_run_is_trained_by_one_process(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise ValueError(f"process 123 trains in {folder}")
+
+    monkeypatch.setattr(training, "locked", refuse)
+    with pytest.raises(SystemExit, match=r"train: process 123 trains in .*run"):
+        run(path, tmp_path / "run")
 
 
 def test_a_run_stops_within_its_minutes_and_goes_on(

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks.lra.data import LraData
 from benchmarks.lra.model import Architecture
 from benchmarks.lra.tasks import Sizes
 from benchmarks.lra.training import Experiment, Recipe, rate_at
+from benchmarks.run import checkpoints
 from blocksparse_flash.nn import EncoderBlock
 
 ROOT = Path(__file__).parents[3]
@@ -235,7 +237,9 @@ def test_the_result_of_an_untrained_model_is_not_written(
     assert f"no line in {tmp_path / 'test.jsonl'}: the model is not trained" in printed
 
 
-def test_a_time_limit_is_of_training(tmp_path: Path, root: Path) -> None:
+def test_a_time_limit_is_of_training(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # temporary files may be on another disk, from which a checkpoint cannot be renamed
+    monkeypatch.setattr(tempfile, "tempdir", "missing")
     with pytest.raises(SystemExit) as stop:
         run(tmp_path, root, "fit", "--minutes", "0")
     assert stop.value.code == 75
@@ -245,6 +249,15 @@ def test_a_time_limit_is_of_training(tmp_path: Path, root: Path) -> None:
     # in time: nothing is left to do
     run(tmp_path, root, "fit", "--ckpt_path", "last", "--minutes", "60")
     assert last(tmp_path)["global_step"] == 8
+
+
+def test_a_folder_is_trained_by_one_process(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise ValueError(f"process 123 trains in {folder}")
+
+    monkeypatch.setattr(checkpoints, "locked", refuse)
+    with pytest.raises(SystemExit, match=f"process 123 trains in {re.escape(str(tmp_path))}"):
+        run(tmp_path, root)
 
 
 def test_a_training_neither_replaces_another_nor_continues_one_with_other_settings(tmp_path: Path, root: Path) -> None:
