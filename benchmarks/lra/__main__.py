@@ -207,7 +207,8 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
         def after_fit(self) -> None:
             if self._deadline and self._deadline.has_passed and self.trainer.global_step < self.trainer.max_steps:
-                sys.exit(LATER)
+                # Lightning kills the main process when one of the others exits with another status than 0
+                sys.exit(LATER if self.trainer.is_global_zero else 0)
 
         def before_validate(self) -> None:
             if self._get(self.config_init, "minutes") is not None:

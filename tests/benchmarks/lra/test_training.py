@@ -21,6 +21,7 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
+import lightning
 from lightning.pytorch import Callback
 
 from benchmarks.lra import __main__ as command
@@ -249,6 +250,16 @@ def test_a_time_limit_is_of_training(tmp_path: Path, root: Path, monkeypatch: py
     # in time: nothing is left to do
     run(tmp_path, root, "fit", "--ckpt_path", "last", "--minutes", "60")
     assert last(tmp_path)["global_step"] == 8
+
+
+def test_of_several_processes_only_the_main_one_exits_with_75(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning kills all processes if one of the others exits with a status before the main one has ended."""
+    monkeypatch.setattr(lightning.Trainer, "is_global_zero", property(lambda _: False))
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, root, "fit", "--minutes", "0")
+    assert stop.value.code == 0
 
 
 def test_a_folder_is_trained_by_one_process(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
