@@ -90,7 +90,10 @@ def compile_around_attention(block: EncoderBlock) -> None:
 
 
 class Deadline(Callback):
-    """Ends the training after the first step that ends past `at`, a time of time.monotonic(); that step is saved."""
+    """Ends the training after the first step that ends past `at`, a time of time.monotonic(); that step is saved.
+
+    Lightning would validate first, and compile for that. Only the end of the whole training is validated.
+    """
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -104,6 +107,8 @@ class Deadline(Callback):
         # all processes stop at the same step
         if is_whole_step and trainer.strategy.reduce_boolean_decision(self.has_passed, all=False):
             trainer.should_stop = True
+            if trainer.global_step < trainer.max_steps:
+                trainer.limit_val_batches = 0
 
 
 class Experiment(lightning.LightningModule):

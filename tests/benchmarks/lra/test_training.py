@@ -241,7 +241,8 @@ def test_the_result_of_an_untrained_model_is_not_written(
 def test_a_time_limit_is_of_training(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # temporary files may be on another disk, from which a checkpoint cannot be renamed
     monkeypatch.setattr(tempfile, "tempdir", "missing")
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as stop, monkeypatch.context() as patch:
+        patch.setattr(Experiment, "validation_step", lambda *_: pytest.fail("a validation comes before the checkpoint"))
         run(tmp_path, root, "fit", "--minutes", "0")
     assert stop.value.code == 75
     assert last(tmp_path)["global_step"] == 1
