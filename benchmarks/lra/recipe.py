@@ -29,6 +29,7 @@ class Stage:
     """A configuration, the folder of its run, its last step, and the checkpoint it begins with, if any.
 
     test_seed  seed of the test set in the configuration
+    test_size  its samples; None if the configuration leaves them open
     seed       seed of the training
     """
 
@@ -37,6 +38,7 @@ class Stage:
     steps: int
     start: Path | None
     test_seed: int
+    test_size: int | None = None
     seed: int = 0
 
     @classmethod
@@ -45,7 +47,8 @@ class Stage:
         trainer, data, start = settings["trainer"], settings["data"], settings["model"].get("start")
         start = None if start is None else Path(start)
         root, test_seed = Path(trainer["default_root_dir"]), data.get("test_seed", data.get("seed", 0))
-        return cls(config, root, trainer["max_steps"], start, test_seed)
+        test_size = data.get("sizes", {}).get("test")
+        return cls(config, root, trainer["max_steps"], start, test_seed, test_size)
 
     def seeded(self, seed: int) -> Stage:
         """The same stage with another seed, in a folder of its own."""
@@ -65,9 +68,12 @@ class Stage:
         return int(torch.load(self.checkpoint, map_location="cpu", weights_only=True)["global_step"])
 
     def is_tested(self, test_seed: int) -> bool:
-        """Whether test.jsonl has a line of the last step on this test set."""
+        """Whether test.jsonl has a line of the last step on this test set, of the configuration's size."""
         path, tested = self.root / TEST, (self.steps, test_seed)
-        return path.exists() and any((line["steps"], line["test_seed"]) == tested for line in measure.read(path))
+        return path.exists() and any(
+            (line["steps"], line["test_seed"]) == tested and self.test_size in (None, line["n"])
+            for line in measure.read(path)
+        )
 
     def command(self, name: str, *arguments: str) -> None:
         """Run a command of `python -m benchmarks.lra` in its own process; exits with its exit code if it fails."""

@@ -52,6 +52,10 @@ def save(config: str, steps: int) -> None:
     torch.save({"global_step": steps}, checkpoint)
 
 
+def line_of_a_test(stage: recipe.Stage, n: int) -> str:
+    return json.dumps({"steps": stage.steps, "test_seed": 0, "n": n}) + "\n"
+
+
 def test_each_stage_begins_with_the_one_before(commands: list[list[str]]) -> None:
     recipe.run("path256")
     assert commands == [*(["fit", name] for name in CHAIN), ["test", "path256", "--ckpt_path", "last"]]
@@ -67,10 +71,15 @@ def test_trained_stages_are_skipped_and_the_next_one_resumes(commands: list[list
         ["fit", "pathx"],
         ["test", "pathx", "--ckpt_path", "last"],
     ]
-    third.root.joinpath("test.jsonl").write_text(json.dumps({"steps": third.steps, "test_seed": 0}) + "\n")
+    third.root.joinpath("test.jsonl").write_text(line_of_a_test(third, 20_000))
     commands.clear()
     recipe.run("pathx")
     assert commands == []
+    # a test on a few samples does not replace it
+    third.root.joinpath("test.jsonl").write_text(line_of_a_test(third, 200))
+    recipe.run("pathx")
+    assert commands == [["test", "pathx", "--ckpt_path", "last"]]
+    commands.clear()
     recipe.run("pathx", test_seed=1)
     assert commands == [["test", "pathx", "--ckpt_path", "last", "--data.test_seed", "1"]]
 
