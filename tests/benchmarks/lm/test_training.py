@@ -357,6 +357,19 @@ def test_losses_by_position_are_means_of_parts_of_the_window() -> None:
     assert [end for _, end in curves.parts_of(65536)] == ends and curves.parts_of(65536)[0] == (0, 1024)
 
 
+def test_a_kill_leaves_the_last_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves.write_points(tmp_path, [{"step": 1}])
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerows", kill)
+        with pytest.raises(KeyboardInterrupt):
+            curves.write_points(tmp_path, [{"step": 1}, {"step": 2}])
+    assert (tmp_path / "metrics.csv").read_text() == "step\n1\n"
+
+
 def test_a_long_run_on_a_cpu_is_announced(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
