@@ -36,6 +36,9 @@ class Training(lightning.LightningModule):
     deadline  a time of time.monotonic(): training ends after the last epoch that is expected to end before it
     """
 
+    # seconds that the latest run of this process took to compile
+    set_up = 0.0
+
     def __init__(self, settings: Settings, corpus: Corpus, folder: Path, deadline: float = math.inf) -> None:
         super().__init__()
         self.settings, self.corpus, self.folder, self.deadline = settings, corpus, folder, deadline
@@ -174,8 +177,14 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
     epoch = 0.0
     # with all steps in the checkpoint, only the weights are missing
     if n_done < settings.steps:
+        begin = time.monotonic()
+        if begin + Training.set_up > deadline:
+            print(f"{where}: too little time to compile, {Training.set_up:,.0f} s", flush=True)
+            return False
         seconds = print_duration(training, device, settings.steps - n_done)
-        epoch = seconds * settings.validate_every / (settings.steps - n_done)
+        Training.set_up = time.monotonic() - begin
+        # the validation compiles too
+        epoch = seconds * settings.validate_every / (settings.steps - n_done) + Training.set_up
     if time.monotonic() + epoch > deadline:
         print(f"{where}: too little time for {settings.validate_every} steps, {epoch:,.0f} s", flush=True)
         return False

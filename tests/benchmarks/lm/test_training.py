@@ -251,7 +251,7 @@ def test_a_run_stops_within_its_minutes_and_goes_on(
 ) -> None:
     assert run(path, tmp_path / "whole") == 0
     assert run(path, tmp_path / "parts", "--minutes", "0") == command.STOPPED
-    assert "too little time for 2 steps" in capsys.readouterr().out and not list(tmp_path.rglob("parts/*.csv"))
+    assert "too little time to compile" in capsys.readouterr().out and not list(tmp_path.rglob("parts/*.csv"))
 
     def stop(module: Training) -> None:
         module.trainer.should_stop = module.global_step == 4
@@ -262,6 +262,26 @@ def test_a_run_stops_within_its_minutes_and_goes_on(
     assert "stopped by --minutes; the same command continues" in capsys.readouterr().err
     assert run(path, tmp_path / "parts") == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_run_does_not_begin_if_compiling_would_pass_the_deadline(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiling takes 60 s, for the first step and at most as long again for the first validation."""
+    clock = [0.0]
+
+    def compiled(*_: Any) -> float:
+        clock[0] += 60
+        return 0.0
+
+    monkeypatch.setattr(training, "print_duration", compiled)
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Training, "set_up", 0.0)
+    data = corpus.Corpus(path, 300)
+    assert not training.train_all([SMALL, replace(SMALL, seed=1)], data, tmp_path, deadline=110)
+    printed = capsys.readouterr().out
+    assert "too little time for 2 steps, 60 s" in printed and "too little time to compile, 60 s" in printed
+    assert clock[0] == 60
 
 
 @pytest.mark.parametrize(("left", "is_stopped"), [(0.5, True), (60.0, False)])
