@@ -20,6 +20,8 @@ CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
 GROUPS = {"ablation": ("pathx",)}
 RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
+# seconds in which a stage imports, compiles and trains a step
+SET_UP = 90
 # exit status after a time limit: run the same command again (EX_TEMPFAIL of sysexits.h)
 LATER = 75
 
@@ -111,8 +113,12 @@ def _members(group: str) -> list[Path]:
     return sorted((CONFIGS / group).glob("*.yaml"))
 
 
-def _train(chain: Sequence[Stage], end: float | None) -> None:
-    """Trains the stages from the last one that has a checkpoint: those before it are no longer needed."""
+def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool:
+    """Trains the stages from the last one that has a checkpoint: those before it are no longer needed.
+
+    is_first  whether this call has trained nothing yet: then a stage begins in any case, or no call would get further
+    returns   whether a stage was trained
+    """
     trained = [stage.trained_steps() for stage in chain]
     first = max((place for place, steps in enumerate(trained) if steps), default=0)
     for number, (stage, steps) in enumerate(zip(chain[first:], trained[first:], strict=True), first + 1):
@@ -120,10 +126,15 @@ def _train(chain: Sequence[Stage], end: float | None) -> None:
         where = f"stage {number} of {len(chain)}, {stage.config.stem}{of_seed}"
         print(f"{where}: {steps:,} of {stage.steps:,} steps", flush=True)
         if steps < stage.steps:
+            if end is not None and not is_first and end - time.monotonic() < SET_UP:
+                print(f"less than {SET_UP} s are left: run the same command again to continue", file=sys.stderr)
+                sys.exit(LATER)
+            is_first = False
             limit = [] if end is None else ["--minutes", f"{max(0.0, end - time.monotonic()) / 60:.3f}"]
             stage.command("fit", *(["--ckpt_path", "last"] if steps else []), *limit)
             if stage.trained_steps() < stage.steps:
                 sys.exit(f"{stage.config.stem} stopped before its last step; run the same command again to continue")
+    return not is_first
 
 
 def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None, minutes: float | None = None) -> None:
@@ -137,10 +148,11 @@ def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None,
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]
+    is_first = True
     for seed in seeds:
         for each in names:
             chain = stages(each, seed)
-            _train(chain, end)
+            is_first = not _train(chain, end, is_first=is_first)
             option = [] if test_seed is None else ["--data.test_seed", str(test_seed)]
             if not chain[-1].is_tested(chain[-1].test_seed if test_seed is None else test_seed):
                 chain[-1].command("test", "--ckpt_path", "last", *option)
