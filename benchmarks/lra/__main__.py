@@ -208,7 +208,11 @@ def experiment(arguments: Sequence[str] | None) -> None:
         def after_fit(self) -> None:
             if self._deadline and self._deadline.has_passed and self.trainer.global_step < self.trainer.max_steps:
                 # Lightning kills the main process when one of the others exits with another status than 0
-                sys.exit(LATER if self.trainer.is_global_zero else 0)
+                if not self.trainer.is_global_zero:
+                    sys.exit(0)
+                where = f"step {self.trainer.global_step} of {self.trainer.max_steps}"
+                print(f"stopped by --minutes after {where}; --ckpt_path last continues", file=sys.stderr)
+                sys.exit(LATER)
 
         def before_validate(self) -> None:
             if self._get(self.config_init, "minutes") is not None:

@@ -238,13 +238,16 @@ def test_the_result_of_an_untrained_model_is_not_written(
     assert f"no line in {tmp_path / 'test.jsonl'}: the model is not trained" in printed
 
 
-def test_a_time_limit_is_of_training(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_is_of_training(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # temporary files may be on another disk, from which a checkpoint cannot be renamed
     monkeypatch.setattr(tempfile, "tempdir", "missing")
     with pytest.raises(SystemExit) as stop, monkeypatch.context() as patch:
         patch.setattr(Experiment, "validation_step", lambda *_: pytest.fail("a validation comes before the checkpoint"))
         run(tmp_path, root, "fit", "--minutes", "0")
     assert stop.value.code == 75
+    assert "stopped by --minutes after step 1 of 8; --ckpt_path last continues" in capsys.readouterr().err
     assert last(tmp_path)["global_step"] == 1
     with pytest.raises(SystemExit, match="minutes limits `fit` only: test cannot"):
         run(tmp_path, root, "test", "--ckpt_path", "last", "--minutes", "1")
