@@ -64,6 +64,8 @@ def make(
     manifest: dict[str, Any] = {f"{split}_bytes": len(text) for split, text in splits.items()}
     manifest |= {"sha256": hashlib.sha256(content).hexdigest(), "packages": packages}
     out.parent.mkdir(parents=True, exist_ok=True)
+    # without a manifest, a half-written corpus is none
+    out.with_suffix(".json").unlink(missing_ok=True)
     out.write_bytes(content)
     out.with_suffix(".json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
@@ -76,7 +78,7 @@ class Corpus:
     """
 
     def __init__(self, path: Path, length: int) -> None:
-        if not path.exists():
+        if not path.exists() or not path.with_suffix(".json").exists():
             raise FileNotFoundError(f"no corpus at {path}: python -m benchmarks.lm corpus --out {path}")
         content = path.read_bytes()
         manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))

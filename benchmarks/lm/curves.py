@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -47,18 +49,26 @@ def point_of(
     }  # fmt: skip
 
 
+def _replace(path: Path, text: str) -> None:
+    """Writes a file beside the old one and renames it: a kill leaves the old one, and reports read whole files."""
+    unfinished = path.with_name(f".{path.name}.part")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
 def write_points(folder: Path, points: list[Point]) -> None:
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        lines = csv.DictWriter(file, points[0], lineterminator="\n")
-        lines.writeheader()
-        lines.writerows(points)
+    text = io.StringIO()
+    lines = csv.DictWriter(text, points[0], lineterminator="\n")
+    lines.writeheader()
+    lines.writerows(points)
+    _replace(folder / "metrics.csv", text.getvalue())
 
 
 def write_run(folder: Path, settings: Settings, model: nn.Module, corpus_sha256: str, device: torch.device) -> None:
     weights = sum(weight.numel() for weight in model.parameters())
     facts = {**asdict(settings), "weights": weights, "corpus_sha256": corpus_sha256, **measure.environment(device)}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _replace(folder / "run.json", json.dumps(facts, indent=1) + "\n")
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Point]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..run import measure
+from ..run.checkpoints import WholeCheckpoints, locked
 from .corpus import Corpus
 from .curves import Point, point_of, read_run, write_points, write_run
 from .model import MAX_NORM, LanguageModel, Settings, optimizer_of
@@ -34,6 +35,9 @@ class Training(lightning.LightningModule):
 
     deadline  a time of time.monotonic(): training ends after the last epoch that is expected to end before it
     """
+
+    # seconds that the latest run of this process took to compile
+    set_up = 0.0
 
     def __init__(self, settings: Settings, corpus: Corpus, folder: Path, deadline: float = math.inf) -> None:
         super().__init__()
@@ -137,8 +141,13 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     A finished run keeps its weights in bfloat16, weights.pt, and no checkpoint.
 
     deadline  a time of time.monotonic(): saves and returns before it
-    raises    ValueError if the folder has a run with other settings or another corpus
+    raises    ValueError if the folder has a run with other settings or another corpus, or another process trains in it
     """
+    with locked(folder):
+        return _train(settings, corpus, folder, deadline)
+
+
+def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) -> bool:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # batches are in memory; the files beside the checkpoint are the results
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -148,7 +157,8 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     path, weights, n_done, where = folder / "last.ckpt", folder / "weights.pt", 0, f"{settings.name}, {folder}"
     training = Training(settings, corpus, folder, deadline)
     if path.exists() or weights.exists():
-        is_finished = weights.exists()
+        # weights beside a checkpoint may be half written
+        is_finished = not path.exists()
         checkpoint = {} if is_finished else torch.load(path, map_location="cpu", weights_only=True)
         facts = read_run(folder)[0] if is_finished else checkpoint["identity"]
         if any(facts.get(name) != value for name, value in training.identity.items()):
@@ -164,8 +174,17 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
         training.model.compiled()
         torch.cuda.reset_peak_memory_stats()
     write_run(folder, settings, training.model, corpus.sha256, device)
-    seconds = print_duration(training, device, settings.steps - n_done)
-    epoch = seconds * settings.validate_every / (settings.steps - n_done)
+    epoch = 0.0
+    # with all steps in the checkpoint, only the weights are missing
+    if n_done < settings.steps:
+        begin = time.monotonic()
+        if begin + Training.set_up > deadline:
+            print(f"{where}: too little time to compile, {Training.set_up:,.0f} s", flush=True)
+            return False
+        seconds = print_duration(training, device, settings.steps - n_done)
+        Training.set_up = time.monotonic() - begin
+        # the validation compiles too
+        epoch = seconds * settings.validate_every / (settings.steps - n_done) + Training.set_up
     if time.monotonic() + epoch > deadline:
         print(f"{where}: too little time for {settings.validate_every} steps, {epoch:,.0f} s", flush=True)
         return False
@@ -173,7 +192,7 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     trainer = lightning.Trainer(
         accelerator=device.type, devices=1, precision="bf16-mixed" if device.type == "cuda" else "32-true",
         max_steps=settings.steps, max_epochs=-1, gradient_clip_val=MAX_NORM, num_sanity_val_steps=0,
-        reload_dataloaders_every_n_epochs=1, logger=False, enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=1, logger=False, enable_model_summary=False, plugins=[WholeCheckpoints()],
         callbacks=[keeper, TQDMProgressBar(refresh_rate=max(1, settings.validate_every // 10))],
     )  # fmt: skip
     trainer.fit(training, ckpt_path=path if n_done else None)

@@ -14,6 +14,7 @@ command continues it; for fit, add --ckpt_path last.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.util
@@ -155,7 +156,9 @@ def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
     """The options of a short trial on a CPU; empty for a run that is one."""
     if data.batch_size <= SMALL_BATCH and not is_compiled:
         return ""
-    options = f"--model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
+    # in a folder of its own, from whose checkpoint no recipe continues
+    options = f"--trainer.default_root_dir {ROOT / 'runs' / 'trial'}"
+    options += f" --model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
     # stages have batch sizes of their own
     if data.rules.stages:
         options += ' --data.rules.stages "[]"'
@@ -175,6 +178,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+    from ..run.checkpoints import WholeCheckpoints, locked
     from .data import LraData
     from .recipe import LATER
     from .scoring import TEST, append_test, check_is_whole
@@ -187,6 +191,15 @@ def experiment(arguments: Sequence[str] | None) -> None:
             hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
             if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
                 print(hint, flush=True)
+            if self.trainer.is_global_zero:
+                try:
+                    held.enter_context(locked(Path(self.trainer.default_root_dir)))
+                except ValueError as error:
+                    sys.exit(str(error))
+            self.trainer.strategy.checkpoint_io = WholeCheckpoints()
+            if self._get(self.config_init, "ckpt_path") is None and self._has_last():
+                folder = self._keepers()[0].dirpath
+                sys.exit(f"{folder} has a checkpoint: add --ckpt_path last to continue, or remove it to begin anew")
             minutes = self._get(self.config_init, "minutes")
             self._deadline = None if minutes is None else Deadline(began + 60 * minutes)
             if self._deadline is not None:
@@ -194,14 +207,18 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
         def after_fit(self) -> None:
             if self._deadline and self._deadline.has_passed and self.trainer.global_step < self.trainer.max_steps:
+                # Lightning kills the main process when one of the others exits with another status than 0
+                if not self.trainer.is_global_zero:
+                    sys.exit(0)
+                where = f"step {self.trainer.global_step} of {self.trainer.max_steps}"
+                print(f"stopped by --minutes after {where}; --ckpt_path last continues", file=sys.stderr)
                 sys.exit(LATER)
 
         def before_validate(self) -> None:
             if self._get(self.config_init, "minutes") is not None:
                 sys.exit(f"minutes limits `fit` only: {self.subcommand} cannot continue where it stopped")
             # Lightning would only warn, and go on with untrained weights
-            found = [keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()]
-            if self._get(self.config_init, "ckpt_path") == "last" and not any(found):
+            if self._get(self.config_init, "ckpt_path") == "last" and not self._has_last():
                 sys.exit(f"no checkpoint in {self._keepers()[0].dirpath}: run `fit` first")
 
         def before_test(self) -> None:
@@ -219,6 +236,9 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
         def _keepers(self) -> list[ModelCheckpoint]:
             return [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+        def _has_last(self) -> bool:
+            return any(keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers())
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.add_argument("--minutes", type=float | None, help="stop after this time with exit status 75")
@@ -244,22 +264,23 @@ def experiment(arguments: Sequence[str] | None) -> None:
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(lightning|jsonargparse)\b")
-    Command(
-        Experiment,
-        LraData,
-        args=arguments if arguments is None else list(arguments),
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={
-            "max_epochs": -1,
-            # streams are endless: validate by steps
-            "check_val_every_n_epoch": None,
-            "num_sanity_val_steps": 0,
-            # batches are already divided among processes
-            "use_distributed_sampler": False,
-            "gradient_clip_val": 1.0,
-        },
-    )
+    with contextlib.ExitStack() as held:
+        Command(
+            Experiment,
+            LraData,
+            args=arguments if arguments is None else list(arguments),
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "max_epochs": -1,
+                # streams are endless: validate by steps
+                "check_val_every_n_epoch": None,
+                "num_sanity_val_steps": 0,
+                # batches are already divided among processes
+                "use_distributed_sampler": False,
+                "gradient_clip_val": 1.0,
+            },
+        )
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -40,6 +40,7 @@ import masks
 from benchmarks.lra import listops
 from benchmarks.lra.first_result import device, first_result
 from benchmarks.lra.floors import best_guess
+from benchmarks.run.checkpoints import WholeCheckpoints
 from benchmarks.run.measure import wall_milliseconds
 from blocksparse_flash import BlockLayout
 from blocksparse_flash import nn as layers
@@ -263,6 +264,7 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         gradient_clip_val=1.0,
         logger=False,
         enable_model_summary=False,
+        plugins=[WholeCheckpoints()],
         callbacks=[
             ModelCheckpoint(
                 dirpath=out, filename=path.stem, enable_version_counter=False, save_on_train_epoch_end=True

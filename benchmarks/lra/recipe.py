@@ -20,6 +20,8 @@ CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
 GROUPS = {"ablation": ("pathx",)}
 RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
+# seconds in which a stage imports, compiles and trains a step
+SET_UP = 90
 # exit status after a time limit: run the same command again (EX_TEMPFAIL of sysexits.h)
 LATER = 75
 
@@ -29,6 +31,7 @@ class Stage:
     """A configuration, the folder of its run, its last step, and the checkpoint it begins with, if any.
 
     test_seed  seed of the test set in the configuration
+    test_size  its samples; None if the configuration leaves them open
     seed       seed of the training
     """
 
@@ -37,6 +40,7 @@ class Stage:
     steps: int
     start: Path | None
     test_seed: int
+    test_size: int | None = None
     seed: int = 0
 
     @classmethod
@@ -45,7 +49,8 @@ class Stage:
         trainer, data, start = settings["trainer"], settings["data"], settings["model"].get("start")
         start = None if start is None else Path(start)
         root, test_seed = Path(trainer["default_root_dir"]), data.get("test_seed", data.get("seed", 0))
-        return cls(config, root, trainer["max_steps"], start, test_seed)
+        test_size = data.get("sizes", {}).get("test")
+        return cls(config, root, trainer["max_steps"], start, test_seed, test_size)
 
     def seeded(self, seed: int) -> Stage:
         """The same stage with another seed, in a folder of its own."""
@@ -65,9 +70,12 @@ class Stage:
         return int(torch.load(self.checkpoint, map_location="cpu", weights_only=True)["global_step"])
 
     def is_tested(self, test_seed: int) -> bool:
-        """Whether test.jsonl has a line of the last step on this test set."""
+        """Whether test.jsonl has a line of the last step on this test set, of the configuration's size."""
         path, tested = self.root / TEST, (self.steps, test_seed)
-        return path.exists() and any((line["steps"], line["test_seed"]) == tested for line in measure.read(path))
+        return path.exists() and any(
+            (line["steps"], line["test_seed"]) == tested and self.test_size in (None, line["n"])
+            for line in measure.read(path)
+        )
 
     def command(self, name: str, *arguments: str) -> None:
         """Run a command of `python -m benchmarks.lra` in its own process; exits with its exit code if it fails."""
@@ -105,8 +113,12 @@ def _members(group: str) -> list[Path]:
     return sorted((CONFIGS / group).glob("*.yaml"))
 
 
-def _train(chain: Sequence[Stage], end: float | None) -> None:
-    """Trains the stages from the last one that has a checkpoint: those before it are no longer needed."""
+def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool:
+    """Trains the stages from the last one that has a checkpoint: those before it are no longer needed.
+
+    is_first  whether this call has trained nothing yet: then a stage begins in any case, or no call would get further
+    returns   whether a stage was trained
+    """
     trained = [stage.trained_steps() for stage in chain]
     first = max((place for place, steps in enumerate(trained) if steps), default=0)
     for number, (stage, steps) in enumerate(zip(chain[first:], trained[first:], strict=True), first + 1):
@@ -114,10 +126,15 @@ def _train(chain: Sequence[Stage], end: float | None) -> None:
         where = f"stage {number} of {len(chain)}, {stage.config.stem}{of_seed}"
         print(f"{where}: {steps:,} of {stage.steps:,} steps", flush=True)
         if steps < stage.steps:
+            if end is not None and not is_first and end - time.monotonic() < SET_UP:
+                print(f"less than {SET_UP} s are left: run the same command again to continue", file=sys.stderr)
+                sys.exit(LATER)
+            is_first = False
             limit = [] if end is None else ["--minutes", f"{max(0.0, end - time.monotonic()) / 60:.3f}"]
             stage.command("fit", *(["--ckpt_path", "last"] if steps else []), *limit)
             if stage.trained_steps() < stage.steps:
                 sys.exit(f"{stage.config.stem} stopped before its last step; run the same command again to continue")
+    return not is_first
 
 
 def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None, minutes: float | None = None) -> None:
@@ -131,10 +148,11 @@ def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None,
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]
+    is_first = True
     for seed in seeds:
         for each in names:
             chain = stages(each, seed)
-            _train(chain, end)
+            is_first = not _train(chain, end, is_first=is_first)
             option = [] if test_seed is None else ["--data.test_seed", str(test_seed)]
             if not chain[-1].is_tested(chain[-1].test_seed if test_seed is None else test_seed):
                 chain[-1].command("test", "--ckpt_path", "last", *option)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,16 @@ CONFIGS = [
 
 
 def tests_of(runs: Path) -> list[Line]:
-    """The last test of every run under a folder on each test set, with the run's name, sorted by name."""
+    """The last test of every run under a folder on each test set, sorted by the run's name.
+
+    Lines get the keys run, its name, and tests, the number of the run's tests on this set.
+    """
     found = []
     for path in sorted(runs.rglob(TEST)):
-        last = {(line["n"], line["test_seed"]): line for line in measure.read(path)}
-        found += [{**line, "run": path.parent.relative_to(runs).as_posix()} for line in last.values()]
+        lines = {(line["n"], line["test_seed"]): line for line in measure.read(path)}
+        counts = Counter((line["n"], line["test_seed"]) for line in measure.read(path))
+        run = path.parent.relative_to(runs).as_posix()
+        found += [{**line, "run": run, "tests": counts[key]} for key, line in lines.items()]
     return found
 
 
@@ -191,7 +197,8 @@ def report(
             'standard errors. "Balanced" is the accuracy with the samples weighted so that the first shortcut is only '
             'as good as chance. "Pairs" is the accuracy on pairs of Pathfinder images that differ only in their '
             'markers. "Steps x batch" is that of the last stage. "Device hours" is the time of the training, times '
-            'the number of GPUs. "Best published" are results on the released files, in percent.'
+            'the number of GPUs. "Best published" are results on the released files, in percent. '
+            "A run that was tested several times on the same set shows its last test, and their number."
         ),
         *tables.accuracy_sections(tests, untested(tests)),
         *tables.speed_sections(lines),

@@ -161,13 +161,14 @@ def _accuracy_row(line: Line) -> list[str]:
         floor += f"; {one_deep:.1%}, one operator deep"
         chance += f"; one operator deep {line['one_deep_balanced']:.1%}"
     above = line["accuracy"] - shortcut
+    repeated = f", **tested {line['tests']} times**" if line["tests"] > 1 else ""
     return [
         line["task"], line["run"], str(line["seed"]), mask_name(line), f"{line['keys']:,.0f}",
         f"{line['steps']:,} x {line['batch_size']}", _with_before(line, "samples", "{:,}"),
         _with_before(line, "device_hours", "{:.2f}"), f"{line['accuracy']:.1%} ± {line['standard_error']:.1%}", floor,
         f"{100 * above:.1f}" if above > 2 * line["standard_error"] else "**no**",
         f"{line['balanced']:.1%} ({chance})", "" if pairs is None else f"{pairs:.1%}", _best(line["task"]),
-        f"{line['n']:,}, seed {line['test_seed']}", line["data"],
+        f"{line['n']:,}, seed {line['test_seed']}{repeated}", line["data"],
     ]  # fmt: skip
 
 

@@ -90,7 +90,10 @@ def compile_around_attention(block: EncoderBlock) -> None:
 
 
 class Deadline(Callback):
-    """Ends the training after the first step that ends past `at`, a time of time.monotonic(); that step is saved."""
+    """Ends the training after the first step that ends past `at`, a time of time.monotonic(); that step is saved.
+
+    Lightning would validate first, and compile for that. Only the end of the whole training is validated.
+    """
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -104,6 +107,8 @@ class Deadline(Callback):
         # all processes stop at the same step
         if is_whole_step and trainer.strategy.reduce_boolean_decision(self.has_passed, all=False):
             trainer.should_stop = True
+            if trainer.global_step < trainer.max_steps:
+                trainer.limit_val_batches = 0
 
 
 class Experiment(lightning.LightningModule):
@@ -241,13 +246,21 @@ class Experiment(lightning.LightningModule):
                 # images have a fixed length; equal layers share compiled code
                 block.compile(dynamic=False)
 
+    def _settings(self, step: int) -> dict[str, Any]:
+        """What must not change when a training resumes. samples: in the steps before `step`."""
+        data, recipe = self.trainer.datamodule, self.recipe  # type: ignore[attr-defined]
+        settings = {**asdict(self.model.architecture), **asdict(recipe)}
+        if recipe.schedule not in ("rsqrt", "constant") and recipe.last_step is None:
+            settings["last_step"] = self.trainer.max_steps
+        return {**settings, "seed": data.order_seed, "samples": data.samples(step)}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["task"] = self.task.name
+        checkpoint["task"], checkpoint["settings"] = self.task.name, self._settings(self.global_step)
         checkpoint["architecture"] = asdict(self.model.architecture)
         data, hours = self.trainer.datamodule, (time.monotonic() - self._begin) / 3600  # type: ignore[attr-defined]
         checkpoint["record"] = {
             **self.record, "seed": data.order_seed, "recipe": asdict(self.recipe),
-            "samples": data.samples(self.global_step),
+            "samples": checkpoint["settings"]["samples"],
             "device_hours": self.record["device_hours"] + hours * self.trainer.world_size,
         }  # fmt: skip
         # called on every process; one of them writes
@@ -259,6 +272,15 @@ class Experiment(lightning.LightningModule):
         checkpoint["streams"] = streams
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.training:
+            step, known = checkpoint["global_step"], checkpoint.get("settings", {})
+            given = {name: value for name, value in self._settings(step).items() if name in known}
+            odd = [f"{name} {known[name]!r}, not {given[name]!r}" for name in given if known[name] != given[name]]
+            if odd:
+                raise ValueError(
+                    f"the checkpoint to resume was trained with other settings in its {step} steps: {'; '.join(odd)}. "
+                    "Set these, or choose another trainer.default_root_dir, or remove the checkpoint to begin anew"
+                )
         self._streams, self.record = checkpoint["streams"], checkpoint["record"]
         self.trained_steps, self._goes_on = checkpoint["global_step"], True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -166,12 +167,17 @@ def mask_building(lines: pd.DataFrame) -> str:
 
 
 def read_long_range(folder: Path) -> pd.DataFrame:
-    """The latest test of each run on each test set, with the run's name as `configuration`; empty if no folder."""
+    """The latest test of each run on each test set; empty if no folder.
+
+    Lines get the keys configuration, the name of the run, and tests, the number of its tests on this set.
+    """
     found = []
     for path in sorted(folder.rglob("test.jsonl")):
-        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        latest = {(line["n"], line["test_seed"]): line for line in lines}.values()
-        found += [{**line, "configuration": path.parent.relative_to(folder).as_posix()} for line in latest]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        latest = {(line["n"], line["test_seed"]): line for line in lines}
+        counts = Counter((line["n"], line["test_seed"]) for line in lines)
+        name = path.parent.relative_to(folder).as_posix()
+        found += [{**line, "configuration": name, "tests": counts[key]} for key, line in latest.items()]
     return frame(found)
 
 
@@ -186,9 +192,10 @@ def long_range(lines: pd.DataFrame) -> str:
         "-" if pd.isna(line.one_deep) else f"{line.one_deep:.1%} ({line.one_deep_balanced:.1%})"
         for line in lines.itertuples()
     ]
+    repeated = ["" if count == 1 else f", **tested {count} times**" for count in lines["tests"]]
     columns = {
         "run": "`{configuration}`", "task": "{task}", "mask": "{mask}", "keys per query": "{keys:,.0f}",
-        "training samples": "{all_samples:,}", "GPU hours": "{all_hours:.2f}", "test samples": "{n:,}",
+        "training samples": "{all_samples:,}", "GPU hours": "{all_hours:.2f}", "test samples": "{n:,}{repeated}",
         "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "floor": "{floor:.1%}",
         "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}", "one operator deep (balanced)": "{deep}",
     }  # fmt: skip
@@ -197,7 +204,7 @@ def long_range(lines: pd.DataFrame) -> str:
         "rules:",
         listing(
             lines.assign(
-                mask=masks, deep=deep, all_samples=lines["samples"] + lines["samples_before"],
+                mask=masks, deep=deep, repeated=repeated, all_samples=lines["samples"] + lines["samples_before"],
                 all_hours=lines["device_hours"] + lines["device_hours_before"],
             ),
             columns,

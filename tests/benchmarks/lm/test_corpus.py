@@ -120,3 +120,16 @@ def test_a_missing_or_short_corpus_is_refused(path: Path) -> None:
         Corpus(path, 100_000)
     with pytest.raises(ValueError, match="batch_size must be at most the"):
         next(Corpus(path, 64).training_batches(10_000, seed=0, first_step=0, n_steps=1))
+
+
+def test_a_half_written_corpus_is_none(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(file: Path, content: bytes) -> None:
+        with file.open("wb") as stream:
+            stream.write(content[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(KeyboardInterrupt):
+        corpus.make(folder, path, validation_share=0.3)
+    with pytest.raises(FileNotFoundError, match=r"no corpus at .*corpus\.bin: python -m benchmarks\.lm corpus"):
+        Corpus(path, 64)

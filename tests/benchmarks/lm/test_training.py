@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 import time
 import types
 from dataclasses import replace
@@ -211,12 +212,46 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
         run(path, tmp_path / "parts", *NSA, "--seed", "1")
 
 
+def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # temporary files may be on another disk, from which a checkpoint cannot be renamed
+    monkeypatch.setattr(tempfile, "tempdir", "missing")
+    assert run(path, tmp_path / "whole") == 0
+    save = torch.save
+
+    def half(state: object, file: Any, *more: Any, **options: Any) -> None:
+        if file == tmp_path / "parts" / "weights.pt":
+            file.write_bytes(b"half")
+            raise KeyboardInterrupt
+        save(state, file, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half)
+        assert run(path, tmp_path / "parts") == 130
+    assert (tmp_path / "parts" / "weights.pt").read_bytes() == b"half"
+    assert run(path, tmp_path / "parts") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    ends = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("whole", "parts")]
+    assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+    assert not (tmp_path / "parts" / "last.ckpt").exists()
+
+
+def test_a_run_is_trained_by_one_process(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise ValueError(f"process 123 trains in {folder}")
+
+    monkeypatch.setattr(training, "locked", refuse)
+    with pytest.raises(SystemExit, match=r"train: process 123 trains in .*run"):
+        run(path, tmp_path / "run")
+
+
 def test_a_run_stops_within_its_minutes_and_goes_on(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(path, tmp_path / "whole") == 0
     assert run(path, tmp_path / "parts", "--minutes", "0") == command.STOPPED
-    assert "too little time for 2 steps" in capsys.readouterr().out and not list(tmp_path.rglob("parts/*.csv"))
+    assert "too little time to compile" in capsys.readouterr().out and not list(tmp_path.rglob("parts/*.csv"))
 
     def stop(module: Training) -> None:
         module.trainer.should_stop = module.global_step == 4
@@ -227,6 +262,26 @@ def test_a_run_stops_within_its_minutes_and_goes_on(
     assert "stopped by --minutes; the same command continues" in capsys.readouterr().err
     assert run(path, tmp_path / "parts") == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_run_does_not_begin_if_compiling_would_pass_the_deadline(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiling takes 60 s, for the first step and at most as long again for the first validation."""
+    clock = [0.0]
+
+    def compiled(*_: Any) -> float:
+        clock[0] += 60
+        return 0.0
+
+    monkeypatch.setattr(training, "print_duration", compiled)
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Training, "set_up", 0.0)
+    data = corpus.Corpus(path, 300)
+    assert not training.train_all([SMALL, replace(SMALL, seed=1)], data, tmp_path, deadline=110)
+    printed = capsys.readouterr().out
+    assert "too little time for 2 steps, 60 s" in printed and "too little time to compile, 60 s" in printed
+    assert clock[0] == 60
 
 
 @pytest.mark.parametrize(("left", "is_stopped"), [(0.5, True), (60.0, False)])
@@ -320,6 +375,19 @@ def test_losses_by_position_are_means_of_parts_of_the_window() -> None:
     assert (point["validation_loss"], point["loss_late"], point["tokens"]) == (7.5, 9.5, 4 * 2 * 16)
     ends = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
     assert [end for _, end in curves.parts_of(65536)] == ends and curves.parts_of(65536)[0] == (0, 1024)
+
+
+def test_a_kill_leaves_the_last_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves.write_points(tmp_path, [{"step": 1}])
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerows", kill)
+        with pytest.raises(KeyboardInterrupt):
+            curves.write_points(tmp_path, [{"step": 1}, {"step": 2}])
+    assert (tmp_path / "metrics.csv").read_text() == "step\n1\n"
 
 
 def test_a_long_run_on_a_cpu_is_announced(

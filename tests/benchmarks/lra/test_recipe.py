@@ -52,6 +52,10 @@ def save(config: str, steps: int) -> None:
     torch.save({"global_step": steps}, checkpoint)
 
 
+def line_of_a_test(stage: recipe.Stage, n: int) -> str:
+    return json.dumps({"steps": stage.steps, "test_seed": 0, "n": n}) + "\n"
+
+
 def test_each_stage_begins_with_the_one_before(commands: list[list[str]]) -> None:
     recipe.run("path256")
     assert commands == [*(["fit", name] for name in CHAIN), ["test", "path256", "--ckpt_path", "last"]]
@@ -67,10 +71,15 @@ def test_trained_stages_are_skipped_and_the_next_one_resumes(commands: list[list
         ["fit", "pathx"],
         ["test", "pathx", "--ckpt_path", "last"],
     ]
-    third.root.joinpath("test.jsonl").write_text(json.dumps({"steps": third.steps, "test_seed": 0}) + "\n")
+    third.root.joinpath("test.jsonl").write_text(line_of_a_test(third, 20_000))
     commands.clear()
     recipe.run("pathx")
     assert commands == []
+    # a test on a few samples does not replace it
+    third.root.joinpath("test.jsonl").write_text(line_of_a_test(third, 200))
+    recipe.run("pathx")
+    assert commands == [["test", "pathx", "--ckpt_path", "last"]]
+    commands.clear()
     recipe.run("pathx", test_seed=1)
     assert commands == [["test", "pathx", "--ckpt_path", "last", "--data.test_seed", "1"]]
 
@@ -145,7 +154,7 @@ def ends() -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_recipe_that_is_cut_at_every_step_ends_as_one_that_is_not(trained: list[str], tmp_path: Path) -> None:
-    """Two stages of two steps for each of two seeds; each call ends after the first step of a stage, if it can."""
+    """Two stages of two steps for each of two seeds; each call ends after a step."""
     recipe.run("second", seeds=(0, 1))
     whole = ends()
     assert trained == ["fit", "fit", "test"] * 2
@@ -157,8 +166,8 @@ def test_a_recipe_that_is_cut_at_every_step_ends_as_one_that_is_not(trained: lis
             codes.append(0)
         except SystemExit as stop:
             codes.append(int(stop.code or 0))
-    # the second step of a stage is its last: the call goes on with the next stage
-    assert codes == [75] * 4 + [0]
+    # after the last step of a stage there is too little time to begin the next one
+    assert codes == [75] * 7 + [0]
     for one, other in zip(whole, ends(), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert not torch.equal(whole[1]["model.head.0.weight"], whole[3]["model.head.0.weight"])

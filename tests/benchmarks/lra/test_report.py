@@ -80,7 +80,8 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
     row = next(line for line in text.splitlines() if line.startswith("| pathx"))
     assert "| 384,000 (with earlier stages 400,000) | 0.50 (with earlier stages 0.75) |" in row
     best = "S5 98.6; Mega 98.0; Transformer, self-pretrained 93.0"
-    shown = f"| 70.0% ± 0.3% | 54.0%, positions of the markers | 16.0 | 66.0% (50%) | 60.0% | {best} | 20,000, seed 0 |"
+    shown = f"| 70.0% ± 0.3% | 54.0%, positions of the markers | 16.0 | 66.0% (50%) | 60.0% | {best} "
+    shown += "| 20,000, seed 0, **tested 2 times** |"
     assert shown in row
     assert "| ours/path256 | not run |" in text and "| ours/pathx | not run |" not in text
     assert "butterfly \\| local" in row and "12.3%" not in text
@@ -102,9 +103,7 @@ def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path)
 
 
 def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
-    both = [
-        {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": "r", "source": s} for s in ("official", "generated")
-    ]
+    both = [line_of("r", source=source) for source in ("official", "generated")]
     titles = [section for section in tables.accuracy_sections(both) if section.startswith("##")]
     assert titles == [
         "## Accuracy on the released files of Long Range Arena",
@@ -114,7 +113,7 @@ def test_released_files_and_generated_data_have_tables_of_their_own() -> None:
 
 
 def line_of(run: str = "ours/pathx", **changes: Any) -> dict[str, Any]:
-    return {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": run, **changes}
+    return {**vars(RESULT), **FACTS, "standard_error": 0.01, "run": run, "tests": 1, **changes}
 
 
 def test_the_better_shortcut_counts() -> None:

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
+import lightning
 from lightning.pytorch import Callback
 
 from benchmarks.lra import __main__ as command
@@ -28,6 +30,7 @@ from benchmarks.lra.data import LraData
 from benchmarks.lra.model import Architecture
 from benchmarks.lra.tasks import Sizes
 from benchmarks.lra.training import Experiment, Recipe, rate_at
+from benchmarks.run import checkpoints
 from blocksparse_flash.nn import EncoderBlock
 
 ROOT = Path(__file__).parents[3]
@@ -235,16 +238,70 @@ def test_the_result_of_an_untrained_model_is_not_written(
     assert f"no line in {tmp_path / 'test.jsonl'}: the model is not trained" in printed
 
 
-def test_a_time_limit_is_of_training(tmp_path: Path, root: Path) -> None:
-    with pytest.raises(SystemExit) as stop:
+def test_a_time_limit_is_of_training(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # temporary files may be on another disk, from which a checkpoint cannot be renamed
+    monkeypatch.setattr(tempfile, "tempdir", "missing")
+    with pytest.raises(SystemExit) as stop, monkeypatch.context() as patch:
+        patch.setattr(Experiment, "validation_step", lambda *_: pytest.fail("a validation comes before the checkpoint"))
         run(tmp_path, root, "fit", "--minutes", "0")
     assert stop.value.code == 75
+    assert "stopped by --minutes after step 1 of 8; --ckpt_path last continues" in capsys.readouterr().err
     assert last(tmp_path)["global_step"] == 1
     with pytest.raises(SystemExit, match="minutes limits `fit` only: test cannot"):
         run(tmp_path, root, "test", "--ckpt_path", "last", "--minutes", "1")
     # in time: nothing is left to do
     run(tmp_path, root, "fit", "--ckpt_path", "last", "--minutes", "60")
     assert last(tmp_path)["global_step"] == 8
+
+
+def test_of_several_processes_only_the_main_one_exits_with_75(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning kills all processes if one of the others exits with a status before the main one has ended."""
+    monkeypatch.setattr(lightning.Trainer, "is_global_zero", property(lambda _: False))
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, root, "fit", "--minutes", "0")
+    assert stop.value.code == 0
+
+
+def test_a_folder_is_trained_by_one_process(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise ValueError(f"process 123 trains in {folder}")
+
+    monkeypatch.setattr(checkpoints, "locked", refuse)
+    with pytest.raises(SystemExit, match=f"process 123 trains in {re.escape(str(tmp_path))}"):
+        run(tmp_path, root)
+
+
+def test_a_training_neither_replaces_another_nor_continues_one_with_other_settings(tmp_path: Path, root: Path) -> None:
+    """A short trial in the folder of a long training, and a training begun anew by mistake."""
+    trial = {"batch_size": 2, "sizes": {"train": 20, "validation": 8, "test": 40}}
+    run(tmp_path, root, "fit", "--trainer.max_steps", "3", data=trial)
+    before = (tmp_path / "checkpoints" / "last.ckpt").read_bytes()
+    with pytest.raises(SystemExit, match=r"checkpoints has a checkpoint: add --ckpt_path last to continue, or remove"):
+        run(tmp_path, root)
+    with pytest.raises(ValueError, match=r"other settings in its 3 steps: last_step 3, not 8; samples 6, not 12\. Set"):
+        run(tmp_path, root, "fit", "--ckpt_path", "last")
+    other = {"architecture": {**TINY, "mask": "butterfly"}, "recipe": {"warmup": 2}}
+    with pytest.raises(ValueError, match=r"steps: mask 'butterfly .*', not 'butterfly'; last_step"):
+        run(tmp_path, root, "fit", "--ckpt_path", "last", model=other)
+    assert (tmp_path / "checkpoints" / "last.ckpt").read_bytes() == before
+    # the number of GPUs and of accumulated batches may change
+    run(
+        tmp_path,
+        root,
+        "fit",
+        "--ckpt_path",
+        "last",
+        "--trainer.max_steps",
+        "3",
+        "--data.batch_size",
+        "1",
+        "--trainer.accumulate_grad_batches",
+        "2",
+    )
 
 
 def test_seeds_change_weights_and_order_and_a_test_seed_the_test_set(tmp_path: Path, root: Path) -> None:
@@ -286,7 +343,7 @@ def test_training_on_a_cpu_names_the_options_of_a_short_trial(
     tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = {"max_steps": 1, "limit_val_batches": 0}
-    run(tmp_path, root, trainer=short)
+    run(tmp_path / "small", root, trainer=short)
     assert "on a CPU" not in capsys.readouterr().out
     more = {**STAGED["data"], "batch_size": 8}
     run(tmp_path, root, data=more, trainer=short)
@@ -296,7 +353,9 @@ def test_training_on_a_cpu_names_the_options_of_a_short_trial(
     with pytest.raises(SystemExit) as stop:
         run(tmp_path, root, "fit", *options, "--print_config", data=more)
     assert stop.value.code == 0
-    assert "max_steps: 20" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    # in another folder than a recipe's
+    assert "max_steps: 20" in printed and "default_root_dir: out/lra/runs/trial" in printed
 
 
 def test_the_guide_names_every_command_and_a_trial_on_a_cpu(
@@ -353,7 +412,7 @@ def test_weights_go_from_one_resolution_to_the_next(
             data={"task": task, "source": "fresh", "rules": {"contour_length": 6}, "sizes": sizes, "batch_size": 2},
             model={
                 "architecture": {**TINY, "mask": "butterfly", "block_size": 128},
-                "recipe": {"warmup": 1, "objective": objective},
+                "recipe": {"warmup": 1, "objective": objective, "schedule": "constant"},
             },
             checkpoint={"every_n_train_steps": 1},
             trainer={"max_steps": steps, "limit_val_batches": 0},
