@@ -366,20 +366,18 @@ def write_lines(
     n_groups = tl.cdiv(n_lines, LINES)
     i_batch = i_program // n_groups
     o_line = i_program % n_groups * LINES + tl.arange(0, LINES)
-    m_line, first_line = o_line < n_lines, i_batch * n_lines
-    p_tiles = counts_ptr + first_line
-    b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
-    b_partial = tl.load(p_tiles + batch * n_lines + o_line, mask=m_line, other=0)
+    # no line of unsorted lists is long enough to be split
+    n_long = n_lines * 0
     if IS_SORTED:
         n_tiles, _ = sums_before(counts_ptr, batch * n_lines, 0, CHUNK)
         # twice the mean
         limit = ((2 * n_tiles.to(tl.int64)) // (batch * n_lines)).to(tl.int32)
         n_long = max_long_lines(counts_ptr, batch, n_lines, limit, AXES, MINORS)
-        b_position = launch_positions(p_tiles, o_line, b_tiles, n_lines, LINES, MINORS)
-    else:
-        # no line is long enough to be split
-        n_long = n_lines * 0
-        b_position = o_line
+    m_line, first_line = o_line < n_lines, i_batch * n_lines
+    p_tiles = counts_ptr + first_line
+    b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
+    b_partial = tl.load(p_tiles + batch * n_lines + o_line, mask=m_line, other=0)
+    b_position = launch_positions(p_tiles, o_line, b_tiles, n_lines, LINES, MINORS) if IS_SORTED else o_line
     write_records(
         records_ptr + first_line * RECORD, o_line, b_position, (first_line + o_line) * capacity, b_tiles, b_partial,
         n_long, n_lines,
