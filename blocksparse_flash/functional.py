@@ -374,7 +374,7 @@ def attention(
                any backend without a layout, may spread them over all queries of the heads that share the value
     gradients  a NaN or inf in q, k, v or dout may reach the gradients of all queries and keys of the tiles in which
                some pair attends. It reaches no other batch entry, and no head that does not share its keys. The
-               gradient of the lse of a query without keys is ignored
+               gradient of the lse of a query without keys reaches its sink alone, and is ignored without `sinks`
 
     The backward recomputes weights as exp(s - lse) from a float32 lse, as every flash attention does. Each of up to
     four roundings of lse changes a weight by a relative error of up to |lse| * 2**-24. Up to |lse| = 4096 their sum is

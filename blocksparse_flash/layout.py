@@ -639,6 +639,8 @@ class BlockLayout(LayoutPlans):
         return self._bias_index(resolved(device), checks.boolean(causal, "causal"))
 
     def __repr__(self) -> str:
+        if self.device.type == "meta":
+            return f"{drawing.title(self._frame)} on the meta device"
         return drawing.text(self._block_list(), self._frame)
 
     def _repr_svg_(self) -> str:

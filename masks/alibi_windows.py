@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Real
@@ -15,7 +16,7 @@ from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
 from .checks import read_integer, read_switch, specs_of
-from .heads import by_head
+from .heads import MOST_HEADS, by_head
 from .local import local
 from .public import public
 
@@ -23,8 +24,8 @@ from .public import public
 def _read_positive(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a positive number, got {value!r} ({specs_of(value)})")
-    number = float(value)
-    # also refuses nan
+    # no larger int becomes a float; nan becomes inf too
+    number = float(value) if value <= sys.float_info.max else math.inf
     if not 0.0 < number < math.inf:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     return number
@@ -70,8 +71,10 @@ def alibi_windows(
             f"heads, slopes: expected exactly one of the two, got {'both' if slopes is not None else 'neither'}"
         )
     if heads is not None:
-        numbers = slopes_of(read_integer("heads", heads, at_least=1, unit="heads"))
+        numbers = slopes_of(read_integer("heads", heads, at_least=1, at_most=MOST_HEADS, unit="heads"))
     else:
+        if isinstance(slopes, torch.Tensor) and slopes.is_meta:
+            raise ValueError("slopes: expected numbers, got a tensor on the meta device, which has none")
         given = slopes.tolist() if isinstance(slopes, np.ndarray | torch.Tensor) else slopes
         if not isinstance(given, Sequence) or isinstance(given, str | bytes):
             raise TypeError(

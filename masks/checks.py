@@ -50,11 +50,10 @@ def read_fraction(name: str, value: object) -> float:
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number from 0 to 1, got {value!r} ({specs_of(value)})")
-    fraction = float(value)
-    # also refuses nan
-    if not 0.0 <= fraction <= 1.0:
+    # also refuses nan; compared before float(), which no int above 1e308 becomes
+    if value < 0.0 or not value <= 1.0:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {value!r}")
-    return fraction
+    return float(value)
 
 
 def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:

@@ -248,6 +248,11 @@ def documents(
     return layout_on_host(documents, canvas.block_size)
 
 
+def _read_prefix_length(prefix: object) -> int:
+    # no document is longer, and the number must fit into a tensor
+    return min(read_integer("prefix", prefix, at_least=0, unit="tokens"), torch.iinfo(torch.int32).max)
+
+
 def _read_prefix(
     prefix: int | Sequence[int] | np.ndarray | torch.Tensor | None, sizes: tuple[int, int]
 ) -> torch.Tensor | None:
@@ -260,7 +265,7 @@ def _read_prefix(
         read = read_integers("prefix", prefix)
         shape = read.shape
     else:
-        shape, read = (), np.array(read_integer("prefix", prefix, at_least=0, unit="tokens"))
+        shape, read = (), np.array(_read_prefix_length(prefix))
     if read.min(initial=0) < 0:
         raise ValueError(f"prefix: expected at least 0 tokens, got {read.min()}")
     if shape not in ((), sizes[1:], sizes):
@@ -326,8 +331,7 @@ def _prefix_on_device(prefix: object, sizes: tuple[int, int], device: torch.devi
     if prefix is None:
         return None
     if not isinstance(prefix, torch.Tensor):
-        number = read_integer("prefix", prefix, at_least=0, unit="tokens")
-        return torch.full(sizes, number, dtype=torch.int32, device=device)
+        return torch.full(sizes, _read_prefix_length(prefix), dtype=torch.int32, device=device)
     if prefix.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"prefix: expected int32 or int64, got {prefix.dtype}")
     if prefix.device != device:

@@ -35,7 +35,8 @@ def _candidates(canvas: Canvas, levels: list[Level], *, causal: bool) -> tuple[n
         met = np.minimum(first_query // cell + np.arange(canvas.block_q // cell + 2), last_query // cell)
         # [rows, cells, summaries of the sibling cell]
         summaries = ((met ^ 1) * cell)[:, :, None] + np.arange(period - unit, cell, period)
-        begins.append(summaries.reshape(canvas.n_rows, -1))
+        # not reshape(n_rows, -1), which refuses a layout without rows
+        begins.append(summaries.reshape(canvas.n_rows, summaries.shape[1] * summaries.shape[2]))
         lasts.append(begins[-1] + unit - 1)
     first_key, last_key = np.concatenate(begins, axis=1), np.concatenate(lasts, axis=1)
     return blocks_between(canvas, first_key, np.minimum(last_key, last_query) if causal else last_key)

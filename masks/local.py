@@ -7,24 +7,27 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, check_rows, read_canvas
+from .canvas import MOST_TOKENS, BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_integer, specs_of
 from .public import public
 
 Window = int | tuple[int | None, int | None]
 
 
+def _read_side(value: object) -> int:
+    # no distance is larger, and sums with positions must fit into 64 bits
+    return min(read_integer("window", value, at_least=0, unit="tokens"), MOST_TOKENS)
+
+
 def read_window(window: Window) -> tuple[int | None, int | None]:
     if isinstance(window, tuple | list):
         if len(window) != 2:
             raise ValueError(f"window: expected an int or (left, right), got {len(window)} entries: {window!r}")
-        left, right = (
-            None if side is None else read_integer("window", side, at_least=0, unit="tokens") for side in window
-        )
+        left, right = (None if side is None else _read_side(side) for side in window)
         return left, right
     if window is None:
         raise TypeError(f"window: expected an int or (left, right), got {specs_of(window)}; (None, None) is unlimited")
-    side = read_integer("window", window, at_least=0, unit="tokens")
+    side = _read_side(window)
     return side, side
 
 

@@ -164,6 +164,14 @@ def test_a_meta_layout_is_copied() -> None:
         assert moved.device.type == "meta" and moved.shape == layout.shape and moved.capacity == layout.capacity
 
 
+def test_a_meta_layout_has_a_repr_and_refuses_to_be_read() -> None:
+    layout = masks.causal(300).to("meta")
+    assert repr(layout) == "BlockLayout(300 x 300 tokens, block_size=(128, 128), batch=1, heads=1) on the meta device"
+    for read in (hash, BlockLayout.to_dense, BlockLayout.__invert__, BlockLayout.describe, masks.causal(300).__eq__):
+        with pytest.raises(ValueError, match="layout is on the meta device, which holds no data"):
+            read(layout)
+
+
 # ---- damaged state
 
 

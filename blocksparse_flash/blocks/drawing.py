@@ -55,12 +55,17 @@ def _notes(frame: Frame, most: int, cell: str, rule: str = "") -> str:
 # ----------------------------------------------------------------------------------------------------------------- text
 
 
+def title(frame: Frame) -> str:
+    """The sizes of a layout that need no blocks."""
+    batch, heads, q_len, kv_len, block_size = frame
+    return f"BlockLayout({q_len} x {kv_len} tokens, {block_size=}, {batch=}, {heads=})"
+
+
 def _sizes(found: BlockList, frame: Frame) -> list[str]:
     """Two lines with the sizes of a layout."""
-    batch, heads, q_len, kv_len, block_size = frame
     nnz, density = len(found.keys), frame.density(len(found.keys))
     return [
-        f"BlockLayout({q_len} x {kv_len} tokens, {block_size=}, {batch=}, {heads=})",
+        title(frame),
         f"{frame.n_rows} x {frame.n_cols} blocks, {nnz=}, {density=:.4g}, {len(found.bitmasks)} distinct bitmasks",
     ]
 

@@ -34,6 +34,7 @@ def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tup
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    checks.check_in_memory(tensors[0], "layout")
     # torch.func would wrap the tensors; nothing here is differentiated
     with torch._C._DisableFuncTorch():
         return [tensor.numpy(force=True) for tensor in tensors]

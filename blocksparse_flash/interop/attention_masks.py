@@ -28,6 +28,7 @@ def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size = 1
     """
     name = "attention_mask"
     checks.check_tensor(name, attention_mask)
+    checks.check_in_memory(attention_mask, name)
     if attention_mask.ndim == 2:
         raise ValueError(
             f"{name} has two axes, as a padding mask (batch, kv_len) has: give attention() the "
@@ -77,6 +78,7 @@ def kv_lengths_from_huggingface(attention_mask: torch.Tensor) -> torch.Tensor:
     """
     name = "attention_mask"
     checks.check_tensor(name, attention_mask)
+    checks.check_in_memory(attention_mask, name)
     if attention_mask.ndim != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
         raise ValueError(
             f"{name} must be bool or integers (batch, kv_len), got {attention_mask.dtype} {tuple(attention_mask.shape)}"

@@ -17,6 +17,7 @@ def host(values: object, name: str) -> Array:
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(values).__name__}")
+    checks.check_in_memory(values, name)
     if values.is_floating_point() and values.dtype not in (torch.float16, torch.float32, torch.float64):
         values = values.float()
     return values.detach().cpu().numpy()

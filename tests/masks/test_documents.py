@@ -204,14 +204,18 @@ def test_any_documents_with_windows_and_other_keys(lengths, gap, window, causal,
 def test_the_prefix_of_one_document_is_that_of_prefix_lm():
     for prefix in (0, 100, 300):
         assert masks.documents([0, 300], causal=True, prefix=prefix) == masks.prefix_lm(300, prefix=prefix)
-    # a prefix longer than its document is all of it
-    assert masks.documents([0, 300], causal=True, prefix=2**40) == masks.documents([0, 300])
+    # a prefix longer than its document is all of it, also one that does not fit into 64 bits
+    for prefix in (2**40, 2**63 - 1, 2**63, 2**70):
+        assert masks.documents([0, 300], causal=True, prefix=prefix) == masks.documents([0, 300])
 
 
 def test_a_window_is_that_of_local():
     bounds = [0, 40, 200]
     for window in (30, (30, 0), (None, 12)):
         assert masks.documents(bounds, window=window) == masks.documents(bounds) & masks.local(200, window=window)
+    # sums of such a window and a position do not fit into 64 bits
+    for window in (2**63 - 1, 10**30, (10**30, None), (None, 2**63 - 1)):
+        assert masks.documents(bounds, window=window) == masks.documents(bounds)
 
 
 def test_each_sequence_of_a_batch_has_its_own_documents():

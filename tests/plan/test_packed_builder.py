@@ -208,7 +208,7 @@ def test_short_documents_have_fine_tiles(length, expected):
 # ---- masks.documents
 
 
-def refused(**changes):
+def read_on_device(**changes):
     arguments = {
         "cu_seqlens": torch.tensor([0, 10]),
         "kv_cu_seqlens": None,
@@ -252,7 +252,11 @@ def refused(**changes):
 )
 def test_boundaries_on_a_gpu_are_checked_without_reading_them(changes, error, message):
     with pytest.raises(error, match=message):
-        refused(**changes)()
+        read_on_device(**changes)()
+
+
+def test_a_prefix_longer_than_int32_is_the_longest_on_a_gpu():
+    assert read_on_device(prefix=2**40)().prefix.tolist() == [[2**31 - 1]]
 
 
 def test_masks_keep_boundaries_on_their_gpu(monkeypatch):
@@ -331,4 +335,4 @@ def test_max_seqlen_limits_both_sides():
 
 def test_one_tensor_for_both_sides_is_one_set_of_documents():
     cu = torch.tensor([0, 5, 10])
-    assert refused(cu_seqlens=cu, kv_cu_seqlens=cu)().is_square
+    assert read_on_device(cu_seqlens=cu, kv_cu_seqlens=cu)().is_square
