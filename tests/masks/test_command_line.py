@@ -78,7 +78,7 @@ def test_list_names_every_mask_and_its_arguments(capsys):
     # token orders are not masks
     assert named == {*masks.__all__} - {"build", "hilbert_order", "morton_order", "tile_order"}
     assert lines[lines.index("local(window, block_size=128)") + 1].startswith("    Each token attends to the tokens at")
-    options = "causal=False, window=None, kv_cu_seqlens=None, max_seqlen=None, block_size=128"
+    options = "causal=False, window=None, prefix=None, kv_cu_seqlens=None, max_seqlen=None, block_size=128"
     assert f"documents(cu_seqlens, {options})" in lines
 
 
