@@ -569,6 +569,7 @@ def check_calls_names_what_differs() -> None:
         "head dimensions": lambda: bd.attention(q, k, k, plan),
         "scale": lambda: bd.attention(q, k, v, plan, scale=1.0),
         "requires_grad": lambda: bd.attention(q.clone().requires_grad_(), k, v, plan),
+        "function": lambda: bd.attention_with_lse(q, k, v, plan),
     }
     for name, call in calls.items():
         message = raised(ValueError, call if rank == odd else lambda: bd.attention(q, k, v, plan))
