@@ -392,6 +392,7 @@ def gather_inverts_shard() -> None:
         (whole_x * (rank + 1) * x).sum().backward()
         assert torch.equal(mine.grad, plan.shard(x, dim=1) * (n_ranks * (n_ranks + 1) // 2))
         assert torch.equal(plan.gather(plan.shard(x[0] > 7, dim=0), dim=0), x[0] > 7)
+        assert "dim must be an axis of x, -2 .. 1, got 2" in raised(ValueError, lambda plan=plan: plan.shard(x, dim=2))
 
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
