@@ -1137,13 +1137,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "nn/video_sparse.py",
-            "k=min(k_blocks, scores.shape[3])",
-            "k=min(k_blocks + 1, scores.shape[3])",
+            '{"k": min(k_blocks, scores.shape[3]),',
+            '{"k": min(k_blocks + 1, scores.shape[3]),',
             "tests/nn/test_video_sparse.py",
         ),
         (
             "nn/video_sparse.py",
-            "pooled_q @ pooled_k.mT / math.sqrt(q.shape[3])",
+            "(pooled_q * q.shape[3] ** -0.5) @ pooled_k.mT",
             "pooled_q @ pooled_k.mT",
             "tests/nn/test_video_sparse.py",
         ),
