@@ -6,6 +6,7 @@ Others call torch's scaled_dot_product_attention, which a function mode replaces
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from typing import Any
@@ -122,10 +123,16 @@ def _backend() -> Any:
     return name
 
 
-def connect(processor: Any) -> Any:
-    """Makes the dispatcher call this package for a processor that uses it, and returns the processor's own backend."""
-    if not hasattr(processor, "_attention_backend"):
+def connect(module: Any, *, is_shared: bool) -> Any:
+    """Makes the dispatcher call this package for a layer whose processor uses it, and returns its own backend.
+
+    is_shared  whether other layers have the same processor, as after set_attn_processor: this one then gets a copy
+    """
+    if not hasattr(module.processor, "_attention_backend"):
         return None
+    if is_shared:
+        module.processor = copy.copy(module.processor)
+    processor = module.processor
     own, processor._attention_backend = processor._attention_backend, _backend()
     return own
 

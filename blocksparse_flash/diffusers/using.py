@@ -6,6 +6,7 @@ import inspect
 import re
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -258,19 +259,23 @@ def _argument(parameters: list[str], name: str, args: tuple[Any, ...], kwargs: d
     return args[index] if index < len(args) else None
 
 
-def _wrap(module: nn.Module, layer: _Layer) -> None:
-    """Replaces the forward of an attention module, until `layer.use.remove()` or another `use`."""
+def _wrap(module: nn.Module, layer: _Layer, *, is_shared: bool) -> None:
+    """Replaces the forward of an attention module, until `layer.use.remove()` or another `use`.
+
+    is_shared  whether other modules have the same processor
+    """
     if hasattr(module, _USE):
         # of the module, or of the one of which it is a copy
         getattr(module, _USE)(module)
     # an earlier replacement, such as that of offloading; the class's own forward also works in copies of the module
     replaced, plain = module.__dict__.get("forward"), type(module).forward
     parameters = list(inspect.signature(plain).parameters)[1:]
-    connection = dispatching.connect(module.processor)
+    connection = dispatching.connect(module, is_shared=is_shared)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner, inner_args = (replaced, args) if replaced else (plain, (self, *args))
-        if not hasattr(self, _USE):
+        # another `use` may come after a hook that replaced this forward and still calls it
+        if getattr(self, _USE, None) is not remove:
             return inner(*inner_args, **kwargs)
         hidden, encoder = (
             _argument(parameters, name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states")
@@ -441,6 +446,7 @@ def use(
         _check_pattern(argument, pattern)
     found = Use(layout, _checked_order(order, layout), backend)
     chosen: list[tuple[nn.Module, _Layer]] = []
+    n_users: Counter[int] = Counter()
     for prefix, model in _models(pipe_or_model).items():
         place = text or TEXT_PLACES.get(type(model).__name__)
         if text is not None and text != TEXT_PLACES.get(type(model).__name__, text):
@@ -448,6 +454,7 @@ def use(
         attentions = {
             name: each for name, each in model.named_modules() if getattr(each, "processor", None) is not None
         }
+        n_users.update(id(each.processor) for each in attentions.values())
         is_dense = {name: dense_layers is not None and bool(re.search(dense_layers, name)) for name in attentions}
         for name, module in attentions.items():
             if re.search(layers, name) and not is_dense[name]:
@@ -463,7 +470,7 @@ def use(
         raise ValueError(f"dense_layers must leave some of the layers, got {dense_layers!r}, which matches all of them")
     try:
         for module, layer in chosen:
-            _wrap(module, layer)
+            _wrap(module, layer, is_shared=n_users[id(module.processor)] > 1)
         for model in _models(pipe_or_model).values():
             _watch(found, model)
             if dense_steps:

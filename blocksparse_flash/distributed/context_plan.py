@@ -145,6 +145,8 @@ def check_plan(plan: Any) -> None:
 
 def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
     checks.check_tensor("x", x)
+    if not -x.dim() <= checks.integer(dim, "dim") < x.dim():
+        raise ValueError(f"dim must be an axis of x, {-x.dim()} .. {x.dim() - 1}, got {dim}")
     if x.shape[dim] != length:
         raise ValueError(f"x must have {length} tokens along dim {dim}, as {whose}, got shape {tuple(x.shape)}")
 

@@ -107,7 +107,9 @@ def _checked(
     return _Call(factor, n_chunks(chunks, plan, layer, k, v, dtype), chosen, autocast)
 
 
-def _checked_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, *options: Any) -> _Call:
+def _checked_on_all_ranks(
+    q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, *options: Any, wants_lse: bool
+) -> _Call:
     """`_checked` on all ranks: all raise if one raises or if their calls differ."""
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -118,6 +120,7 @@ def _checked_on_all_ranks(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, la
     def make() -> tuple[_Call, dict[str, str]]:
         call = _checked(q, k, v, plan, layer, *options)
         facts = {
+            "function": "attention_with_lse" if wants_lse else "attention",
             "batch": str(q.shape[0]),
             "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
             "dtype": str(q.dtype if call.autocast is None else call.autocast),
@@ -166,8 +169,10 @@ def _attend(
         whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), dtensors.like(lse, whole) if wants_lse else lse
-    checks_calls = isinstance(plan, ContextPlan) and plan.checks_calls
-    call = (_checked_on_all_ranks if checks_calls else _checked)(q, k, v, plan, layer, scale, chunks, backend)
+    if isinstance(plan, ContextPlan) and plan.checks_calls:
+        call = _checked_on_all_ranks(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
+    else:
+        call = _checked(q, k, v, plan, layer, scale, chunks, backend)
     if call.autocast is None:
         return _run(q, k, v, plan, layer, call, wants_lse=wants_lse)
     # the operators choose the dtype of each product themselves

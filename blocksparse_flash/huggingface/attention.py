@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..functional import attention
-from .config_layouts import index_of
+from .config_layouts import of_layer
 from .mask import Mask
 from .mask_builder import mask_of_layer
 from .model_hooks import record_attention
@@ -120,7 +120,7 @@ def attention_function(
     if isinstance(mask, Mask) and mask.bias is not None:
         bias = mask.bias if bias is None else bias + mask.bias
     if isinstance(mask, Mask) and mask.of_layers is not None:
-        mask = mask.of_layers[index_of(module)]
+        mask = of_layer(mask.of_layers, module)
     _check(mask, query.shape[2], key.shape[2], is_causal, sliding_window)
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(

@@ -80,12 +80,18 @@ def _of_types(given: dict[Any, Any], config: Any) -> tuple[Entry, ...]:
     return tuple(checked[kind] for kind in types)
 
 
-def index_of(module: torch.nn.Module) -> int:
-    """The index of the layer to which an attention belongs."""
+def of_layer(each: tuple[Any, ...], module: torch.nn.Module) -> Any:
+    """The entry for the layer to which an attention belongs, of a tuple with one for each layer."""
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
         raise ValueError(
             f"config.{CONFIG_KEY} has a layout for each layer, but {running_layer()} has no layer_idx, which says "
             "which layer it is: give the model one layout for all layers"
         )
-    return index
+    # Zamba 2 has -1, since all its layers share one attention
+    if not 0 <= index < len(each):
+        raise ValueError(
+            f"config.{CONFIG_KEY} has a layout for each of {len(each)} layers (config.num_hidden_layers), but "
+            f"{running_layer()} has layer_idx={index}, which is none of them: give the model one layout for all layers"
+        )
+    return each[index]

@@ -17,7 +17,7 @@ from .. import layout_crops
 from ..layout import BlockLayout, number_of
 from ..packed import layout_on_host, packed_layout
 from ..plan.packed_builder import Documents
-from .config_layouts import Layout, index_of, layouts_of
+from .config_layouts import Layout, layouts_of, of_layer
 from .mask import Mask
 from .model_hooks import packed_documents
 from .names import CONFIG_KEY, owner_of, running_layer
@@ -480,7 +480,7 @@ def mask_of_layer(
     crop = layout_crops.Crop(0, q_len, 0, kv_len, device)
     config = getattr(module, "config", None)
     layouts, owner = layouts_of(config), owner_of(config)
-    layout = layouts[index_of(module)] if isinstance(layouts, tuple) else layouts
+    layout = of_layer(layouts, module) if isinstance(layouts, tuple) else layouts
     selection = layout if isinstance(layout, Selection) else None
     request = _Request(kind, None, config, 1, crop, None if isinstance(layout, Selection) else layout)
     full = request.full_layout()

@@ -48,7 +48,13 @@ def _use_of(pattern: Pattern, grid: Grid, sparsity: float, n_text: int, backend:
         raise TypeError(f"pattern must return a layout and an order, such as (layout, None), got {made!r}")
     layout, order = made
     _check_layout(layout)
-    return Use(layout, _checked_order(order, layout), backend)
+    use = Use(layout, _checked_order(order, layout), backend)
+    if use._tokens not in (None, math.prod(grid)):
+        raise ValueError(
+            f"pattern must return a layout and an order of the {math.prod(grid)} tokens of the grid {grid}, got "
+            f"{use._tokens} tokens"
+        )
+    return use
 
 
 def _video_of(layout: Any) -> tuple[int, Grid, int]:

@@ -314,6 +314,44 @@ def test_copies() -> None:
     assert torch.equal(output("Wan", twin), expected)
 
 
+def test_a_shared_processor() -> None:
+    """`set_attn_processor` gives all layers one processor; those without the layout keep their own attention."""
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+    shared, expected = WanAttnProcessor(), {}
+    model = model_of("Wan")
+    for chosen in (r"blocks\.0\.attn1", r"blocks\.1\.", using.BLOCKS):
+        alone = model_of("Wan")
+        use(alone, layout_of(VIDEO), layers=chosen)
+        expected[chosen] = output("Wan", alone)
+    for chosen, sparse in expected.items():
+        model.set_attn_processor(shared)
+        with use(model, layout_of(VIDEO), layers=chosen) as used:
+            assert torch.equal(output("Wan", model), sparse)
+            used.is_dense = True
+            assert torch.equal(output("Wan", model), output("Wan", model_of("Wan")))
+    assert torch.equal(output("Wan", model), output("Wan", model_of("Wan")))
+
+
+def test_a_layout_after_a_hook_replaces_the_one_before() -> None:
+    """Hooks of diffusers call the forward that they replaced, which has a former layout."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Passing(ModelHook):
+        def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.fn_ref.original_forward(*args, **kwargs)
+
+    model, other = model_of("Wan"), model_of("Wan")
+    use(model, layout_of(VIDEO))
+    for block in model.blocks:
+        HookRegistry.check_if_exists_or_initialize(block.attn1).register_hook(Passing(), "passing")
+    again = use(model, masks.local(72, window=8))
+    use(other, masks.local(72, window=8))
+    assert torch.equal(output("Wan", model), output("Wan", other))
+    again.remove()
+    assert torch.equal(output("Wan", model), output("Wan", model_of("Wan")))
+
+
 def test_own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross-attention keeps the backend that a processor had; `remove` restores it."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry

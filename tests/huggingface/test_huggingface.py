@@ -1114,3 +1114,24 @@ def test_layers_without_an_index_cannot_differ() -> None:
         ValueError, match=r"ViT\w+ of ViTForImageClassification has no layer_idx, which says which layer"
     ):
         model(family, "blocksparse", [None, LOCAL])(torch.zeros(1, 3, 16, 16, dtype=torch.float64))
+
+
+BART = {
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": LENGTH,
+    "is_decoder": True, "is_encoder_decoder": False,
+}  # fmt: skip
+ZAMBA2 = {
+    **SIZES, "mamba_d_state": 4, "mamba_ngroups": 1, "n_mamba_heads": 2, "use_mamba_kernels": False, "chunk_size": 8,
+    "layer_types": ["mamba", "hybrid"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "index"),
+    [(("BartForCausalLM", BART), 2), (("Zamba2ForCausalLM", ZAMBA2), -1)],
+    ids=["more layers than the config says", "layers that share one attention"],
+)
+def test_layers_with_an_index_of_no_layout_are_refused(family: tuple[str, dict[str, Any]], index: int) -> None:
+    with pytest.raises(ValueError, match=rf"Attention of {family[0]} has layer_idx={index}, which is none of them"):
+        model(family, "blocksparse", [None, LOCAL]).float()(ids(), use_cache=False)

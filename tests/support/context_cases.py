@@ -392,6 +392,7 @@ def gather_inverts_shard() -> None:
         (whole_x * (rank + 1) * x).sum().backward()
         assert torch.equal(mine.grad, plan.shard(x, dim=1) * (n_ranks * (n_ranks + 1) // 2))
         assert torch.equal(plan.gather(plan.shard(x[0] > 7, dim=0), dim=0), x[0] > 7)
+        assert "dim must be an axis of x, -2 .. 1, got 2" in raised(ValueError, lambda plan=plan: plan.shard(x, dim=2))
 
 
 @mock.patch.object(time_model, "DIRECT_MIN_BYTES", 1)
@@ -569,6 +570,7 @@ def check_calls_names_what_differs() -> None:
         "head dimensions": lambda: bd.attention(q, k, k, plan),
         "scale": lambda: bd.attention(q, k, v, plan, scale=1.0),
         "requires_grad": lambda: bd.attention(q.clone().requires_grad_(), k, v, plan),
+        "function": lambda: bd.attention_with_lse(q, k, v, plan),
     }
     for name, call in calls.items():
         message = raised(ValueError, call if rank == odd else lambda: bd.attention(q, k, v, plan))

@@ -1261,7 +1261,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             LAYERS,
         ),
         ("huggingface/config_layouts.py", "if len(given) != n_layers:", "if len(given) < n_layers:", LAYERS),
-        ("huggingface/attention.py", "mask = mask.of_layers[index_of(module)]", "mask = mask.of_layers[0]", LAYERS),
+        ("huggingface/attention.py", "mask = of_layer(mask.of_layers, module)", "mask = mask.of_layers[0]", LAYERS),
         ("huggingface/selection.py", "_ALWAYS = 1, 2", "_ALWAYS = 1, 1", SELECTION),
         ("huggingface/selection.py", "mask.kv_lengths.clamp(min=1)", "mask.kv_lengths", SELECTION),
         ("huggingface/selection.py", "crop(q_start)", "crop(0, q.shape[2])", SELECTION),

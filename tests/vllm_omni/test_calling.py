@@ -300,12 +300,15 @@ def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        ((SLIDING, None), ValueError, "48 tokens, but the layout is for 96"),
+        ((SLIDING, None), ValueError, r"48 tokens of the grid \(2, 4, 6\), got 96"),
+        # the rest of the video would be text
+        ((masks.local(20, window=3), None), ValueError, r"48 tokens of the grid \(2, 4, 6\), got 20"),
+        ((None, torch.arange(20)), ValueError, r"48 tokens of the grid \(2, 4, 6\), got 20"),
         (("sliding_tile", None), TypeError, "layout must be a BlockLayout.*got str"),
         (SLIDING, TypeError, "pattern must return a layout and an order.*got BlockLayout"),
         ((top_blocks(0.5), None), ValueError, "order is required"),
     ],
-    ids=["another grid", "no layout", "no pair", "no order"],
+    ids=["larger grid", "smaller grid", "smaller order", "no layout", "no pair", "no order"],
 )
 def test_wrong_results_of_a_pattern_are_refused(result: Any, error: type[Exception], message: str) -> None:
     metadata = AttentionMetadata(video_layout=VideoTokenLayout(0, (2, 4, 6)))
