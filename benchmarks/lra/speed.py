@@ -153,6 +153,8 @@ def prepared(
     case: Case, provider: str, expected: Sequence[Tensor], device: torch.device, *, warmup: int
 ) -> tuple[Callable[[], None] | None, dict[str, Any]]:
     """A provider's step, warmed up, or None if its results are wrong; its status, set-up time and memory."""
+    # of the providers that are prepared already
+    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     tokens, lengths, labels = samples(case, device)
     model = model_of(case, provider, device)
     wrong = error(given(model, tokens[:COMPARED], lengths[:COMPARED], is_mixed=True), expected)
@@ -163,7 +165,7 @@ def prepared(
     step = functools.partial(train, model, optimizer, tokens, lengths, labels)
     setup_ms = measure.timed(step, device, 1)["ms"]
     peak = measure.timed(step, device, warmup)["peak_bytes"]
-    return step, {"status": "ok", "peak_bytes": peak, "setup_ms": setup_ms}
+    return step, {"status": "ok", "peak_bytes": None if peak is None else peak - others, "setup_ms": setup_ms}
 
 
 def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
