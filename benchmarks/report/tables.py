@@ -233,7 +233,7 @@ def long_range_steps(lines: pd.DataFrame) -> str:
     return joined(
         f"Milliseconds of a training step, {first['device']}, commit {first['commit']}, "
         f"{measurements.versions(steps, 'torch', 'triton')}. The last column is the time of the fastest of the others "
-        "divided by ours. The libraries were timed one after another.",
+        "divided by ours. Timing was interleaved across libraries.",
         table(["task", "mask", "attention dropout", *names, "the best other / ours"], rows),
     )
 
