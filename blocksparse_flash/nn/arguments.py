@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..blocks.checks import check_tensor as check_tensor
 from ..layout import BlockLayout
+from ..plan import block_selection
 from ..validation import MAX_HEAD_DIM
 
 # what a module holds, and what it takes: a specification becomes a LayoutByLength
@@ -118,3 +120,9 @@ class Heads(NamedTuple):
         return (
             f"{self.embed_dim}, {self.num_heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, rope={self.rope}"
         )
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether the layers' own pointwise kernels take a tensor: on a GPU, without tracing or forward-mode gradients."""
+    is_plain = block_selection.is_on_gpu(tensor) and forward_ad._current_level < 0
+    return is_plain and tensor.dtype in block_selection.COMPARABLE

@@ -17,7 +17,7 @@ from ..layout import BlockLayout
 from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
-from .arguments import Heads, check_input, check_tensor, positive_int
+from .arguments import Heads, check_input, check_tensor, positive_int, runs_kernels
 from .block_choice import best_scores, check_block_size
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
@@ -264,6 +264,12 @@ def _coarse_and_fine(
 
 def _mixed(gates: Tensor, coarse: Tensor, fine: Tensor, recent: Tensor) -> Tensor:
     """The sum of the branches, weighted by gates (batch, heads, length, 3)."""
+    if runs_kernels(fine):
+        from ..kernels.triton.gated_sum import GatedSum
+
+        with tracing.on_device(fine.device):
+            mixed: Tensor = GatedSum.apply(gates, coarse, fine, recent)
+        return mixed
     gate = gates.to(fine.dtype)[..., None].unbind(3)
     return gate[0] * coarse + gate[1] * fine + gate[2] * recent
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..runtime import tracing
 from ..score_mods import slopes_of
-from .arguments import check_input, check_positions, positive_int, rotary_base
+from .arguments import check_input, check_positions, positive_int, rotary_base, runs_kernels
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -61,7 +62,17 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
 
 
 def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
-    """Applies rotary positions to heads (batch, heads, length, head_dim)."""
+    """Applies rotary positions to heads (batch, heads, length, head_dim).
+
+    On a GPU in one pass, with cosines and sines in float32. Elsewhere and under tracing they are rounded to the type of
+    the heads.
+    """
+    if runs_kernels(heads):
+        from ..kernels.triton.rotary import Rotary
+
+        with tracing.on_device(heads.device):
+            rotated: Tensor = Rotary.apply(heads, table.cos, table.sin, False)
+        return rotated
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     # of heads of two features, cat returns others than the contiguous strides that attention needs
