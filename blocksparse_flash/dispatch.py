@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .plan.tile_choice import Shares
-from .plan_format import PIECE
+from .plan_format import BY_KEY_BLOCK, PIECE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -233,9 +233,9 @@ def decide(
 def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
     """The backend of a traced call with backend "auto" on a Hopper GPU, once there are addresses and sizes.
 
-    tile  of its plan. Only `hopper` has gathered tiles; it copies tensors that TMA cannot load
+    tile  of its plan. Only `hopper` has gathered tiles and plans by key block; it copies tensors that TMA cannot load
     """
-    unfit = None if tile == PIECE else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
+    unfit = None if tile in (PIECE, BY_KEY_BLOCK) else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
     chosen = "hopper" if unfit is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _log("auto", chosen, q.device, q.dtype, unfit)
@@ -246,6 +246,15 @@ def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: b
     """Whether calls with a layout may have tiles other than 128 x 128 (block_bias tables exist for 128 x 128 only)."""
     # "auto" is a traced call on a Hopper GPU, see `decide`
     return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
+
+
+def takes_key_blocks(backend: str, head_dim: int, v_dim: int, *, has_options: bool) -> bool:
+    """Whether the kernels have plans of blocks by key block (plan_format.SelectedPlan).
+
+    has_options  kv_lengths, dropout or score mods
+    """
+    # "auto" is a traced call on a Hopper GPU, see `decide`
+    return backend in ("hopper", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_options
 
 
 def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int, *, has_slopes_gradient: bool = False) -> int:

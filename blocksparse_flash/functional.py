@@ -17,7 +17,7 @@ from .layout import BlockLayout
 from .plan import block_bias as biases
 from .plan.layout_plans import Reordered
 from .plan.reordering import TokenOrder
-from .plan_format import TILE
+from .plan_format import TILE, Plan, SelectedPlan
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs, specs_of
 from .validation import ScoreOptions
@@ -192,7 +192,15 @@ def _run_planned(call: _Call) -> tuple[Tensor, Tensor]:
             shares = layout._tile_shares(device, spec.causal)
             is_trained = dispatch.has_slopes_gradient(slopes)
             tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
-        plan = _constants(layout.plan(device, causal=spec.causal, tile=tile), q, specs)
+        has_options = kv_lengths is not None or seed is not None or scores is not None
+        found: Plan | SelectedPlan
+        if dispatch.takes_key_blocks(spec.backend, q.shape[3], v.shape[3], has_options=has_options) and (
+            layout._lists_key_blocks(device, q.shape[:2])
+        ):
+            found = layout._selected_plan(spec.causal)
+        else:
+            found = layout.plan(device, causal=spec.causal, tile=tile)
+        plan = _constants(found, q, specs)
     if scores is None:
         return ops.attention(q, k, v, plan, kv_lengths, seed, spec, specs)
     bias_index: list[Tensor] = []

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from .dispatch import CallSpec, resolve
 from .kernels.inputs import BackwardInputs
-from .plan_format import TILE, tile_of
+from .plan_format import BY_KEY_BLOCK, TILE, tile_of
 from .runtime import tracing
 from .runtime.tensor_spec import TensorSpecs
 from .score_mods import Scores
@@ -38,6 +38,10 @@ torch.library.define(
 @functools.cache
 def _kernels(backend: str, deterministic: bool, tile: int = TILE) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward of a backend for plans with this tile size. Imports Triton when first needed."""
+    if backend == "hopper" and tile == BY_KEY_BLOCK:
+        from .kernels.hopper import selected_backward, selected_forward
+
+        return selected_forward.forward, selected_backward.backward
     if backend == "hopper" and tile < TILE:
         from .kernels.hopper import fine_backward, fine_forward
 

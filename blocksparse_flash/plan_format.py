@@ -22,6 +22,10 @@ NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG = range(6)
 # subtracted from the entry of a partial tile; greater than every tile index: lengths are below 2^31, and plans of
 # 64 x 64 tiles are refused above PARTIAL tiles
 PARTIAL = 1 << 24
+# `Plan.tile` of a SelectedPlan, which has no tiles
+BY_KEY_BLOCK = 0
+# rows of the query blocks of a work item of a SelectedPlan, at most
+ITEM_ROWS = 2048
 # a tile row is worth splitting only if it has more than 1 / LONG of the tiles of its head
 LONG = 64
 
@@ -98,11 +102,43 @@ class Plan(NamedTuple):
         return with_dynamic_lengths(Plan(*to_device(self, device, non_blocking=non_blocking)))
 
 
+class SelectedPlan(NamedTuple):
+    """The blocks that small query blocks select, by query block and by key block. All int32.
+
+    An entry is a pair of a query block and a key block that it selects; the kernels compute a partial result for each.
+    Lines are the query blocks of all heads of all batches. A round is a number of consecutive lines, whose partial
+    results fit into memory: one launch computes a round. A list has the entries of one head and one key block, in one
+    round; lists are ordered by round, head and key block. Work items are parts of lists of at most ITEM_ROWS rows, each
+    for one program.
+
+    By query block, for merging:
+    indptr      (batch * heads, query blocks + 1)  entries of each line: indptr[i] to indptr[i + 1] of its head
+    cols        (capacity,)          the key block of each entry; -1 if none of its pairs attend, or if it is not used
+    By key block, for computing:
+    entries     (capacity + padding, 2)  the entries in the order of lists: position in cols, which is also the place of
+                                     the partial result; query block, minus PARTIAL if some pair does not attend
+    list_items  (lists + 1,)         first work item of each list
+    items       (bound + padding, 4) head * key blocks + key block; first of `entries`; how many; 0
+    For both:
+    ranges      (batch | 1, tokens, 2)  keys of each token: first, and one past the last. They follow from causal masks
+                                     and documents, and never decrease from token to token
+    sizes       (0, rows of a query block, rows of a token, keys of a key block, lines per round): read from its shape
+    """
+
+    indptr: Tensor
+    cols: Tensor
+    entries: Tensor
+    list_items: Tensor
+    items: Tensor
+    ranges: Tensor
+    sizes: Tensor
+
+
 def tile_of(plan: Sequence[Tensor]) -> int:
     """`Plan.tile` of the tensors of a plan; TILE without one."""
     if not plan:
         return TILE
-    return plan[6].shape[1] if plan[6].dim() == 3 else PIECE
+    return {3: plan[6].shape[1], 2: PIECE, 5: BY_KEY_BLOCK}[plan[6].dim()]
 
 
 def pieces_of(plan: Sequence[Tensor]) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from .packed import checked_boundaries
 from .plan import block_selection
 from .plan_format import TILE
 from .runtime import tracing
+from .runtime.tensor_spec import is_tma_loadable
 
 # queries that select together
 QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -64,18 +65,33 @@ def selected_attention(
     The layout and its plan are made on the device of q, without synchronization, also within a CUDA graph. The
     selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
 
-    Query heads that share a selection are packed: the 64 rows of a tile hold all heads of 64 / group tokens, and the
-    kernel loads each block that any of these tokens selects. Groups are padded to a power of two. Time grows with the
-    number of blocks that the tokens of a tile select, counted once each. A call is therefore fast if groups are large,
-    or if neighboring tokens select the same blocks, as query_block_size makes them.
+    Query heads that share a selection are packed, and groups are padded to a power of two. Boundaries on a GPU are not
+    copied to the host: invalid ones trigger a device-side assert.
 
-    Extra memory: a copy of q, 16 bytes for each tile that could be listed, and on a GPU the bitmasks of tiles. If only
-    1 or 2 rows (query_block_size x padded group) share a selection, bitmasks take one bit per pair and query head. For
-    4 rows they take up to 200 MB, and less for more rows, if block_size is at least 64 and head_dim at most 128;
-    otherwise up to one bit per pair and query head. With packed documents, each tile row that has tokens of several
-    documents takes one more bit for each of its queries and each key; there are at most as many such rows as documents.
-    More than 8 GB of bitmasks raise a ValueError. Boundaries on a GPU are not copied to the host: invalid ones trigger
-    a device-side assert.
+    In tiles: the 64 rows of a tile hold all heads of 64 / group tokens, and the kernel loads each block that any of
+    these tokens selects. Time grows with the number of blocks that the tokens of a tile select, counted once each. A
+    call is therefore fast if groups are large, or if neighboring tokens select the same blocks, as query_block_size
+    makes them. Extra memory: a copy of q, 16 bytes for each tile that could be listed, and on a GPU the bitmasks of
+    tiles. If only 1 or 2 rows (query_block_size x padded group) share a selection, bitmasks take one bit per pair and
+    query head. For 4 rows they take up to 200 MB, and less for more rows, if block_size is at least 64 and head_dim at
+    most 128; otherwise up to one bit per pair and query head. With packed documents, each tile row that has tokens of
+    several documents takes one more bit for each of its queries and each key; there are at most as many such rows as
+    documents. More than 8 GB of bitmasks raise a ValueError.
+
+    By key block, which is faster for many calls on backend "hopper": the kernels multiply each key block by the rows
+    that select it, and merge the partial results. Time grows with the number of selected blocks, whatever neighbors
+    select, and results are bitwise identical in every run, gradients included. A call does so if
+
+    - 8, 16 or 32 rows (query_block_size x padded group) share a selection,
+    - block_size is 64 or a multiple of 128, and both head dimensions are at most 128,
+    - each batch and KV head has a selection of its own, or each batch and query head,
+    - a query selects at most a quarter of the keys: kv_len >= 4 * k * block_size, and
+    - the call is large: k blocks for each row are at least 2^22 blocks in all, where a block of more than 128 keys
+      counts as several of 128.
+
+    Extra memory: a copy of q, about 50 bytes for each of these blocks of a token or query block while the plan is made,
+    partial results of at most 1 GB at a time, and in the backward float32 sums of dk and dv: at most 0.3 GB, and two
+    float32 copies of k and v, for each query head if heads do not share a selection.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and KV head
@@ -140,15 +156,17 @@ def selected_attention_with_lse(
             q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
             return reference.attention(q, k, v, mask, causal=causal, scale=scale)
     with tracing.outside_transforms(indices):
-        selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token)
+        selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token, is_by_token=True)
         if bounds is not None:
             documents = block_selection.document_of_tokens(bounds, q.shape[2])
             selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
         layout = BlockLayout._selected(selection, frame)
-    rows = _packed(q, group, rows_per_token)
+    is_direct = tracing.can_launch_directly(q, k, v)
+    rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
     options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
     out, lse = attention_with_lse(rows, k, v, layout, causal=causal, **options)
-    return _unpacked(out, group, rows_per_token), _unpacked(lse[..., None], group, rows_per_token)[..., 0]
+    out = _copied(_Unpacked, out, group, rows_per_token, is_direct=is_direct)
+    return out, _unpacked(lse[..., None], group, rows_per_token)[..., 0]
 
 
 def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
@@ -165,6 +183,40 @@ def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
         ranges = torch.stack([numbers, first, stop], 1).to(torch.int32)
         selection = block_selection.by_indices(cols, frame)._replace(documents=ranges, n_documents=q_len)
         return BlockLayout._selected(selection, frame)
+
+
+class _Packed(torch.autograd.Function):
+    """`_packed` in words of 8 bytes, whose copy takes a third of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:
+        ctx.sizes = group, rows_per_token
+        return _packed(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _copied(_Unpacked, grad, *ctx.sizes, is_direct=True), None, None
+
+
+class _Unpacked(torch.autograd.Function):
+    """`_unpacked`, likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:
+        ctx.sizes = group, rows_per_token
+        return _unpacked(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _copied(_Packed, grad, *ctx.sizes, is_direct=True), None, None
+
+
+def _copied(function: Any, tensor: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
+    """The result of _Packed or _Unpacked. is_direct: torch neither traces nor transforms the call."""
+    if rows_per_token > 1 and is_direct and is_tma_loadable(tensor):
+        made: Tensor = function.apply(tensor, group, rows_per_token)
+        return made
+    return (_packed if function is _Packed else _unpacked)(tensor, group, rows_per_token)
 
 
 def _packed(q: Tensor, group: int, rows_per_token: int) -> Tensor:

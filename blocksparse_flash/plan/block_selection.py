@@ -46,11 +46,16 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Selection(NamedTuple):
-    """int32 tensors of a layout of full blocks; if kernels made them, also as bits (axes, n_rows, words).
+    """The int32 tensors of a layout of full blocks that were selected on a device, and what its plans need beside them.
 
+    indptr, indices, bitmask_ids  see BlockLayout. All rows together use no more than len(indices) blocks; the unused
+                    entries come last
+    bits            the same blocks as bits (batch * heads, n_rows, words), if kernels made them
     rows_per_token  consecutive queries at the position of one token, a power of two: the heads of a group
     documents       see `document_of_tokens`; plans drop the pairs of tokens of two documents. None: one document
     n_documents     documents of a sequence, at most
+    is_by_token     whether it comes from `selected_attention`, whose calls may list its blocks by key block: see
+                    selected_builder.py
     """
 
     indptr: Tensor
@@ -60,6 +65,7 @@ class Selection(NamedTuple):
     rows_per_token: int = 1
     documents: Tensor | None = None
     n_documents: int = 0
+    is_by_token: bool = False
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,9 +10,9 @@ import torch
 from ..blocks import block_list, storage
 from ..blocks.block_list import BlockList, BlockRows, Frame, Size
 from ..blocks.transfer import resolved
-from ..plan_format import FINE_TILE, PARTIAL, PIECE, TILE, Plan
+from ..plan_format import BY_KEY_BLOCK, FINE_TILE, PARTIAL, PIECE, TILE, Plan, SelectedPlan
 from ..runtime import tracing
-from . import block_bias, block_selection, device_builder, reordering, tile_choice
+from . import block_bias, block_selection, device_builder, reordering, selected_builder, tile_choice
 from .block_bias import BiasIndex
 from .gathered_builder import build_gathered_plan
 from .host_builder import build_plan
@@ -133,6 +133,31 @@ class LayoutPlans:
         reordered = self._reordered(device, causal, self._frame.heads)
         if reordered is not None:
             reordered.layout._plan_all(device, non_blocking=non_blocking)
+
+    def _lists_key_blocks(self, device: torch.device, batch_heads: Sequence[int]) -> bool:
+        """Whether the blocks are selected by token and a SelectedPlan on this device suits them.
+
+        batch_heads  batch and heads of q: those that share a selection have no SelectedPlan
+        """
+        selection: block_selection.Selection | None = self._cache.get("selection")
+        if selection is None or not selection.is_by_token or device != self._anchor.device:
+            return False
+        block_size, n_rows, n_lines = self.block_size, self._frame.n_rows, self._frame.batch_heads * self._frame.n_rows
+        if self._frame[:2] != tuple(batch_heads):
+            return False
+        k = len(selection.indices) // max(1, n_lines)
+        return selected_builder.suits(block_size, n_rows, k) and selected_builder.pays(
+            block_size, n_lines, self.kv_len, k
+        )
+
+    def _selected_plan(self, causal: bool) -> SelectedPlan:
+        """The plan of blocks that `_lists_key_blocks`, on their device. Cached."""
+        plans, key = self._cache["plans"], (self._anchor.device, causal, BY_KEY_BLOCK)
+        if key not in plans:
+            with tracing.outside_transforms(self._anchor):
+                plans[key] = selected_builder.build(self._cache["selection"], **self._frame.sizes, causal=causal)
+        found: SelectedPlan = plans[key]
+        return found
 
     def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
         if "selection" in self._cache and device == self._anchor.device and tile != PIECE:

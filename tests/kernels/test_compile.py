@@ -50,16 +50,27 @@ OPTIONS = (
     "pair_bias_kernel",
     "look_up_kernel",
     "page_scores_kernel",
+    "rotary_kernel",
+    "gated_sum_kernel",
 )
 FINE = ("fine_dkdv_kernel", "fine_dq_kernel", "fine_forward_kernel")
 ALONE = ("wide_dkdv_kernel", "hopper_dq_kernel")
-HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *ALONE, *FINE, "postprocess_kernel")
+SELECTED = ("selected_backward_kernel", "selected_forward_kernel")
+HOPPER = ("hopper_backward_kernel", "hopper_forward_kernel", *ALONE, *FINE, *SELECTED, "postprocess_kernel")
 # and the portable kernels that backend `hopper` uses, in one launch each
 HOPPER_TABLES = (
     *HOPPER,
     "preprocess_kernel",
     "combine_rows_kernel",
     "sum_splits_kernel",
+    "merge_rows_kernel",
+    "sum_rows_kernel",
+    "sum_keys_kernel",
+    "ranges_kernel",
+    "mark_entries_kernel",
+    "list_entries_kernel",
+    "count_items_kernel",
+    "write_items_kernel",
 )
 # (target, Triton version or None for the installed one): kernels.
 # Registers, spills and shared memory of a tuned configuration depend on Triton and on the architecture, so each is
@@ -84,12 +95,14 @@ TARGETS: dict[tuple[str, str | None], tuple[str, ...]] = {
 INSTALLED = (("hopper-few", None), ("90-few", None))
 # number of tests per kernel, for kernels whose launches take minutes to compile
 SHARDS = {
-    "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, **dict.fromkeys(ALONE + FINE, 2), "forward_kernel": 4,
+    "hopper_backward_kernel": 4, "hopper_forward_kernel": 4, **dict.fromkeys(ALONE + FINE + SELECTED, 2),
+    "forward_kernel": 4,
     "split_kv_kernel": 3, "paged_kernel": 2, "joint_kernel": 3, "keys_kernel": 2, "queries_kernel": 2,
 }  # fmt: skip
 # more for the targets of which `make test` compiles the first share
 SHARDS_OF_INSTALLED = {
-    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10), **dict.fromkeys(ALONE, 2),
+    "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10),
+    **dict.fromkeys(ALONE, 2), **dict.fromkeys(SELECTED, 6),
     "forward_kernel": 12, "split_kv_kernel": 10, "paged_kernel": 8, "joint_kernel": 6, "keys_kernel": 8,
     "queries_kernel": 8,
 }  # fmt: skip
@@ -103,7 +116,16 @@ def shards_of(target: str, kernel: str) -> int:
 
 
 # kernels with matrix products
-PRODUCTS = {*TABLES[:5], "joint_kernel", "group_weights_kernel", "pair_bias_kernel", *HOPPER[:2], *ALONE, *FINE}
+PRODUCTS = {
+    *TABLES[:5],
+    "joint_kernel",
+    "group_weights_kernel",
+    "pair_bias_kernel",
+    *HOPPER[:2],
+    *ALONE,
+    *FINE,
+    *SELECTED,
+}
 
 # bytes that a `hopper` kernel spills at (head_dim, with kv_lengths, with splits): exactly the maximum over Triton 3.6
 # to 3.9, so that one more spill fails
@@ -150,6 +172,16 @@ KNOWN_SPILLS = {
     ("gathered fine_forward_kernel", 128, False, False): 84,
     ("gathered fine_forward_kernel", 128, False, True): 88,
     ("gathered fine_forward_kernel", 128, True, False): 188,
+    # selected blocks of 64, 128 and 256 keys by key block, with query blocks of 8, 16 and 32 rows; with two programs on
+    # an SM, but for the backward of 128 x 128
+    ("keys64 selected_backward_kernel", 64, False, False): 68,
+    ("keys64 selected_backward_kernel", 128, False, False): 676,
+    ("keys64 selected_forward_kernel", 128, False, False): 88,
+    ("keys128 selected_backward_kernel", 64, False, False): 68,
+    ("keys128 selected_backward_kernel", 128, False, False): 928,
+    ("keys128 selected_forward_kernel", 128, False, False): 88,
+    ("keys256 selected_backward_kernel", 64, False, False): 288,
+    ("keys256 selected_backward_kernel", 128, False, False): 76,
 }
 # spill instructions in loops with matrix products, by minor version of Triton
 SPILLS_BESIDE_PRODUCTS = {
@@ -161,6 +193,11 @@ SPILLS_BESIDE_PRODUCTS = {
     "gathered fine_dkdv_kernel": {6: 40, 7: 36, 8: 40, 9: 52},
     "gathered fine_dq_kernel": {6: 36, 7: 37, 8: 41, 9: 43},
     "gathered fine_forward_kernel": {6: 20, 7: 20, 8: 22, 9: 6},
+    "keys64 selected_backward_kernel": {6: 64, 7: 43, 8: 43, 9: 55},
+    "keys64 selected_forward_kernel": {6: 0, 7: 0, 8: 0, 9: 1},
+    "keys128 selected_backward_kernel": {6: 75, 7: 55, 8: 41, 9: 109},
+    "keys128 selected_forward_kernel": {6: 0, 7: 0, 8: 0, 9: 1},
+    "keys256 selected_backward_kernel": {6: 18, 7: 7},
 }
 # the same for calls with score mods, at (kernel, head_dim): bytes, and instructions in loops with products. Where
 # slopes and a softcap are combined, more is spilled than with either
@@ -175,6 +212,8 @@ SPILLS_OF_SCORE_MODS = {
     ("gathered fine_dkdv_kernel", 128): (368, 47),
     ("gathered fine_forward_kernel", 128): (80, 10),
 }
+# bytes of shared memory of an SM (sm90), and of them those that each program takes in addition
+SHARED_OF_SM, RESERVED = 228 * 1024, 1024
 # bytes that the kernel of dk and dv spills for grouped heads at head_dim 128 on sm90: the maximum of Triton 3.6 and 3.7
 GROUPED_SPILLS = 32
 
@@ -264,6 +303,8 @@ def faults(record: Record) -> list[str]:
     name = record["kernel"]
     if name in FINE and call["mode"] != "fine":
         name = f"gathered {name}"
+    if name in SELECTED:
+        name = f"{call['mode']} {name}"
     allowed = KNOWN_SPILLS.get((name, call["head_dim"], *options), 0)
     if (
         record["kernel"] == "keys_kernel"
@@ -282,10 +323,13 @@ def faults(record: Record) -> list[str]:
         found.append(f"spills {record['spills_beside_products']} times in loops with matrix products")
     if record["shared"] > record["shared_limit"]:
         found.append(f"needs {record['shared']} bytes of shared memory, the GPU has {record['shared_limit']}")
-    if record["registers"] * 32 * record["warps"] > 65536:
+    if record["registers"] * 32 * record["warps"] * record["programs"] > 65536:
         found.append(
-            f"needs {record['registers']} registers per thread in {record['warps']} warps, more than 65536 in total"
+            f"needs {record['registers']} registers per thread in {record['warps']} warps of each of "
+            f"{record['programs']} programs, more than 65536 in total"
         )
+    if record["programs"] > 1 and record["programs"] * (record["shared"] + RESERVED) > SHARED_OF_SM:
+        found.append(f"needs {record['shared']} bytes of shared memory, too many for {record['programs']} programs")
     if record["tensor_memory"] > 512:
         found.append(f"needs {record['tensor_memory']} columns of tensor memory, the GPU has 512")
     if record["early_arrivals"]:
@@ -395,6 +439,7 @@ GOOD = {
     "early_arrivals": 0,
     "lost_operands": 0,
     "unwritten_registers": 0,
+    "programs": 1,
     "warps": 8,
     "wgmma": 44,
     "wgmma_waits": 4,
@@ -426,6 +471,17 @@ GOOD = {
         ({"spills": 32, "kernel": "keys_kernel", "call": {**CALL, "group": 4}, "arch": 80}, "spills"),
         ({"shared": 232449}, "shared memory"),
         ({"registers": 255, "warps": 16}, "registers"),
+        ({"registers": 136, "programs": 2}, "2 programs"),
+        ({"registers": 128, "shared": 115713, "programs": 2}, "2 programs"),
+        ({"spills": 929, "kernel": "selected_backward_kernel", "call": {**CALL, "mode": "keys128"}}, "spills"),
+        (
+            {
+                "spills": 8,
+                "kernel": "selected_forward_kernel",
+                "call": {"head_dim": 64, "dtype": "bfloat16", "mode": "keys64"},
+            },
+            "spills",
+        ),
         ({"tensor_memory": 1024}, "tensor memory"),
         ({"early_arrivals": 1}, "before its other warps"),
         ({"lost_operands": 8}, "keeps in registers"),
@@ -521,19 +577,34 @@ def test_overwriting_an_operand_that_a_loop_keeps_is_found(before: str, writes: 
 
 
 @pytest.mark.parametrize(
-    ("reads", "expected"),
+    ("code", "expected"),
     [
-        ("UIADD3 UR18, UP0, UR18, 0x20, URZ", 1),
-        ("UIADD3 UR18, UP0, UR16, 0x20, URZ", 0),
-        ("STS.U16 [R68+UR17+0x8000], R35", 0),
-        ("STS.U16 [R68+UR18+0x8000], R35", 1),
+        (["UIADD3 UR18, UP0, UR18, 0x20, URZ"], 1),
+        (["UIADD3 UR18, UP0, UR16, 0x20, URZ"], 0),
+        (["STS.U16 [R68+UR17+0x8000], R35"], 0),
+        (["STS.U16 [R68+UR18+0x8000], R35"], 1),
         # descriptors are left out
-        ("HGMMA.64x16x16.F32.BF16 R56, R28, gdesc[UR20].tnspB, R56", 0),
+        (["HGMMA.64x16x16.F32.BF16 R56, R28, gdesc[UR20].tnspB, R56"], 0),
+        # high halves of addresses
+        (["LDG.E R9, desc[UR16][R2.64+0x2c]"], 0),
+        (["UMOV UR20, UR16", "LDG.E R9, desc[UR20][R2.64+0x2c]"], 1),
+        (["UMOV UR20, UR16", "UTMASTG.4D [UR16], [UR20]"], 1),
+        (["UMOV UR20, UR16", "UIADD3.64 UR22, UR20, 0x200, URZ"], 1),
+        # copies, which later results replace
+        (["UMOV UR19, UR18", "UIADD3.X UR19, URZ, UR17, URZ, UP2, !UPT", "STS [R68+UR19], R35"], 0),
+        (["MOV R0, UR18", "R2UR UR19, R0", "MOV R0, R5", "R2UR UR19, R0", "STS [R0+UR19], R35"], 0),
+        # or which are used
+        (["UMOV UR19, UR18", "STS [R68+UR19], R35"], 1),
+        (["UMOV UR16, UR18", "STS [R68+UR16], R35"], 1),
+        (["MOV R0, UR18", "R2UR UR19, R0", "STS [R68+UR19], R35"], 1),
+        (["IMAD.U32 R0, RZ, RZ, UR18", "STS [R0], R35"], 1),
+        (["IMAD.U32 R0, RZ, R7, UR18"], 1),
+        (["@P1 UMOV UR19, UR18"], 1),
     ],
 )
-def test_reads_of_unwritten_uniform_registers_are_found(reads: str, expected: int) -> None:
+def test_reads_of_unwritten_uniform_registers_are_found(code: list[str], expected: int) -> None:
     compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
-    code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", reads]
+    code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", *code]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
     assert compile_kernels.unwritten_registers(sass) == expected
 
@@ -553,6 +624,7 @@ def test_acceptable_kernels_have_no_faults() -> None:
     assert faults({**with_splits, "spills": 732}) == []
     assert len(faults({**with_splits, "spills": 733})) == 1
     assert faults({**GOOD, "kernel": "keys_kernel", "spills": 32, "call": {**CALL, "group": 4}}) == []
+    assert faults({**GOOD, "registers": 128, "shared": 115712, "programs": 2}) == []
     assert faults({**GOOD, "spills": 4, "call": {"head_dim": 256, "dtype": "bfloat16"}}) == []
     assert (
         faults({**GOOD, "spills": 4, "wgmma": 0, "call": {"head_dim": 64, "dtype": "float32"}, "wgmma_waits": 0}) == []

@@ -34,7 +34,14 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
-from blocksparse_flash.kernels.hopper import backward_dq, fine_backward, fine_forward, wide_backward
+from blocksparse_flash.kernels.hopper import (
+    backward_dq,
+    fine_backward,
+    fine_forward,
+    selected_backward,
+    selected_forward,
+    wide_backward,
+)
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs, Pages
 from blocksparse_flash.kernels.schedule import Split
@@ -42,6 +49,7 @@ from blocksparse_flash.kernels.triton import (
     backward,
     block_selection,
     forward,
+    gated_sum,
     gather_scatter,
     gather_tokens,
     group_weights,
@@ -49,6 +57,8 @@ from blocksparse_flash.kernels.triton import (
     page_scores,
     paged,
     plan_builder,
+    rotary,
+    selected_plan,
     split_kv,
 )
 from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan
@@ -94,6 +104,9 @@ def launches(
         wide_backward.backward_launches,
         fine_forward.forward_launches,
         fine_backward.backward_launches,
+        selected_forward.forward_launches,
+        selected_backward.backward_launches,
+        selected_plan.plan_launches,
     ):
         launches_of.cache_clear()
     limits = (arch // 10, SHARED_MEMORY[arch])
@@ -113,6 +126,8 @@ def launches(
         mock.patch.object(fine_backward, "num_sms", lambda _: 132),
         mock.patch.object(fine_forward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),
         mock.patch.object(fine_backward, "split_of", lambda *_: Split(2, num_splits, FINE_TILE)),
+        mock.patch.object(selected_forward, "num_sms", lambda _: 132),
+        mock.patch.object(selected_backward, "num_sms", lambda _: 132),
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
         mock.patch.object(paged, "num_sms", lambda _: 132),
     ):
@@ -136,17 +151,22 @@ def run_both(
     deterministic: bool = False,
     scores: str = "",
     scale: float = 0.125,
+    rows: int = 16,
+    tokens: int = 1,
+    rounds: int = 1,
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
     mode     "layout"; "fine": a layout in tiles of 64 x 64; "gathered": of 64 x 16; "neighbors": the same, loaded four
              at a time; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
              select blocks; "paged16" or "paged64": keys in pages of this size; "selected16" or "selected64": the same
-             with selected pages; "window64": with a window; "window16": with one so small that keys are not split
+             with selected pages; "window64": with a window; "window16": with one so small that keys are not split;
+             "keys64" or "keys128": key blocks of this size that query blocks select, listed by key block
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per KV head
     limited  whether there are kv_lengths
     scores   score mods, in the words of `scores_of`
+    rows, tokens, rounds  of selected key blocks: rows and tokens of a query block, and launches
     """
     if mode == "rows":
         run_rows(head_dim, dtype, length)
@@ -174,6 +194,9 @@ def run_both(
     plan = Plan(records, indices, indices, records, indices, indices, bitmasks)
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None
     seed = torch.zeros(1, dtype=torch.int64)
+    if mode.startswith("keys"):
+        run_key_blocks((q, k, v, dout), int(mode.removeprefix("keys")), (rows, tokens), rounds, scale, dlse=dlse)
+        return
     options = (
         list(plan) if mode in ("layout", *FINE) else [],
         lengths,
@@ -225,7 +248,10 @@ def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
 
 
 def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
-    """Pack and unpack rows of up to four tensors, move, add and merge them, and gather tokens of each head."""
+    """Pack and unpack rows of up to four tensors, move, add and merge them, and gather tokens of each head.
+
+    Also the pointwise kernels of layers.
+    """
     x, lse = torch.empty(2, 4, length, head_dim, dtype=dtype), torch.empty(2, 4, length)
     bits = lse[..., None].view(dtype)
     order, table = torch.zeros(length, dtype=torch.int64), torch.zeros(2, length, dtype=torch.int32)
@@ -244,6 +270,12 @@ def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
     for batch_heads in ((1, 1), (2, 2)):
         for tokens in (x, lse[..., None]):
             gather_tokens.gather_tokens(tokens, torch.zeros(*batch_heads, length, dtype=torch.int32))
+    table = torch.empty(length, head_dim // 2)
+    for is_inverse in (False, True):
+        rotary.rotated(x, table, table, is_inverse=is_inverse)
+    tensors = [torch.empty_like(x, requires_grad=True) for _ in range(3)]
+    out = gated_sum.GatedSum.apply(torch.empty(2, 4, length, 3), *tensors)
+    torch.autograd.backward(out, x)
 
 
 def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
@@ -281,6 +313,38 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
         grid = grid._replace(documents=plan_builder.DocumentSizes(2, 8))
         documents = torch.empty(2, 3, length, dtype=torch.int32)
         plan_builder.build_from_bits(bits, grid, (2, 2), (33, 35, 37), documents)
+
+
+def run_key_blocks(
+    tensors: tuple[torch.Tensor, ...],
+    keys: int,
+    sides: tuple[int, int],
+    rounds: int,
+    scale: float,
+    *,
+    dlse: bool,
+) -> None:
+    """Attend to 16 selected key blocks for each query block, by a SelectedPlan.
+
+    tensors  q, k, v and dout
+    sides    rows and tokens of a query block
+    """
+    q, k, v, dout = tensors
+    (batch, heads, q_len, _), kv_len, (rows, tokens) = q.shape, k.shape[2], sides
+    n_rows, n_tokens, parts = q_len // rows, q_len * tokens // rows, max(1, keys // TILE)
+    documents = torch.empty(batch, 3, n_tokens, dtype=torch.int32) if rounds > 1 else None
+    lines = selected_plan.Lines(
+        axes=batch * heads, heads=heads, n_rows=n_rows, n_cols=kv_len * parts // keys, query_rows=rows,
+        rows_per_token=rows // tokens, keys=keys // parts, parts=parts, n_tokens=n_tokens, kv_len=kv_len,
+        of_line=16 * parts, round_lines=batch * heads * n_rows // rounds, causal=documents is None,
+        document_batches=0 if documents is None else batch,
+    )  # fmt: skip
+    indptr = torch.empty(batch, heads, n_rows + 1, dtype=torch.int32)
+    indices = torch.empty(lines.capacity // parts, dtype=torch.int32)
+    plan = [*selected_plan.build(indptr, indices, documents, lines, 32)]
+    out, lse = selected_forward.forward(q, k, v, plan, None, None, scale, False, 0.0)
+    inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)
+    selected_backward.backward(inputs, plan, None, None, scale, False, 0.0)
 
 
 def run_paged(q: torch.Tensor, dims: tuple[int, int], mode: str, scale: float, scores: Scores | None) -> None:
@@ -421,20 +485,50 @@ def lost_operands(ptx: str, sass: str) -> int:
 def unwritten_registers(sass: str) -> int:
     """Number of reads of uniform registers, which hold addresses, that no earlier instruction writes: a bug of ptxas.
 
+    A copy is no read: ptxas may move a 64-bit address of which it has computed the low half alone. But the copy of an
+    unwritten register is unwritten too, also in a general register.
     Matrix descriptors (gdesc) do not count: a product with its left operand in registers reads the last two of four.
     """
-    written: set[int] = set()
+    written, unwritten_copies = set[str](), set[str]()
     n_unwritten = 0
-    for name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ +)?(\S+) *([^;]*);", sass):
-        registers = [int(each) for each in re.findall(r"\bUR(\d+)\b", operands)]
-        is_result = name.startswith(("U", "R2UR", "S2UR")) and not name.startswith("UTM") and operands.startswith("UR")
-        if "gdesc" not in operands:
-            n_unwritten += sum(each not in written for each in registers[is_result:])
-        if is_result:
+    for predicate, name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ +)?(\S+) *([^;]*);", sass):
+        first, _, sources = operands.strip().partition(",")
+        results = [f"R{i}" for i in result_registers(f"{name} {operands}")]
+        if name.startswith(("U", "R2UR", "S2UR")) and not name.startswith("UTM") and first.startswith("UR"):
             # wide results are pairs of registers, or four
-            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
-            written |= {registers[0] + i for i in range(width)}
+            results = _consecutive(first, 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1)
+        reads = [] if "gdesc" in operands else _registers_read(name, sources if results else operands)
+        missing = [
+            each for each in reads if each in unwritten_copies or (each.startswith("UR") and each not in written)
+        ]
+        text = f"{name} {operands.strip()}"
+        is_copy = re.fullmatch(r"(?:U?MOV|R2UR) U?R\d+, U?R\d+|IMAD\S* R\d+, RZ, RZ, U?R\d+", text)
+        if missing and is_copy and not predicate:
+            unwritten_copies.update(results)
+            written.difference_update(results)
+        else:
+            n_unwritten += len(missing)
+            unwritten_copies.difference_update(results)
+            written.update(results)
     return n_unwritten
+
+
+def _consecutive(first: str, count: int) -> list[str]:
+    """Registers from the first one on."""
+    kind = first.rstrip("0123456789")
+    return [f"{kind}{int(first.removeprefix(kind)) + i}" for i in range(count)]
+
+
+def _registers_read(name: str, sources: str) -> list[str]:
+    """Registers that an instruction reads, with the high halves of 64-bit addresses and values."""
+    if name.startswith("UTM"):
+        # the buffer, which the mbarrier follows, and the address of the descriptor
+        return [each for first in re.findall(r"\[(UR\d+)\]", sources) for each in _consecutive(first, 2)]
+    found = []
+    for memory, first, is_wide in re.findall(r"(\bdesc\[)?\b(U?R\d+)\b(\.64)?", sources):
+        is_pair = memory or is_wide or (name.startswith("U") and ".64" in name)
+        found += _consecutive(first, 2 if is_pair else 1)
+    return found
 
 
 def instructions_of(cubin: bytes) -> bytes:
@@ -477,6 +571,15 @@ class Launch:
     source: ASTSource
     options: dict[str, Any]
     calls: list[dict[str, Any]]
+    # that should share an SM
+    programs: int = 1
+
+
+def programs_per_sm(kernel: JITFunction, kwargs: dict[str, Any]) -> int:
+    """Programs of a launch that should share an SM."""
+    if kernel is selected_forward.selected_forward_kernel:
+        return selected_forward.PROGRAMS_PER_SM
+    return kwargs["CONFIG"].programs if kernel is selected_backward.selected_backward_kernel else 1
 
 
 def compile_launches(launches: list[Launch], arch: int) -> list[dict[str, Any]]:
@@ -524,6 +627,7 @@ def compile_launch(launch: Launch, arch: int) -> tuple[dict[str, Any], str, byte
         "shared_limit": SHARED_MEMORY[arch],
         "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
         "warps": compiled.metadata.num_warps,
+        "programs": launch.programs,
         # matrix products in the source
         "products": len(
             re.findall(r"\btt\.dot\b|\bttng\.warp_group_dot\b", compiled.asm.get("ttir", compiled.asm["ttgir"]))
@@ -700,6 +804,17 @@ def hopper_calls() -> list[dict[str, Any]]:
     ]
     # dq of deterministic calls
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
+    # selected blocks by key block
+    options = [{"rows": 8}, {"rows": 32}, {"rounds": 3}, {"tokens": 4, "dlse": True}, *SIGNS]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode, **option}
+        for head_dim, mode in itertools.product((64, 128), ("keys64", "keys128"))
+        for option in options
+    ]
+    grid += [
+        {"head_dim": head_dim, "v_dim": v_dim, "dtype": torch.float16, "mode": "keys256"}
+        for head_dim, v_dim in ((64, 128), (128, 64), (80, 24), (100, 3))
+    ]
     # 96 columns in the backward, 192 in the forward
     options = [{"mode": "dense"}, {"mode": "causal"}, {"limited": True}, {"num_splits": 3}]
     options += [{"scores": "softcap"}, {"deterministic": True}, {"group": 4}, *SIGNS]
@@ -721,6 +836,10 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, "scores": "sinks softcap slopes"}
         for head_dim, mode in itertools.product((64, 128), ("layout", "fine"))
+    ]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": mode, "rows": rows}
+        for head_dim, mode, rows in itertools.product((64, 128), ("keys64", "keys128"), (8, 16, 32))
     ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
@@ -757,7 +876,8 @@ def launches_of_calls(arch: int, chosen: list[dict[str, Any]], *, is_hopper: boo
                 portable.add(kernel.fn.__name__)
             source, options = source_of(kernel, kwargs, arch)
             key = f"{source.hash()} {sorted(options.items(), key=str)}"
-            distinct.setdefault(key, Launch(kernel, source, options, [])).calls.append(named)
+            launch = Launch(kernel, source, options, [], programs_per_sm(kernel, kwargs))
+            distinct.setdefault(key, launch).calls.append(named)
     return distinct
 
 

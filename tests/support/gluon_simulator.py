@@ -235,11 +235,12 @@ class Language:
         self._partition.pause("a barrier of its threads")
         self._partition.meet()
 
-    def arrive(self, barrier: Barrier, *, count: int = 1) -> None:
+    def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
         # Triton lets the threads of the partition meet before one of them arrives
         self._partition.pause("an arrival")
         self._partition.meet()
-        barrier.arrive(count)
+        if pred:
+            barrier.arrive(count)
 
     def expect(self, barrier: Barrier, n_bytes: int, *, pred: Any = True) -> None:
         if not pred:
@@ -441,6 +442,9 @@ class Simulation:
         self._load("hopper.fine_tiles")
         self.fine_forward = self._load("hopper.fine_forward")
         self.fine_backward = self._load("hopper.fine_backward")
+        self._load("hopper.selected_tiles")
+        self.selected_forward = self._load("hopper.selected_forward")
+        self.selected_backward = self._load("hopper.selected_backward")
         self.forward = self.hopper_forward.forward
         self.backward = self.hopper_backward.backward
 
@@ -481,6 +485,7 @@ class Simulation:
             "hopper.backward_producer",
             "hopper.backward_postprocess",
             "hopper.fine_tiles",
+            "hopper.selected_tiles",
             "hopper.wide_dkdv",
             "hopper.backward_dq",
         ):

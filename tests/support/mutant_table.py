@@ -48,6 +48,8 @@ PACKED = "tests/plan/test_packed_builder.py -m 'not thorough'"
 BY_TOKEN = "tests/kernels/triton/test_block_selection.py -k by_token"
 BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score or equal_scores'"
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
+BY_KEY_BLOCK = "tests/plan/test_selected_builder.py"
+MERGED = "tests/kernels/triton/test_merge_selected.py"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
 DIAGONAL = "tests/test_zoo.py -k a_diagonal_near"
 CACHED = "tests/nn/test_kv_cache.py"
@@ -532,8 +534,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM",
-            "head_dim <= MAX_FINE_HEAD_DIM",
+            "max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias",
+            "head_dim <= MAX_FINE_HEAD_DIM and not has_block_bias",
             "tests/plan/test_tile_choice.py",
         ),
         (
@@ -550,8 +552,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "None if tile == PIECE else _too_small",
-            "None if tile != PIECE else _too_small",
+            "None if tile in (PIECE, BY_KEY_BLOCK) else _too_small",
+            "None if tile not in (PIECE, BY_KEY_BLOCK) else _too_small",
             "tests/test_functional.py",
         ),
         *(
@@ -630,6 +632,68 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/block_selection.py", "- self.tokens * (diagonal - self.steps)", "- self.tokens * diagonal", OPERATIONS),
         ("plan/block_selection.py", "unit = min(32, self.sides[1])", "unit = 32", OPERATIONS),
         ("plan/block_selection.py", "for least in (tile - 1, 0):", "for least in (tile, 0):", BY_INDEX),
+        # plans by key block: operations, kernels, sizes of launches, the choice
+        *(
+            (file, old, new, "tests/kernels/hopper/test_selected.py -k plans_by_key_block")
+            for file, old, new in [
+                ("dispatch.py", "v_dim) <= MAX_FINE_HEAD_DIM and not has_options", "1) <= MAX_FINE_HEAD_DIM"),
+                ("dispatch.py", 'backend in ("hopper", "auto")', 'backend in ("hopper", "triton")'),
+                ("plan/layout_plans.py", "self._frame[:2] != tuple(batch_heads)", "self._frame[:1] != batch_heads[:1]"),
+            ]
+        ),
+        *(
+            ("plan/selected_builder.py", old, new, BY_KEY_BLOCK)
+            for old, new in [
+                ("(last_stop > begin) &", "(last_stop >= begin) &"),
+                ("& (first_begin < stop)", "& (first_begin <= stop)"),
+                ("(last_begin <= begin)", "(last_begin < begin)"),
+                ("(first_stop >= stop)", "(first_stop > stop)"),
+                ("has_keys = last_stop > first_begin", "has_keys = last_stop > 0"),
+                ("first_token + (tokens - 1)", "first_token + tokens"),
+                ("(axis // heads).clamp_", "(axis % heads).clamp_"),
+                ("torch.arange(kv_len - n_tokens + 1, kv_len + 1,", "torch.arange(kv_len - n_tokens, kv_len,"),
+                ("(col[:, None] * parts + part)", "(col[:, None] * parts + part // 2)"),
+                ("first_axis = i_round * round_lines // n_rows", "first_axis = i_round * (round_lines // n_rows)"),
+                ("(axis - first_axis)) * n_cols + col", "(axis - first_axis)) * n_cols + n_cols - 1 - col"),
+                ("(round_lines - 1) // n_rows + 2)", "(round_lines - 1) // n_rows + 1)"),
+                ("+ (most - 1)) // most", "+ most) // most"),
+                ("head = i_round * round_lines // n_rows + within", "head = first_axis[0] + within"),
+                ("(row - PARTIAL * (~is_full)", "(row - PARTIAL * is_full"),
+                ("has_sides and k > 0 and n_rows < PARTIAL", "has_sides and k > 0 and n_rows <= PARTIAL"),
+                ("kv_len >= FEWEST_BLOCKS * k * keys", "kv_len > FEWEST_BLOCKS * k * keys"),
+            ]
+        ),
+        *(
+            ("kernels/triton/selected_plan.py", old, new, BY_KEY_BLOCK)
+            for old, new in [
+                ("(last_stop > b_start)", "(last_stop >= b_start)"),
+                ("(first_begin < b_start + KEYS)", "(first_begin <= b_start + KEYS)"),
+                ("(last_begin <= b_start)", "(last_begin < b_start)"),
+                ("first_token + (TOKENS - 1), n_tokens - 1", "first_token + TOKENS, n_tokens - 1"),
+                ("axis // heads * range_batches", "axis % heads * range_batches"),
+                ("(kv_len - n_tokens + 1), 0", "(kv_len - n_tokens), 0"),
+                ("(i_batch * 3 + 1) * n_tokens", "(i_batch * 3) * n_tokens"),
+                ("(axis - i_round * round_lines // n_rows)", "(axis - i_round * (round_lines // n_rows))"),
+                ("b_col = b_index * PARTS + part", "b_col = b_index * PARTS"),
+                ("end = lower_bound(lists_ptr, i_list + 1,", "end = lower_bound(lists_ptr, i_list + 2,"),
+                ("tl.static_range(STEPS + 1)", "tl.static_range(STEPS - 1)"),
+                ("begin + i * MOST", "begin + i * (MOST - 1)"),
+                ("tl.minimum(end - b_begin, MOST)", "MOST"),
+                ("i_round * round_lines // n_rows + i_within // n_cols", "i_round * round_lines // n_rows"),
+            ]
+        ),
+        *(
+            ("kernels/selected_shapes.py", old, new, BY_KEY_BLOCK)
+            for old, new in [
+                ("self._round_axes * self.n_cols +", "self._round_axes * self.n_cols // 2 +"),
+                ("self.round_lines * self.of_line", "(self.round_lines - 1) * self.of_line"),
+                ("(self.round_lines - 1) // self.n_rows + 2", "(self.round_lines - 1) // self.n_rows + 1"),
+                (
+                    "Round(i, i * self.round_lines, i * lists, (i + 1) * lists)",
+                    "Round(i, i, i * lists, (i + 1) * lists)",
+                ),
+            ]
+        ),
     ),
     "eager": _of(
         f"{PACKAGE}/kernels",
@@ -727,6 +791,29 @@ MUTANTS: dict[str, list[Mutant]] = {
     ),
     "kernels": _of(
         f"{PACKAGE}/kernels",
+        *(
+            ("triton/merge_selected.py", old, new, MERGED)
+            for old, new in [
+                ("first_line + first_line // n_rows)", "first_line)"),
+                ("for i_entry in tl.range(begin, end,", "for i_entry in tl.range(begin, end - 1,"),
+                ("is_used = tl.load(cols_ptr + i_entry) >= 0", "is_used = tl.load(cols_ptr + i_entry) >= -1"),
+                ("b_out * b_decay[:, None] +", "b_out +"),
+                ("b_sum = b_sum * b_decay + b_weight", "b_sum = b_sum + b_weight"),
+                ("(b_out / b_sum[:, None])", "b_out"),
+                ('float("-inf"), log_sum(b_max, b_sum)', "0.0, log_sum(b_max, b_sum)"),
+                ("tl.range(begin * PARTS, end * PARTS,", "tl.range(begin * PARTS, end * PARTS - 1,"),
+                ("tl.load(cols_ptr + i_part // PARTS) >= 0", "tl.load(cols_ptr + i_part // PARTS) >= -1"),
+                ("(i_part - first_slot * PARTS)", "(i_part - first_slot)"),
+                ("(i_list >= first_list) &", "(i_list >= 0) &"),
+                ("& (i_list < end_list)", "& (i_list <= end_list)"),
+                ("n_items > 0 or not ADD", "n_items > 1 or not ADD"),
+                ("for i_item in tl.range(0, end - begin):", "for i_item in tl.range(1, end - begin):"),
+                ("(begin - first_item + i_item)", "(begin + i_item)"),
+                ("o_dim[None, :]) * scale", "o_dim[None, :])"),
+                ("p_sum + KEYS * DIM + o_row", "p_sum + o_row"),
+                ("first_axis = first_line // n_rows", "first_axis = 0"),
+            ]
+        ),
         (
             "triton/forward.py",
             "i_kv_head = i_head // C.GROUP",

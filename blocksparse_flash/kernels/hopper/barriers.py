@@ -62,9 +62,9 @@ def consumer_wait(pipeline, i_buffer, phase):
 
 
 @gluon.jit
-def consumer_release(pipeline, i_buffer):
-    """Signals that this consumer no longer reads the buffer."""
-    mbarrier.arrive(pipeline.empty.index(i_buffer), count=1)
+def consumer_release(pipeline, i_buffer, pred=True):
+    """Signals, if pred, that this consumer no longer reads the buffer."""
+    mbarrier.arrive(pipeline.empty.index(i_buffer), count=1, pred=pred)
 
 
 # ---- barriers of threads ----

@@ -1,0 +1,298 @@
+"""Work items and steps of the Hopper kernels for blocks that small query blocks select (plan_format.SelectedPlan).
+
+A work item is one key block of a KV head, and query blocks that select it. A step has the 64 rows of 8, 4 or 2 query
+blocks, which TMA loads into their places in a buffer. Programs are persistent: the producer warp takes work items from
+a counter, and consumers read them from shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...plan_format import SelectedPlan
+from .barriers import allocate_pipeline, consumer_release, consumer_wait, producer_acquire
+from .bitmask import INDEX_BITS
+from .fine_tiles import SIDE, SWIZZLE_COLS
+from .registers import load_int
+from .tma import tma_load, tma_store
+from .work_tiles import WORK_TILE_STAGES, write_work_tile
+
+# int32 values of a work item
+ITEM_INTS = gl.constexpr(5)
+
+
+class Pointers(NamedTuple):
+    """Global memory.
+
+    indptr_ptr, entries_ptr, list_items_ptr, items_ptr, ranges_ptr  the plan
+    lse_ptr    forward: lse of each row of a partial result, in base 2; backward: lse of each query, see n_padded
+    delta_ptr  see hopper/backward.py; None in the forward
+    sums_ptr   partial sums of dk and dv; None in the forward
+    counters_ptr  counter of the work items of each launch, 0
+    """
+
+    indptr_ptr: Any
+    entries_ptr: Any
+    list_items_ptr: Any
+    items_ptr: Any
+    ranges_ptr: Any
+    lse_ptr: Any
+    delta_ptr: Any
+    sums_ptr: Any
+    counters_ptr: Any
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call.
+
+    n_heads        heads of q
+    group          query heads per KV head
+    n_rows         query blocks per head
+    n_cols         key blocks per head
+    n_tokens       tokens per head
+    range_batches  tokens of `ranges` from one batch to the next: 0 or n_tokens
+    n_padded       queries per head in lse and delta of the backward
+    i_launch       number of the launch
+    first_line     its first line
+    first_list, end_list  its lists
+    n_slots        partial results that the workspace holds
+    """
+
+    n_heads: Any
+    group: Any
+    n_rows: Any
+    n_cols: Any
+    n_tokens: Any
+    range_batches: Any
+    n_padded: Any
+    i_launch: Any
+    first_line: Any
+    first_list: Any
+    end_list: Any
+    n_slots: Any
+
+
+class WorkItem(NamedTuple):
+    """One work item.
+
+    axis        batch * heads + head of the queries; END: no more work items
+    i_col       key block
+    begin, end  entries
+    i_part      its number in the launch, times the programs that share it, plus the number of this one among them
+    """
+
+    axis: Any
+    i_col: Any
+    begin: Any
+    end: Any
+    i_part: Any
+
+
+@gluon.jit
+def allocate_keys(k_desc, v_desc, KV_STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Pipelines of work items and of their keys and values: (items, k, v)."""
+    k_shape: gl.constexpr = k_desc.block_type.shape
+    v_shape: gl.constexpr = v_desc.block_type.shape
+    items = gl.allocate_shared_memory(
+        gl.int32, [WORK_TILE_STAGES * ITEM_INTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    k = gl.allocate_shared_memory(k_desc.dtype, [KV_STAGES, 1, 1, k_shape[2], k_shape[3]], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [KV_STAGES, 1, 1, v_shape[2], v_shape[3]], v_desc.layout)
+    return (
+        allocate_pipeline(items, WORK_TILE_STAGES, CONSUMERS),
+        allocate_pipeline(k, KV_STAGES, CONSUMERS),
+        allocate_pipeline(v, KV_STAGES, CONSUMERS),
+    )
+
+
+# ---- producer warp ----
+
+
+@gluon.jit
+def item_range(ptrs, sizes):
+    """(first work item of the launch, number of its work items)."""
+    first_item = gl.load(ptrs.list_items_ptr + sizes.first_list)
+    return first_item, gl.load(ptrs.list_items_ptr + sizes.end_list) - first_item
+
+
+@gluon.jit
+def write_item(ptrs, sizes, items, i_tile, first_item, i_part, PARTS: gl.constexpr):
+    """Reads a work item of the launch, and writes it for the consumers as the i_tile-th one of the program.
+
+    i_part  see WorkItem; PARTS programs share a work item
+    """
+    p_item = ptrs.items_ptr + (first_item + i_part // PARTS) * 4
+    line, begin = gl.load(p_item), gl.load(p_item + 1)
+    item = WorkItem(
+        axis=line // sizes.n_cols,
+        i_col=line % sizes.n_cols,
+        begin=begin,
+        end=begin + gl.load(p_item + 2),
+        i_part=i_part,
+    )
+    write_work_tile(items, i_tile, item, ITEM_INTS, ITEM_INTS)
+    return item
+
+
+@gluon.jit
+def next_item(ptrs, sizes):
+    """The next work item of this program; its first one is its number."""
+    return gl.atomic_add(ptrs.counters_ptr + sizes.i_launch, 1) + gl.num_programs(0)
+
+
+@gluon.jit
+def load_keys(desc, pipeline, i_tile, i_batch, i_kv_head, start):
+    """Loads the keys or values of the i_tile-th work item of the program."""
+    STAGES: gl.constexpr = pipeline.buffers.shape[0]
+    stage = i_tile % STAGES
+    producer_acquire(pipeline, stage, i_tile // STAGES)
+    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes)
+    tma_load(desc, [i_batch, i_kv_head, start, 0], pipeline.full.index(stage), pipeline.buffers.index(stage))
+
+
+@gluon.jit
+def load_blocks(desc, pipeline, i_load, i_batch, i_head, starts):
+    """Loads the rows of the query blocks of a step into the next stage of a pipeline; zeros for none."""
+    ROWS: gl.constexpr = SIDE // len(starts)
+    STAGES: gl.constexpr = pipeline.buffers.shape[0]
+    COLUMNS: gl.constexpr = pipeline.buffers.shape[4]
+    stage = i_load % STAGES
+    producer_acquire(pipeline, stage, i_load // STAGES)
+    full, buffer = pipeline.full.index(stage), pipeline.buffers.index(stage)
+    mbarrier.expect(full, len(starts) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes)
+    for i_block in gl.static_range(len(starts)):
+        for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
+            part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)
+            tma_load(desc, [i_batch, i_head, starts[i_block], column], full, part)
+
+
+# ---- consumer warpgroups ----
+
+
+@gluon.jit
+def read_item(items, i_tile):
+    """The i_tile-th WorkItem of the program; after the last one, one whose axis is END."""
+    stage = i_tile % WORK_TILE_STAGES
+    first = stage * ITEM_INTS
+    consumer_wait(items, stage, i_tile // WORK_TILE_STAGES)
+    axis = load_int(items.buffers.index(first))
+    i_col = load_int(items.buffers.index(first + 1))
+    begin = load_int(items.buffers.index(first + 2))
+    end = load_int(items.buffers.index(first + 3))
+    i_part = load_int(items.buffers.index(first + 4))
+    consumer_release(items, stage)
+    return WorkItem(axis=axis, i_col=i_col, begin=begin, end=end, i_part=i_part)
+
+
+@gluon.jit
+def steps_of(item, BLOCKS: gl.constexpr):
+    """Number of steps of a work item. BLOCKS: query blocks per step."""
+    return (item.end - item.begin + (BLOCKS - 1)) // BLOCKS
+
+
+@gluon.jit
+def first_slot_of(ptrs, sizes):
+    """The entry of the first partial result of the launch."""
+    return gl.load(ptrs.indptr_ptr + (sizes.first_line + sizes.first_line // sizes.n_rows))
+
+
+@gluon.jit
+def starts_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
+    """First row of each query block of a step; negative for none."""
+    ROWS: gl.constexpr = SIDE // BLOCKS
+    starts = ()
+    for i_block in gl.static_range(BLOCKS):
+        # the list is padded
+        i_entry = item.begin + (i_step * BLOCKS + i_block)
+        block = gl.load(ptrs.entries_ptr + (2 * i_entry + 1)) & INDEX_BITS
+        starts = starts + (gl.where(i_entry < item.end, block * ROWS, -ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+    return starts
+
+
+@gluon.jit
+def is_masked(ptrs, item, i_step, BLOCKS: gl.constexpr):
+    """Whether a step has pairs that do not attend, or fewer query blocks than it could."""
+    i_entry = item.begin + i_step * BLOCKS
+    found = i_entry + BLOCKS > item.end
+    for i_block in gl.static_range(BLOCKS):
+        found = found | (gl.load(ptrs.entries_ptr + (2 * (i_entry + i_block) + 1)) < 0)
+    return found
+
+
+@gluon.jit
+def slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS: gl.constexpr):
+    """Number, in the workspace, of the partial result of each query block of a step; n_slots for none."""
+    slots = ()
+    for i_block in gl.static_range(BLOCKS):
+        i_entry = item.begin + (i_step * BLOCKS + i_block)
+        slot = gl.load(ptrs.entries_ptr + 2 * i_entry) - first_slot
+        slots = slots + (gl.where(i_entry < item.end, slot, sizes.n_slots),)  # type: ignore[assignment]  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def of_rows(values, o_row):
+    """The value of each row's query block; values: one for each query block of a step."""
+    ROWS: gl.constexpr = SIDE // len(values)
+    o_block = o_row // ROWS
+    b_value = o_row * 0 + values[0]
+    for i_block in gl.static_range(1, len(values)):
+        b_value = gl.where(o_block == i_block, values[i_block], b_value)
+    return b_value
+
+
+@gluon.jit
+def row_ranges(ptrs, sizes, item, i_step, o_row, BLOCKS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr):
+    """(first, one past the last) key that each row of a step attends to; an empty range without a query block."""
+    ROWS: gl.constexpr = SIDE // BLOCKS
+    b_entry = item.begin + i_step * BLOCKS + o_row // ROWS
+    b_block = gl.load(ptrs.entries_ptr + (2 * b_entry + 1)) & INDEX_BITS
+    o_token = gl.minimum((b_block * ROWS + o_row % ROWS) // ROWS_PER_TOKEN, sizes.n_tokens - 1)
+    is_listed = b_entry < item.end
+    p_range = ptrs.ranges_ptr + 2 * (item.axis // sizes.n_heads * sizes.range_batches + o_token)
+    return gl.load(p_range, mask=is_listed, other=0), gl.load(p_range + 1, mask=is_listed, other=0)
+
+
+@gluon.jit
+def store_blocks(desc, buffer, slots, first_column=0):
+    """Stores the rows of a step as partial results, from a column on; those of slots past the end are dropped."""
+    ROWS: gl.constexpr = SIDE // len(slots)
+    COLUMNS: gl.constexpr = buffer.shape[3]
+    for i_block in gl.static_range(len(slots)):
+        for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
+            part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)
+            tma_store(desc, [0, 0, slots[i_block] * ROWS, first_column + column], part)
+
+
+@gluon.jit
+def slots_of_part(slots, i_part, PARTS: gl.constexpr):
+    """Numbers of the partial results of one of PARTS programs, each of which has one for each query block."""
+    found = ()
+    for i_block in gl.static_range(len(slots)):
+        found = found + (slots[i_block] * PARTS + i_part,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+# ---- launch ----
+
+
+def pointers_of(
+    plan: SelectedPlan,
+    n_launches: int,
+    *,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+) -> Pointers:
+    """The Pointers of a plan and of the other memory, with new counters."""
+    # cleared at each call: those kept for later calls would live on in the memory of a CUDA graph
+    counters = torch.zeros(n_launches, dtype=torch.int32, device=lse.device)
+    return Pointers(
+        indptr_ptr=plan.indptr, entries_ptr=plan.entries, list_items_ptr=plan.list_items, items_ptr=plan.items,
+        ranges_ptr=plan.ranges, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, counters_ptr=counters,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Sizes of the launches for a SelectedPlan, from the shapes of its tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..plan_format import ITEM_ROWS, SelectedPlan
+
+
+class Round(NamedTuple):
+    """One launch: its number, its first line, and its lists."""
+
+    i_launch: int
+    first_line: int
+    first_list: int
+    end_list: int
+
+
+class SelectedShapes(NamedTuple):
+    """Sizes of a SelectedPlan, and of its launches.
+
+    axes            batch * heads
+    n_rows, n_cols  query blocks and key blocks of a head
+    query_rows, rows_per_token, keys, round_lines  see SelectedPlan.sizes
+    of_line         most entries of a line
+    n_tokens        tokens of a head
+    has_batches     whether each batch has its own ranges
+    """
+
+    axes: int
+    n_rows: int
+    n_cols: int
+    query_rows: int
+    rows_per_token: int
+    keys: int
+    round_lines: int
+    of_line: int
+    n_tokens: int
+    has_batches: bool
+
+    @property
+    def n_lines(self) -> int:
+        """Query blocks of all heads."""
+        return self.axes * self.n_rows
+
+    @property
+    def _round_axes(self) -> int:
+        """Heads of which a round may have lines, as in plan/selected_builder.py."""
+        return min(self.axes, (self.round_lines - 1) // self.n_rows + 2)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The launches: one for each round."""
+        lists, n_rounds = self._round_axes * self.n_cols, -(-self.n_lines // self.round_lines)
+        return tuple(Round(i, i * self.round_lines, i * lists, (i + 1) * lists) for i in range(n_rounds))
+
+    @property
+    def slots(self) -> int:
+        """The most partial results of a round."""
+        return self.round_lines * self.of_line
+
+    @property
+    def items(self) -> int:
+        """The most work items of a round: a list has one more than those that are full."""
+        return self._round_axes * self.n_cols + self.slots * self.query_rows // ITEM_ROWS
+
+    def arguments(self, heads: int) -> dict[str, int]:
+        """The arguments of the Hopper kernels that follow; heads: of q."""
+        return {
+            "n_heads": heads,
+            "n_rows": self.n_rows,
+            "n_cols": self.n_cols,
+            "n_tokens": self.n_tokens,
+            "range_batches": self.n_tokens if self.has_batches else 0,
+            "n_slots": self.slots,
+            "ROWS_PER_TOKEN": self.rows_per_token,
+        }
+
+
+@functools.lru_cache(maxsize=1024)
+def _of(tensors: tuple[Sequence[int], ...], kv_len: int) -> SelectedShapes:
+    (axes, n_ends), (capacity,), (batches, n_tokens, _), (_, query_rows, rows_per_token, keys, round_lines) = tensors
+    n_rows = n_ends - 1
+    return SelectedShapes(
+        axes=axes,
+        n_rows=n_rows,
+        n_cols=-(-kv_len // keys),
+        query_rows=query_rows,
+        rows_per_token=rows_per_token,
+        keys=keys,
+        round_lines=round_lines,
+        of_line=capacity // (axes * n_rows),
+        n_tokens=n_tokens,
+        has_batches=batches > 1,
+    )
+
+
+def shapes_of(plan: Sequence[torch.Tensor], kv_len: int) -> SelectedShapes:
+    """The sizes of the tensors of a SelectedPlan."""
+    made = SelectedPlan(*plan)
+    return _of((made.indptr.shape, made.cols.shape, made.ranges.shape, made.sizes.shape), kv_len)

@@ -1,0 +1,149 @@
+"""Merging partial results of selected blocks: the kernels alone, on plans of several rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from blocksparse_flash.kernels.selected_shapes import Round, SelectedShapes, shapes_of
+from blocksparse_flash.kernels.triton import merge_selected
+from blocksparse_flash.plan import selected_builder
+from blocksparse_flash.plan_format import SelectedPlan
+from tests.plan.test_selected_builder import Case, limited
+
+# query heads of q, each with a selection
+HEADS, GROUP = 4, 2
+CASES = {
+    "one round": (Case(axes=(2, HEADS), n_tokens=13, kv_len=150), None),
+    "rounds": (Case(axes=(1, HEADS), n_tokens=13, kv_len=150, rows_per_token=16), 16 * 3 * 5),
+    "rounds of heads": (Case(axes=(2, HEADS), n_tokens=5, kv_len=300, keys=256), 8 * 6 * 12),
+    "rounds of one": (Case(axes=(1, HEADS), n_tokens=50, kv_len=50, query_block=32, rows_per_token=1), 1),
+    # entries of which no pair attends
+    "documents": (
+        Case(
+            axes=(1, HEADS), n_tokens=70, kv_len=70, query_block=8, rows_per_token=1, documents=((0, 30, 40, 60),)
+        ),
+        8 * 3 * 9,
+    ),
+    "more queries": (Case(axes=(1, HEADS), n_tokens=30, kv_len=20, keys=128), None),
+}  # fmt: skip
+DIMS, PADDED = (24, 40), (64, 128)
+
+
+@pytest.fixture(params=CASES)
+def plan(request: pytest.FixtureRequest, device: torch.device) -> Iterator[tuple[SelectedPlan, SelectedShapes, Case]]:
+    """A plan with its sizes and its case, whose lists have several work items."""
+    case, round_rows = CASES[request.param]
+    with limited(round_rows=round_rows, item_rows=32):
+        made = selected_builder.build(case.selection(case.indices()), **case.frame.sizes, causal=case.causal)
+        shapes = shapes_of(list(made), case.kv_len)
+        assert (len(shapes.rounds) > 1) == (round_rows is not None)
+        yield SelectedPlan(*(tensor.to(device) for tensor in made)), shapes, case
+
+
+def entries_of(plan: SelectedPlan, shapes: SelectedShapes, this: Round) -> Iterator[tuple[int, list[int]]]:
+    """Each line of a round, with the positions of its entries that are used; positions count from the round's first."""
+    indptr, cols = plan.indptr.cpu(), plan.cols.tolist()
+    first = None
+    for line in range(this.first_line, min(this.first_line + shapes.round_lines, shapes.n_lines)):
+        begin, end = indptr[divmod(line, shapes.n_rows)[0], line % shapes.n_rows :][:2].tolist()
+        first = begin if first is None else first
+        yield line, [position - first for position in range(begin, end) if cols[position] >= 0]
+
+
+def rows_of(whole: Tensor, line: int, shapes: SelectedShapes) -> Tensor:
+    """The rows of a query block in a tensor (heads of all batches, q_len, ...)."""
+    head, row = divmod(line, shapes.n_rows)
+    return whole[head, row * shapes.query_rows : (row + 1) * shapes.query_rows]
+
+
+def test_rows_are_merged_by_weight(plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device) -> None:
+    """Rows without keys in some partial results or in all; lse so far apart that only the largest counts."""
+    lists, shapes, case = plan
+    q_len, n_rows, rows = case.frame.q_len, shapes.slots * shapes.query_rows, shapes.query_rows
+    launch = merge_selected.merge_rows(shapes, q_len, DIMS[1], PADDED[1])
+    out = torch.full((shapes.axes, q_len, DIMS[1]), torch.nan, device=device)
+    lse = torch.full((shapes.axes, q_len), torch.nan, device=device)
+    generator = torch.Generator().manual_seed(0)
+    for this in shapes.rounds:
+        lses = 3 * torch.randn(shapes.slots, rows, generator=generator)
+        lses[::2, 1::3], lses[:, 2], lses[-1:, 3] = -torch.inf, -torch.inf, 10_000.0
+        outs = torch.randn(shapes.slots, rows, PADDED[1], generator=generator)
+        outs[lses.isneginf()] = 0.0
+        expected = {}
+        is_used = torch.zeros(shapes.slots, dtype=torch.bool)
+        for line, slots in entries_of(lists, shapes, this):
+            logs = lses[slots].double() * math.log(2)
+            weights = logs.softmax(0).nan_to_num(0.0)
+            expected[line] = (weights[..., None] * outs[slots]).sum(0)[:, : DIMS[1]], logs.logsumexp(0)
+            is_used[slots] = True
+        # kernels write nothing for unused entries
+        outs[~is_used], lses[~is_used] = torch.nan, torch.nan
+        launch(
+            lists.indptr, lists.cols, outs.view(n_rows, -1).to(device), lses.view(-1).to(device), out, lse,
+            this.first_line,
+        )  # fmt: skip
+        for line, (wanted, wanted_lse) in expected.items():
+            for found, truth in ((out, wanted), (lse, wanted_lse)):
+                part = rows_of(found, line, shapes).cpu().double()
+                torch.testing.assert_close(part, truth[: len(part)], rtol=1e-5, atol=1e-6)
+    assert not out.isnan().any() and not lse.isnan().any()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_dq_is_added_over_entries_and_parts(
+    parts: int, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
+) -> None:
+    lists, shapes, case = plan
+    q_len, rows = case.frame.q_len, shapes.query_rows
+    launch = merge_selected.sum_rows(shapes, parts, q_len, DIMS[0], PADDED[0])
+    dq = torch.full((shapes.axes, q_len, DIMS[0]), torch.nan, device=device)
+    for this in shapes.rounds:
+        partial = torch.randn(shapes.slots, parts, rows, PADDED[0])
+        entries = dict(entries_of(lists, shapes, this))
+        is_used = torch.zeros(shapes.slots, dtype=torch.bool)
+        for slots in entries.values():
+            is_used[slots] = True
+        partial[~is_used] = torch.nan
+        launch(lists.indptr, lists.cols, partial.view(-1, PADDED[0]).to(device), dq, this.first_line)
+        for line, slots in entries.items():
+            part = rows_of(dq, line, shapes).cpu()
+            expected = partial[slots].sum((0, 1))[: len(part), : DIMS[0]]
+            torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
+    assert not dq.isnan().any()
+
+
+def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
+    plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
+) -> None:
+    lists, shapes, case = plan
+    batch, scale, keys = case.axes[0], -0.3, shapes.keys
+    sizes = [(batch * HEADS // GROUP, case.kv_len, dim) for dim in DIMS]
+    adds = len(shapes.rounds) > 1
+    launch = merge_selected.sum_keys(shapes, GROUP, case.kv_len, DIMS, PADDED, scale, adds=adds)
+    # added to what is there, or written
+    found = [torch.zeros(size) if adds else torch.full(size, torch.nan) for size in sizes]
+    found = [tensor.to(device) for tensor in found]
+    padded = -(-case.kv_len // keys) * keys
+    expected = [torch.zeros(size[0], padded, columns) for size, columns in zip(sizes, PADDED, strict=True)]
+    for this in shapes.rounds:
+        first, end = (int(lists.list_items[i]) for i in (this.first_list, this.end_list))
+        sums = torch.full((shapes.items, keys * sum(PADDED)), torch.nan)
+        sums[: end - first] = torch.randn(end - first, keys * sum(PADDED))
+        for item, total in zip(lists.items[first:end, 0].tolist(), sums, strict=False):
+            head, col = divmod(item, shapes.n_cols)
+            of_dk, of_dv = total.split([keys * columns for columns in PADDED])
+            expected[0][head // GROUP, col * keys : (col + 1) * keys] += scale * of_dk.view(keys, -1)
+            expected[1][head // GROUP, col * keys : (col + 1) * keys] += of_dv.view(keys, -1)
+        launch(lists.list_items, sums.flatten().to(device), *found, *this[1:])
+    for tensor, wanted in zip(found, expected, strict=True):
+        assert wanted.any()
+        torch.testing.assert_close(
+            tensor.cpu(), wanted[:, : case.kv_len, : tensor.shape[2]].contiguous(), rtol=1e-5, atol=1e-5
+        )
