@@ -1,4 +1,4 @@
-"""Tables of the shapes and options of models, of training steps, of memory, and of self-attention on video."""
+"""Tables of the shapes of models, selection by token, training steps, memory, and self-attention on video."""
 
 from __future__ import annotations
 
@@ -75,6 +75,76 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
         "`-`: unsupported, wrong, or not measured. Timing was interleaved across libraries."
         + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else ""),
         table(["case", "our backend", *columns, "ours / best of the others"], rows),
+    )
+
+
+def selection(lines: pd.DataFrame) -> str:
+    """Blocks selected by token: a row for each case, and one for the layers of each length; "" without lines."""
+    if lines.empty:
+        return ""
+    is_layer = lines["direction"] == "layer"
+    return joined(
+        f"One {' and '.join(sorted(lines['device'].unique()))}, bf16, `python -m benchmarks.run.selection`, commit "
+        f"{' and '.join(lines['commit'].unique())}, {measurements.versions(lines, 'torch', 'triton')}. Causal calls; "
+        "pairs of numbers are forward / backward; `-`: not measured. Timing was interleaved.",
+        _selection_calls(lines[~is_layer]),
+        _selection_layers(lines[is_layer]),
+    )
+
+
+def _selection_calls(lines: pd.DataFrame) -> str:
+    keys, rows = ["n", "heads", "kv_heads", "head_dim", "block_size", "pattern"], []
+    for (n, heads, kv_heads, head_dim, block_size, choice), found in lines.groupby(keys):
+        values: dict[tuple[str, str], dict[str, float]] = {
+            (provider, key): dict(zip(of["direction"], of[key] / unit, strict=True))
+            for provider, of in found.groupby("provider")
+            for key, unit in (("ms", 1), ("tflops", 1), ("peak_bytes", 1e9), ("host_us", 1))
+        }
+        tiles = f"{OURS} tiles"
+        times, in_tiles, dense = (values.get((name, "ms"), {}) for name in (OURS, tiles, "dense"))
+        plan = f"{times['plan']:.2f} ({values[OURS, 'host_us']['plan']:.0f} us)" if "plan" in times else "-"
+        rows.append([
+            f"{n:,}", f"{heads} on {kv_heads:.0f}", str(head_dim), f"{block_size:.0f}", str(choice),
+            ", ".join(select(found, provider=OURS)["plan"].unique()),
+            _cell(times, "{:.1f}"), _cell(in_tiles, "{:.1f}"), _cell(dense, "{:.1f}"),
+            _cell(values.get((OURS, "tflops"), {}), "{:.0f}"), _cell(values.get((OURS, "peak_bytes"), {}), "{:.1f}"),
+            _cell(values.get((tiles, "peak_bytes"), {}), "{:.1f}"), plan,
+        ])  # fmt: skip
+    if not rows:
+        return ""
+    header = [
+        "tokens", "heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms", "TFLOP/s", "GB",
+        "in tiles, GB", "plan, ms (host)",
+    ]  # fmt: skip
+    return joined(
+        "`selected_attention` with 16 blocks for each token and KV head, its own and earlier ones. `random`: each "
+        "token chooses alone; `alike`: 64 neighbors share 70% of their blocks. `in tiles`: the same call without plans "
+        "by key block; `-` where the call itself has none. `dense`: causal attention of all pairs. TFLOP/s count the "
+        "selected pairs. GB: memory that a call adds. The last column is the layout and plan alone: the time on the "
+        "GPU, and until the host has launched them. The forward includes them.",
+        table(header, rows),
+    )
+
+
+def _selection_layers(lines: pd.DataFrame) -> str:
+    names, rows = [*lines["pattern"].unique()], []
+    for n, found in lines.groupby("n"):
+        times = dict(zip(found["pattern"], found["ms"], strict=True))
+        dense = times.get("SelfAttention")
+        cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
+        ratios = [
+            f" ({dense / times[name]:.2f})" if dense and name in times and name != "SelfAttention" else ""
+            for name in names
+        ]
+        rows.append([f"{n:,}", *map("".join, zip(cells, ratios, strict=True))])
+    if not rows:
+        return ""
+    first = lines.iloc[0]
+    return joined(
+        f"Layers with {first['heads']} query heads on {first['kv_heads']:.0f} of dimension {first['head_dim']}, width "
+        "2,048, rotary positions, and the sizes in `benchmarks/run/selection.py`: milliseconds of forward and "
+        "backward, in brackets the speed-up over `SelfAttention`, which is dense and causal.",
+        table(["tokens", *map(code, names)], rows),
     )
 
 

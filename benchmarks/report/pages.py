@@ -1,10 +1,10 @@
 """Tables and plots of all measurements: `python -m benchmarks.report`.
 
 Reads benchmarks/results/attention.jsonl, masks.jsonl and, if they exist, small.jsonl, decode.jsonl, io.jsonl,
-context_parallel.jsonl, shapes.jsonl, video.jsonl, pipelines.jsonl, huggingface.jsonl, lra_speed.jsonl, lm_steps.jsonl,
-lm/ and lra/, and the errors of explain's predictions. Replaces the sections between markers of the pages in PAGES,
-writes every measurement to results/attention.md, small.md, io.md and context_parallel.md, and draws the plots in
-results/.
+context_parallel.jsonl, shapes.jsonl, selection.jsonl, video.jsonl, pipelines.jsonl, huggingface.jsonl, lra_speed.jsonl,
+lm_steps.jsonl, lm/ and lra/, and the errors of explain's predictions. Replaces the sections between markers of the
+pages in PAGES, writes every measurement to results/attention.md, small.md, io.md and context_parallel.md, and draws the
+plots in results/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Lines = dict[str, pd.DataFrame]
 FILES = {
     "attention": True, "masks": True, "small": False, "decode": False, "io": False, "context_parallel": False,
     "shapes": False, "video": False, "huggingface": False, "lra_speed": False, "lm_steps": False,
-    "pipelines": False,
+    "pipelines": False, "selection": False,
 }  # fmt: skip
 
 
@@ -105,6 +105,7 @@ PAGES: dict[str, dict[str, Callable[[Lines], str]]] = {
         "masks": lambda lines: tables.mask_building(lines["masks"]),
         "huggingface": lambda lines: models.training_steps(lines["huggingface"]),
         "packed": lambda lines: models.packed_steps(lines["huggingface"]) or "Not run yet.",
+        "selection": lambda lines: models.selection(lines["selection"]) or "Not run yet.",
         "memory": lambda lines: models.memory(lines["lra_speed"]),
     },
     "docs/does_it_help.md": {

@@ -37,11 +37,15 @@ def cases(length: int) -> Iterator[Pattern]:
     return (pattern for pattern in patterns.patterns(length) if pattern.name in NAMES)
 
 
-def on_gpu(call: Callable[[], Any], cache: torch.Tensor) -> float:
-    """Milliseconds of GPU time; writing `cache`, which is larger than L2, empties it."""
+def on_gpu(call: Callable[[], Any], cache: torch.Tensor, asleep: int = ASLEEP) -> float:
+    """Milliseconds of GPU time.
+
+    cache   larger than L2, which writing it empties
+    asleep  cycles that the GPU sleeps before: longer than the host takes to launch the call
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cache.zero_()
-    torch.cuda._sleep(ASLEEP)
+    torch.cuda._sleep(asleep)
     start.record()
     call()
     end.record()

@@ -18,6 +18,7 @@ from benchmarks.report.lines import frame
 from benchmarks.report.markdown import replaced
 from benchmarks.run import measure
 
+OURS = "blocksparse_flash"
 TRITON, FLEX, CUDNN = ("blocksparse_flash", "triton"), ("flex", "triton"), ("cudnn", "cudnn")
 
 
@@ -473,6 +474,38 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
     assert "A matrix product of 8192 x 8192 x 8192 ran at 700 TFLOP/s." in section
     assert "from their boundaries there, took 0.12 ms (8 packed documents): " in section
     assert models.shapes(frame([])) == ""
+
+
+def test_selection_is_compared_with_tiles_and_dense_attention() -> None:
+    def of_case(provider: str, direction: str, ms: float, plan: str | None = "key blocks", n: int = 8192) -> Any:
+        facts = {"kv_heads": 1, "block_size": 128, "plan": plan, "host_us": 250.0 if direction == "plan" else None}
+        sizes = {"peak_bytes": 2_000_000_000, "tflops": 300.0, "pattern": "random", "n": n}
+        return {**of((provider, "hopper"), bench="selection", direction=direction, ms=ms, **sizes), **facts}
+
+    calls = [
+        of_case(name, direction, factor * ms, plan)
+        for name, plan, factor in ((OURS, "key blocks", 1), (f"{OURS} tiles", "tiles", 2), ("dense", None, 4))
+        for direction, ms in (("fwd", 3.0), ("bwd", 8.0))
+    ]
+    calls += [of_case(OURS, "plan", 0.5), of_case(OURS, "fwd", 1.0, "tiles", 4096)]
+    layers = [
+        of((OURS, "auto"), bench="selection", direction="layer", pattern=name, ms=ms, n=n) | {"kv_heads": 1}
+        for name, n, ms in (
+            ("SelfAttention", 8192, 60.0), ("NativeSparseAttention", 8192, 20.0), ("NativeSparseAttention", 4096, 9.0),
+        )
+    ]  # fmt: skip
+    both = models.selection(frame([*calls, *layers]))
+    times = "3.0 / 8.0 | 6.0 / 16.0 | 12.0 / 32.0 | 300 / 300 | 2.0 / 2.0 | 2.0 / 2.0 | 0.50 (250 us)"
+    of_calls = [
+        "| 4,096 | 4 on 1 | 64 | 128 | random | tiles | 1.0 / - | - | - | 300 / - | 2.0 / - | - | - |",
+        f"| 8,192 | 4 on 1 | 64 | 128 | random | key blocks | {times} |",
+    ]
+    of_layers = ["| 4,096 | - | 9.0 |", "| 8,192 | 60.0 | 20.0 (3.00) |"]
+    assert rows_of(both) == [*of_calls, *of_layers]
+    # either part alone
+    assert rows_of(models.selection(frame(calls))) == of_calls
+    assert rows_of(models.selection(frame(layers))) == of_layers
+    assert models.selection(frame([])) == ""
 
 
 def test_steps_of_long_range_arena_are_those_of_the_latest_run() -> None:
