@@ -77,6 +77,24 @@ def test_the_command_reads_a_configuration(
     assert printed["model"]["architecture"]["mask"] == read(name)["model"]["architecture"].get("mask")
 
 
+def is_tested_on_a_generated_set(name: str) -> bool:
+    data, recipe = read(name)["data"], read(name)["model"]["recipe"]
+    return name.startswith("ours/") and data["source"] in ("generated", "fresh") and "objective" not in recipe
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if is_tested_on_a_generated_set(name)])
+def test_the_size_of_a_generated_test_set_can_be_chosen(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
+    with pytest.raises(SystemExit) as done:
+        command.main(["test", "--config", str(FILES[name]), "--data.sizes.test", "22000", "--print_config"])
+    assert done.value.code in (0, None)
+    sizes = yaml.safe_load(capsys.readouterr().out)["data"]["sizes"]
+    # without the others the command stops
+    assert sizes["test"] == 22000 and None not in sizes.values()
+
+
 def samples_of(name: str) -> int:
     """Samples of a whole training."""
     data, trainer = read(name)["data"], read(name)["trainer"]
