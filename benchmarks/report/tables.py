@@ -199,9 +199,9 @@ def long_range(lines: pd.DataFrame) -> str:
         "accuracy": "{accuracy:.1%} ± {standard_error:.1%}", "floor": "{floor:.1%}",
         "balanced accuracy": "{balanced:.1%}", "chance": "{chance:.1%}", "one operator deep (balanced)": "{deep}",
     }  # fmt: skip
+    devices = ["a CPU" if device == "cpu" else f"one {device}" for device in sorted(lines["device"].unique())]
     return joined(
-        f"Trained and tested on one {' and '.join(sorted(lines['device'].unique()))}, on data made by the published "
-        "rules:",
+        f"On data made by the published rules, tested on {' and '.join(devices)}:",
         listing(
             lines.assign(
                 mask=masks, deep=deep, repeated=repeated, all_samples=lines["samples"] + lines["samples_before"],
