@@ -113,7 +113,7 @@ class SelectedPlan(NamedTuple):
 
     By query block, for merging:
     indptr      (batch * heads, query blocks + 1)  entries of each line: indptr[i] to indptr[i + 1] of its head
-    cols        (capacity,)          the key block of each entry; -1 if none of its pairs attend, or if it is not used
+    cols        (capacity,)          its key block; -1 if not used, or before or after all keys of its tokens
     By key block, for computing:
     entries     (capacity + padding, 2)  the entries in the order of lists: position in cols, which is also the place of
                                      the partial result; query block, minus PARTIAL if some pair does not attend
