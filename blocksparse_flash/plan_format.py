@@ -138,7 +138,11 @@ def tile_of(plan: Sequence[Tensor]) -> int:
     """`Plan.tile` of the tensors of a plan; TILE without one."""
     if not plan:
         return TILE
-    return {3: plan[6].shape[1], 2: PIECE, 5: BY_KEY_BLOCK}[plan[6].dim()]
+    # bitmasks, or the `sizes` of a SelectedPlan
+    last = plan[6]
+    if last.dim() == 3:
+        return last.shape[1]
+    return PIECE if last.dim() == 2 else BY_KEY_BLOCK
 
 
 def pieces_of(plan: Sequence[Tensor]) -> tuple[int, int]:

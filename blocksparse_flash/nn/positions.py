@@ -61,13 +61,21 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     return RotaryTable(angles.cos(), angles.sin())
 
 
+def _has_table_for_kernels(heads: Tensor, table: RotaryTable) -> bool:
+    """Whether the kernel for rotary positions takes a table: of this shape, and without gradient."""
+    cos, sin = table
+    shape, leading = (heads.shape[2], heads.shape[3] // 2), tuple(cos.shape[:-2])
+    has_shape = cos.shape == sin.shape and cos.shape[-2:] == shape and leading in ((), (1, 1), (heads.shape[0], 1))
+    return has_shape and cos.device == heads.device and not (cos.requires_grad or sin.requires_grad)
+
+
 def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
     """Applies rotary positions to heads (batch, heads, length, head_dim).
 
     On a GPU in one pass, with cosines and sines in float32. Elsewhere and under tracing they are rounded to the type of
     the heads.
     """
-    if runs_kernels(heads):
+    if runs_kernels(heads) and _has_table_for_kernels(heads, table):
         from ..kernels.triton.rotary import Rotary
 
         with tracing.on_device(heads.device):

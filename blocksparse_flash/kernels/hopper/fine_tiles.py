@@ -142,11 +142,10 @@ def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted):
         tma_load(desc, [i_batch, i_head, starts[0], 0], full, buffer, pred=is_wanted)
     else:
         COLUMNS: gl.constexpr = buffer.shape[3]
-        ROWS: gl.constexpr = SIDE // len(starts)
         mbarrier.expect(full, len(starts) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes, pred=is_wanted)
         for i_piece in gl.static_range(len(starts)):
             for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
-                part = buffer.slice(i_piece * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)
+                part = buffer.slice(i_piece * PIECE, PIECE, 2).slice(column, SWIZZLE_COLS, 3)
                 tma_load(desc, [i_batch, i_head, starts[i_piece], column], full, part, pred=is_wanted)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blocksparse_flash.nn import positions
 from blocksparse_flash.nn.positions import RotaryTable, rotary_table
 
 pytest.importorskip("triton")
@@ -96,3 +97,18 @@ def test_second_derivatives_of_gated_sums_are_refused(device: torch.device) -> N
     (grad,) = torch.autograd.grad(GatedSum.apply(gates, *tensors).sum(), gates, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives of gated sums"):
         grad.sum().backward()
+
+
+def test_positions_keep_their_gradient(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "runs_kernels", lambda _: True)
+    at = torch.arange(20.0, device=device).requires_grad_()
+    x = drawn(1, 2, 20, 8, device=device).float()
+    (grad,) = torch.autograd.grad(positions.rotate(x, rotary_table(at, 100.0, 8)).square()[..., :4].sum(), at)
+    assert grad.abs().sum() > 0
+
+
+def test_tables_of_another_length_are_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "runs_kernels", lambda _: True)
+    x = drawn(1, 2, 20, 8, device=device).float()
+    with pytest.raises(RuntimeError, match="size"):
+        positions.rotate(x, rotary_table(torch.arange(19, device=device), 100.0, 8))
