@@ -134,6 +134,11 @@ class SelectedPlan(NamedTuple):
     sizes: Tensor
 
 
+def axes_of_round(axes: int, n_rows: int, round_lines: int) -> int:
+    """Heads of which a round of a SelectedPlan may have lines. axes: batch * heads; n_rows: query blocks of a head."""
+    return min(axes, (round_lines - 1) // n_rows + 2)
+
+
 def tile_of(plan: Sequence[Tensor]) -> int:
     """`Plan.tile` of the tensors of a plan; TILE without one."""
     if not plan:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import ITEM_ROWS, SelectedPlan
+from ..plan_format import ITEM_ROWS, SelectedPlan, axes_of_round
 
 
 class Round(NamedTuple):
@@ -49,8 +49,8 @@ class SelectedShapes(NamedTuple):
 
     @property
     def _round_axes(self) -> int:
-        """Heads of which a round may have lines, as in plan/selected_builder.py."""
-        return min(self.axes, (self.round_lines - 1) // self.n_rows + 2)
+        """Heads of which a round may have lines."""
+        return axes_of_round(self.axes, self.n_rows, self.round_lines)
 
     @property
     def rounds(self) -> tuple[Round, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
-from ..plan_format import ITEM_ROWS, PARTIAL, TILE, SelectedPlan, mark_dynamic
+from ..plan_format import ITEM_ROWS, PARTIAL, TILE, SelectedPlan, axes_of_round, mark_dynamic
 from ..runtime import tracing
 from .block_selection import Selection, is_on_gpu
 
@@ -114,8 +114,7 @@ def build_by_operations(
     of_line = capacity // n_lines
     round_lines = lines_of_round(n_lines, of_line, query_rows)
     n_rounds = -(-n_lines // round_lines)
-    # heads of which a round may have lines
-    round_axes = min(axes, (round_lines - 1) // n_rows + 2)
+    round_axes = axes_of_round(axes, n_rows, round_lines)
 
     # the line of each entry, n_lines if it is unused
     ends = indptr[..., 1:].flatten().contiguous()

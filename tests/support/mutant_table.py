@@ -655,7 +655,6 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("(col[:, None] * parts + part)", "(col[:, None] * parts + part // 2)"),
                 ("first_axis = i_round * round_lines // n_rows", "first_axis = i_round * (round_lines // n_rows)"),
                 ("(axis - first_axis)) * n_cols + col", "(axis - first_axis)) * n_cols + n_cols - 1 - col"),
-                ("(round_lines - 1) // n_rows + 2)", "(round_lines - 1) // n_rows + 1)"),
                 ("+ (most - 1)) // most", "+ most) // most"),
                 ("head = i_round * round_lines // n_rows + within", "head = first_axis[0] + within"),
                 ("(row - PARTIAL * (~is_full)", "(row - PARTIAL * is_full"),
@@ -682,12 +681,12 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("i_round * round_lines // n_rows + i_within // n_cols", "i_round * round_lines // n_rows"),
             ]
         ),
+        ("plan_format.py", "(round_lines - 1) // n_rows + 2)", "(round_lines - 1) // n_rows + 1)", BY_KEY_BLOCK),
         *(
             ("kernels/selected_shapes.py", old, new, BY_KEY_BLOCK)
             for old, new in [
                 ("self._round_axes * self.n_cols +", "self._round_axes * self.n_cols // 2 +"),
                 ("self.round_lines * self.of_line", "(self.round_lines - 1) * self.of_line"),
-                ("(self.round_lines - 1) // self.n_rows + 2", "(self.round_lines - 1) // self.n_rows + 1"),
                 (
                     "Round(i, i * self.round_lines, i * lists, (i + 1) * lists)",
                     "Round(i, i, i * lists, (i + 1) * lists)",

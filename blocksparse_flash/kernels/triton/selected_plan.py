@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...plan_format import ITEM_ROWS, SelectedPlan
+from ...plan_format import ITEM_ROWS, SelectedPlan, axes_of_round
 from ...runtime.launch import Launch
 from .tile import PARTIAL as PARTIAL_MARK
 
@@ -65,7 +65,7 @@ class Lines(NamedTuple):
     @property
     def round_axes(self) -> int:
         """Heads of which a round may have lines."""
-        return min(self.axes, (self.round_lines - 1) // self.n_rows + 2)
+        return axes_of_round(self.axes, self.n_rows, self.round_lines)
 
     @property
     def n_lists(self) -> int:
