@@ -63,6 +63,7 @@ from blocksparse_flash.kernels.triton import (
 )
 from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan
 from blocksparse_flash.score_mods import Scores
+from tests.support.scoreboards import unwaited
 
 # bytes of shared memory available to a program, by architecture
 SHARED_MEMORY = {80: 166912, 86: 101376, 90: 232448, 100: 232448}
@@ -595,8 +596,9 @@ def compile_launches(launches: list[Launch], arch: int) -> list[dict[str, Any]]:
             "lost_operands": lost_operands(ptx, sass.get(i, "")),
             "spills_beside_products": spills_beside_products(sass.get(i, "")),
             "unwritten_registers": unwritten_registers(sass.get(i, "")),
+            "unwaited": unwaited(sass[i], instructions_of(cubin)) if i in sass else [],
         }
-        for i, (record, ptx, _) in enumerate(compiled)
+        for i, (record, ptx, cubin) in enumerate(compiled)
     ]
 
 

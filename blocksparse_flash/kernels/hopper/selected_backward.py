@@ -240,7 +240,10 @@ def add_step(
     dq_token = warpgroup_mma(ds.permute((1, 0)), k_columns, b_zero_dq, use_acc=False, is_async=True)
     slots = slots_of_part(slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS), i_part, PARTS)
     b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    q_tile.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1).store((b_dq * scale).to(dtype))
+    # opaque again: otherwise the ptxas of Triton 3.7 overwrites values that it stores here before they are read
+    # (tests/support/scoreboards.py)
+    stage = opaque(stage)
+    tile_of(q.buffers, stage).slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1).store((b_dq * scale).to(dtype))
     fence_async_shared()
     thread_barrier()
     dq_tile = q.buffers.index(stage).slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 3)

@@ -202,36 +202,47 @@ def first_slot_of(ptrs, sizes):
 
 
 @gluon.jit
+def first_entry_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
+    """(pointer to the first entry of a step, number of entries from there on).
+
+    Its other entries are at constant offsets from the pointer. With an address register for each, which the next one
+    overwrote, the ptxas of Triton 3.6 sometimes omitted the wait for the load (tests/support/scoreboards.py).
+    """
+    i_entry = item.begin + i_step * BLOCKS
+    return ptrs.entries_ptr + 2 * i_entry, item.end - i_entry
+
+
+@gluon.jit
 def starts_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
     """First row of each query block of a step; negative for none."""
     ROWS: gl.constexpr = SIDE // BLOCKS
+    p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
     starts = ()
     for i_block in gl.static_range(BLOCKS):
         # the list is padded
-        i_entry = item.begin + (i_step * BLOCKS + i_block)
-        block = gl.load(ptrs.entries_ptr + (2 * i_entry + 1)) & INDEX_BITS
-        starts = starts + (gl.where(i_entry < item.end, block * ROWS, -ROWS),)  # type: ignore[assignment]  # noqa: RUF005
+        block = gl.load(p_entry + (2 * i_block + 1)) & INDEX_BITS
+        starts = starts + (gl.where(i_block < n_left, block * ROWS, -ROWS),)  # type: ignore[assignment]  # noqa: RUF005
     return starts
 
 
 @gluon.jit
 def is_masked(ptrs, item, i_step, BLOCKS: gl.constexpr):
     """Whether a step has pairs that do not attend, or fewer query blocks than it could."""
-    i_entry = item.begin + i_step * BLOCKS
-    found = i_entry + BLOCKS > item.end
+    p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
+    found = n_left < BLOCKS
     for i_block in gl.static_range(BLOCKS):
-        found = found | (gl.load(ptrs.entries_ptr + (2 * (i_entry + i_block) + 1)) < 0)
+        found = found | (gl.load(p_entry + (2 * i_block + 1)) < 0)
     return found
 
 
 @gluon.jit
 def slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS: gl.constexpr):
     """Number, in the workspace, of the partial result of each query block of a step; n_slots for none."""
+    p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
     slots = ()
     for i_block in gl.static_range(BLOCKS):
-        i_entry = item.begin + (i_step * BLOCKS + i_block)
-        slot = gl.load(ptrs.entries_ptr + 2 * i_entry) - first_slot
-        slots = slots + (gl.where(i_entry < item.end, slot, sizes.n_slots),)  # type: ignore[assignment]  # noqa: RUF005
+        slot = gl.load(p_entry + 2 * i_block) - first_slot
+        slots = slots + (gl.where(i_block < n_left, slot, sizes.n_slots),)  # type: ignore[assignment]  # noqa: RUF005
     return slots
 
 
