@@ -329,8 +329,8 @@ def attention(
     deterministic  True makes results bitwise identical in every run, forward and backward; None follows
                torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" with tiles of 128 x 128 and
                head dimensions up to 128 sums dq in an order that varies, which is faster, so that the last bits of dq
-               can differ between runs; in causal calls with grouped heads and without a layout, those of dk and dv
-               too. Everything else is always deterministic
+               can differ between runs; with grouped heads often those of dk and dv too (`explain` says it).
+               Everything else is always deterministic
     backend    "auto", "hopper", "triton", "eager" or "reference". A backend given by name runs the call or raises an
                error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
                each new kind of call, and why

@@ -191,7 +191,7 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
         chosen = memory.split(call, first, n_sms)
         if chosen.num_splits == 1 and call.layout is None:
             n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
-            n_in_turn = heads_in_turn(n_lines, n_batch_heads, n_sms, *lengths, causal=call.causal)
+            n_in_turn = heads_in_turn(n_lines, n_batch_heads, n_sms, *lengths, is_uneven=call.causal)
             return in_turn(lines, n_batch_heads, n_in_turn)
         return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
 

@@ -35,6 +35,10 @@ WORTHWHILE = 0.8
 # tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
 # own, which was a Triton kernel then: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
 MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
+# with a layout, dK and dV are summed over query heads from this mean number of tiles per tile column on, for at most
+# MAX_GROUP_WAVES tile columns of KV heads per SM (half the group if that is more), and at least MIN_HEAD_WAVES of query
+# heads: see hopper/TUNING.md
+LONG_COLUMN, MAX_GROUP_WAVES, MIN_HEAD_WAVES = 12, 4, 3
 # largest head dimension at which one Hopper kernel computes dq, dk and dv
 MAX_JOINT_HEAD_DIM = 128
 
@@ -156,14 +160,16 @@ def _of_shapes(
     return split if split == WHOLE else split._replace(side=side)
 
 
-def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, causal: bool) -> int:
+def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, is_uneven: bool) -> int:
     """Number of heads whose lines are taken in turn, the longest of all of them first; 1: head after head.
 
     In causal calls lines get shorter, down to one tile if q_len == kv_len. Head after head, the first line of the last
     head would begin late, and all other SMs would wait for it. Heads in turn have at least as much work for each SM as
     one such line.
+
+    is_uneven  whether the lines differ in length: in causal calls, and with sums over heads
     """
-    if not causal or kv_len > 2 * q_len:
+    if not is_uneven or kv_len > 2 * q_len:
         # the shortest line has more than half as many tiles as the longest
         return 1
     needed = math.ceil(2 * n_sms / n_lines)
@@ -204,14 +210,22 @@ def sums_over_heads(
 
     In causal calls with grouped heads, tile columns for all query heads of a group are few, long and of different
     lengths, and those that run together need q, dO and dQ of more heads than fit into L2. TFLOP/s by group and by query
-    head on an H200 (hopper/TUNING.md): 64 heads on 8, 8,192 tokens 502 and 534; 16 heads on 1 401 and 554.
+    head on an H200 (hopper/TUNING.md): 64 heads on 8, 8,192 tokens 502 and 534; 16 heads on 1 401 and 554. With a
+    layout, the same is true of long tile columns, if they are few by group and enough by query head.
 
     deterministic  heads add to the sums in no fixed order
     """
-    if plan or not causal or deterministic or q_shape[1] == k_shape[1]:
+    (batch, heads, *_), (_, kv_heads, kv_len, head_dim) = q_shape, k_shape
+    if deterministic or heads == kv_heads or not (plan or causal):
         return False
-    by_head = (k_shape[0], q_shape[1], *k_shape[2:])
-    return split_of(plan, 3, q_shape, by_head, causal, n_sms).num_splits == 1
+    n_cols = -(-kv_len // TILE)
+    if plan:
+        n_lines, group = batch * kv_heads * n_cols, heads // max(1, kv_heads)
+        n_plan_cols = plan[3].shape[0] * plan[3].shape[1] * n_cols
+        is_few = n_lines <= n_sms * max(MAX_GROUP_WAVES, group // 2)
+        if not is_few or n_lines * group < n_sms * MIN_HEAD_WAVES or plan[4].shape[0] < LONG_COLUMN * n_plan_cols:
+            return False
+    return split_of(plan, 3, q_shape, (batch, heads, kv_len, head_dim), causal, n_sms).num_splits == 1
 
 
 def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, *, deterministic: bool) -> bool:

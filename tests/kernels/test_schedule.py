@@ -237,7 +237,7 @@ def time_of_causal(n_lines: int, n_heads: int, n_in_turn: int) -> float:
     [(64, 8, 8), (64, 32, 8), (64, 9, 8), (64, 15, 8), (32, 32, 16), (128, 16, 4), (16, 128, 16), (512, 8, 1)],
 )
 def test_causal_heads_in_turn_keep_all_sms_busy_to_the_end(n_lines, n_heads, expected):
-    n_in_turn = heads_in_turn(n_lines, n_heads, N_SMS, 128 * n_lines, 128 * n_lines, causal=True)
+    n_in_turn = heads_in_turn(n_lines, n_heads, N_SMS, 128 * n_lines, 128 * n_lines, is_uneven=True)
     assert n_in_turn == expected
     assert time_of_causal(n_lines, n_heads, n_in_turn) < 1.05
 
@@ -247,12 +247,12 @@ def test_causal_heads_after_each_other_leave_sms_idle():
 
 
 def test_heads_follow_each_other_if_their_lines_are_equal_or_few():
-    assert heads_in_turn(64, 8, N_SMS, 8192, 8192, causal=False) == 1
-    assert heads_in_turn(64, 1, N_SMS, 8192, 8192, causal=True) == 1
-    assert heads_in_turn(1, 999, N_SMS, 100, 100, causal=True) == 16
-    assert heads_in_turn(10**6, 8, N_SMS, 1 << 27, 1 << 27, causal=True) == 1
+    assert heads_in_turn(64, 8, N_SMS, 8192, 8192, is_uneven=False) == 1
+    assert heads_in_turn(64, 1, N_SMS, 8192, 8192, is_uneven=True) == 1
+    assert heads_in_turn(1, 999, N_SMS, 100, 100, is_uneven=True) == 16
+    assert heads_in_turn(10**6, 8, N_SMS, 1 << 27, 1 << 27, is_uneven=True) == 1
     # a chunk of queries over a long cache
-    assert heads_in_turn(8, 8, N_SMS, 1024, 8192, causal=True) == 1
+    assert heads_in_turn(8, 8, N_SMS, 1024, 8192, is_uneven=True) == 1
 
 
 @pytest.mark.parametrize(
@@ -274,3 +274,35 @@ def test_query_heads_have_lines_of_their_own_in_causal_grouped_calls(heads, kv_h
     causal, deterministic = options.get("causal", True), options.get("deterministic", False)
     found = sums_over_heads(plan, *shapes(length, heads, kv_heads), causal, N_SMS, deterministic=deterministic)
     assert found is expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths", "tiles", "expected"),
+    [
+        # (q_len, kv_len), tiles of a tile column
+        (64, 4, (65536, 4096), 264, True),
+        (64, 4, (8192, 8192), 12, True),
+        (32, 8, (8192, 8192), 30, True),
+        # short tile columns; with the list padded by less than one tile of each
+        (64, 4, (8192, 8192), 11.9, False),
+        # many by group: 1,024 for 132 SMs, or 528 at most; twice as many with groups of 16
+        (64, 8, (16384, 16384), 30, False),
+        (64, 4, (32768, 32768), 30, True),
+        (64, 4, (65536, 65536), 30, False),
+        # few by query head: 256
+        (64, 4, (8192, 512), 30, False),
+        (32, 8, (8192, 1024), 60, False),
+        # no groups
+        (64, 64, (8192, 512), 60, False),
+    ],
+)
+def test_query_heads_have_lines_of_their_own_with_few_long_tile_columns(heads, kv_heads, lengths, tiles, expected):
+    q_len, kv_len = lengths
+    n_cols = -(-kv_len // TILE)
+    records = torch.empty(1, 1, n_cols, 8, dtype=torch.int32)
+    entries = torch.empty(round(tiles * n_cols), dtype=torch.int32)
+    plan = [records, entries, entries, records, entries, entries, torch.empty(1, TILE, 4, dtype=torch.int32)]
+    q_shape, k_shape = (1, heads, q_len, 128), (1, kv_heads, kv_len, 128)
+    for causal in (False, True):
+        assert sums_over_heads(plan, q_shape, k_shape, causal, N_SMS, deterministic=False) is expected
+        assert not sums_over_heads(plan, q_shape, k_shape, causal, N_SMS, deterministic=True)

@@ -23,8 +23,9 @@ converts it (backward_postprocess.py).
 Long tile columns are split (schedule.py): each program computes an equal share of the steps of every query head and
 writes float32 dK and dV to a workspace, which another launch sums in order (triton/combine_splits.py).
 
-In causal calls with grouped heads and no layout, a work tile is a tile column for one query head, which adds its dK and
-dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV then vary too.
+With grouped heads, in causal calls and in layouts with few long tile columns, a work tile is a tile column for one
+query head, which adds its dK and dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV
+then vary too.
 
 For deterministic calls and for few tiles per row (schedule.is_dq_separate), this kernel leaves dQ out, and another
 launch computes it (backward_dq.py), with two more products per tile. Beyond head_dim 128, registers do not suffice:
@@ -707,7 +708,9 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, causal=options.causal),
+        "n_in_turn": heads_in_turn(
+            n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=options.causal or by_head
+        ),
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": options.causal,

@@ -412,7 +412,7 @@ def dq_launches(
         "n_padded": n_rows * TILE_SIDE,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
+        "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         "group": heads // kv_heads,
         **mods.arguments(options.scale, is_forward=False),
         "scale": options.scale,

@@ -1,8 +1,8 @@
 """Producer warp of the Hopper backward: tile scheduler, and TMA loads of K, V, Q, dO, LSE and delta.
 
-A work tile is one tile column, 128 keys of one KV head, for all query heads of its group, or one split of them. In
-causal calls without a layout it is a tile column for one query head: see schedule.sums_over_heads. Beyond head_dim 128,
-a work tile is half a tile column (wide_dkdv.py).
+A work tile is one tile column, 128 keys of one KV head, for all query heads of its group, or one split of them, or a
+tile column for one query head (schedule.sums_over_heads). Beyond head_dim 128, a work tile is half a tile column
+(wide_dkdv.py).
 
     producer                                      consumers (two warpgroups)
     scheduler: find the next work tile
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
     heads_per_kv   query heads that add to the same sums of dK and dV
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
-    n_in_turn      KV heads whose tile columns are taken in turn without a layout
+    n_in_turn      heads whose tile columns are taken in turn without a layout, or with sums over query heads
     """
 
     n_heads: Any
@@ -252,10 +252,13 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEY
     else:
         batch_head, i_launch = find_line(i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_in_turn)
         if ptrs.records_ptr is not None:
-            batch_head, p_record, _whole = find_work_record(
-                ptrs.records_ptr, record_strides, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads, 1,
-                GROUP,
-            )  # fmt: skip
+            if ptrs.dk_sum_ptr is not None:
+                p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
+            else:
+                batch_head, p_record, _whole = find_work_record(
+                    ptrs.records_ptr, record_strides, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads, 1,
+                    GROUP,
+                )  # fmt: skip
     if ptrs.records_ptr is not None:
         kv_start = gl.load(p_record + NUMBER) * TILE
         begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)

@@ -634,7 +634,7 @@ def forward_launches(
         "group": heads // kv_heads,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
+        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         **mods.arguments(scale, is_forward=True),
         "CAUSAL": causal,
         "CONFIG": chosen,

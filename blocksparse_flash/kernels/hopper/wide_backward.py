@@ -99,7 +99,7 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": of_cols.n_split_lines,
         "num_splits": of_cols.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, causal=causal),
+        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": causal,

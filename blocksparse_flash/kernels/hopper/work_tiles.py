@@ -38,7 +38,7 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
 
 @gluon.jit
 def find_line(i_work, n_lines, n_batch_heads, n_in_turn):
-    """(batch_head, line in launch order) of work item i_work of a call without a layout: see schedule.heads_in_turn.
+    """(batch_head, line in launch order) of work item i_work if heads are taken in turn: see schedule.heads_in_turn.
 
     The last group has n_in_turn to 2 * n_in_turn - 1 heads: a smaller one would leave SMs idle.
     """

@@ -266,8 +266,19 @@ def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
     for kv_heads in (2, 4):
         simulation = Simulation(seed=n_in_turn)
         for module in (simulation.hopper_forward, simulation.hopper_backward):
-            module.heads_in_turn = lambda *_, causal: n_in_turn
+            module.heads_in_turn = lambda *_, is_uneven: n_in_turn
         check(simulation, (300, 270), dataclasses.replace(CAUSAL_LENGTHS_GQA, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize(("head_dim", "has_kv_lengths", "n_in_turn"), [(64, False, 3), (80, True, 1)])
+@pytest.mark.parametrize("layout", [WINDOW, zoo.PER_HEAD], ids=zoo.name_of)
+def test_sums_over_heads_with_a_layout_are_accurate(check, layout, head_dim, has_kv_lengths, n_in_turn):
+    """Each query head has tile columns of its own, in the launch order of its layout."""
+    simulation = Simulation(seed=head_dim)
+    simulation.hopper_backward.sums_over_heads = lambda *_, deterministic: True
+    simulation.hopper_backward.heads_in_turn = lambda *_, is_uneven: n_in_turn
+    call = zoo.Call(head_dim=head_dim, kv_heads=2, has_kv_lengths=has_kv_lengths, dtype=BFLOAT16)
+    check(simulation, layout, call)
 
 
 FORWARD_CONFIGS = [
