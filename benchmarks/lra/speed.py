@@ -4,6 +4,8 @@ A step is forward, loss, backward and AdamW, in bfloat16 autocast, of the model 
 Nystromformer's configurations with documents of a power of two tokens, without padding. Outputs and gradients of each
 implementation are compared with a float32 model with a score matrix before timing. Samples are random tokens.
 Each is timed with attention dropout and without. FlexAttention has none; its scores are dropped before the softmax.
+On a GPU, steps are timed again as CUDA graphs ("captured step"): these models are so small that otherwise the host,
+which launches their kernels, often takes longer than the GPU.
 
 Attention alone has the sizes of FlashAttention's runtime benchmark: batch 16, 8 heads, head_dim 64, 128 to 65,536
 tokens, dense, and block-sparse with min(length / 8, 256) keys per query, as for the sparse methods there. Blocks are
@@ -44,6 +46,8 @@ KEYS = [
     *("dtype", "dropout_p", "direction", "status", "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms"),
     *("device", "torch", "triton", "commit"),
 ]
+# of training steps: launched by the host, and as CUDA graphs
+DIRECTIONS = ("step", "captured step")
 # samples that are compared, and the largest relative error
 COMPARED, TOLERANCE = 2, 0.05
 # of attention alone: the error of a bfloat16 probability matrix is 0.015 (2048 tokens), ours 0.003
@@ -161,11 +165,25 @@ def prepared(
     if not wrong < TOLERANCE:
         return None, untimed(f"wrong, relative error {wrong:.3g}")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, **case.optimizer, fused=device.type == "cuda")
+    is_cuda = device.type == "cuda"
+    optimizer = torch.optim.AdamW(weights, **case.optimizer, fused=is_cuda, capturable=is_cuda)
     step = functools.partial(train, model, optimizer, tokens, lengths, labels)
     setup_ms = measure.timed(step, device, 1)["ms"]
     peak = measure.timed(step, device, warmup)["peak_bytes"]
     return step, {"status": "ok", "peak_bytes": None if peak is None else peak - others, "setup_ms": setup_ms}
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A call that replays a warm step as a CUDA graph, with the same seed of the dropout of `attention` each time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    # the graph reads the tensors of the step, which it does not keep
+    return functools.partial(_replay, graph, step)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _step: Callable[[], None]) -> None:
+    graph.replay()
 
 
 def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
@@ -181,7 +199,7 @@ def backend_of(case: Case, provider: str, device: torch.device) -> str | None:
 def run(
     case: Case, device: torch.device, *, providers: Sequence[str] = PROVIDERS, warmup: int = 5, n_steps: int = 20
 ) -> Iterator[dict[str, Any]]:
-    """A line for each provider that supports the case; they are timed in turns."""
+    """A line for each provider that supports the case, and direction; they are timed in turns."""
     tokens, lengths, _ = (each[:COMPARED] for each in samples(case, device))
     expected = given(model_of(case, MATERIALIZED, device), tokens, lengths, is_mixed=False)
     layout, architecture, where = case.layout, case.architecture, measure.environment(device)
@@ -196,18 +214,26 @@ def run(
             found[provider] = untimed("out of memory")
         finally:
             measure.release()
-    times = measure.wall_milliseconds_in_turns([*steps.values()], runs=n_steps)
-    timed = dict(zip(steps, times, strict=True))
-    for provider, facts in found.items():
-        yield {
-            "bench": "lra_speed", "task": case.task.name, "provider": provider,
-            "backend": backend_of(case, provider, device), "pattern": architecture.mask or "dense",
-            "density": 1.0 if layout is None else layout.density, "n": case.task.length,
-            "documents": case.task.n_documents, "batch": case.batch, "heads": architecture.num_heads,
-            "head_dim": architecture.embed_dim // architecture.num_heads, "dtype": "bf16",
-            "dropout_p": architecture.attention_dropout_p, "direction": "step",
-            **facts, **timed.get(provider, {}), "tflops": None, **where,
-        }  # fmt: skip
+    for direction in DIRECTIONS if device.type == "cuda" else DIRECTIONS[:1]:
+        if direction != DIRECTIONS[0]:
+            for provider in [*steps]:
+                try:
+                    steps[provider] = captured(steps[provider])
+                except torch.OutOfMemoryError:
+                    del steps[provider]
+                    found[provider] = untimed("out of memory")
+        times = measure.wall_milliseconds_in_turns([*steps.values()], runs=n_steps)
+        timed = dict(zip(steps, times, strict=True))
+        for provider, facts in found.items():
+            yield {
+                "bench": "lra_speed", "task": case.task.name, "provider": provider,
+                "backend": backend_of(case, provider, device), "pattern": architecture.mask or "dense",
+                "density": 1.0 if layout is None else layout.density, "n": case.task.length,
+                "documents": case.task.n_documents, "batch": case.batch, "heads": architecture.num_heads,
+                "head_dim": architecture.embed_dim // architecture.num_heads, "dtype": "bf16",
+                "dropout_p": architecture.attention_dropout_p, "direction": direction,
+                **facts, **timed.get(provider, {}), "tflops": None, **where,
+            }  # fmt: skip
 
 
 # ---- attention alone ----

@@ -123,9 +123,10 @@ def speed_sections(lines: Iterable[Line]) -> list[str]:
     if every.empty:
         return []
     sections = []
-    for device, steps in every[every["bench"] == "lra_speed"].groupby("device", sort=False):
+    for (device, direction), steps in every[every["bench"] == "lra_speed"].groupby(["device", "direction"], sort=False):
+        how = "" if direction == "step" else ", as CUDA graphs"
         what = "" if are_published(steps) else ", NOT the sizes of Long Range Arena"
-        sections += [f"## Training steps on {device}{what}", STEP_SIZES, steps_table(steps)]
+        sections += [f"## Training steps on {device}{how}{what}", STEP_SIZES, steps_table(steps)]
     for _, alone in every[every["bench"] == "lra_runtime"].groupby(ALONE, sort=False):
         where = "alone on {device}, batch {batch}, {heads} heads, head_dim {head_dim}".format_map(alone.iloc[0])
         for direction, words in DIRECTIONS.items():

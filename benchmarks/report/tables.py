@@ -222,19 +222,27 @@ def long_range_steps(lines: pd.DataFrame) -> str:
         return ""
     steps = select(steps, commit=steps["commit"].iloc[-1])
     names = [name for name in ("blocksparse_flash", "sdpa", "flex", "materialized") if name in set(steps["provider"])]
+    directions = [each for each in ("step", "captured step") if each in set(steps["direction"])]
     rows = []
-    for (task, mask, dropout), found in steps.groupby(["task", "pattern", "dropout_p"], sort=False):
-        times = dict(zip(found["provider"], found["ms"], strict=True))
-        ours = times.get("blocksparse_flash")
-        others = [time for name, time in times.items() if name != "blocksparse_flash"]
-        cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
-        rows.append([task, mask, f"{dropout:g}", *cells, f"{min(others) / ours:.2f}" if ours and others else "-"])
+    for (task, mask, dropout), of_case in steps.groupby(["task", "pattern", "dropout_p"], sort=False):
+        cells = []
+        for direction in directions:
+            found = select(of_case, direction=direction)
+            times = dict(zip(found["provider"], found["ms"], strict=True))
+            ours = times.get("blocksparse_flash")
+            others = [time for name, time in times.items() if name != "blocksparse_flash"]
+            cells += [f"{times[name]:.1f}" if name in times else "-" for name in names]
+            cells.append(f"{min(others) / ours:.2f}" if ours and others else "-")
+        rows.append([task, mask, f"{dropout:g}", *cells])
     first = steps.iloc[0]
+    columns = [*names, "the best other / ours"]
+    graphs = [f"{name}, graph" for name in columns] if len(directions) > 1 else []
+    note = " Columns with `graph` are steps as CUDA graphs, without the time of the host." if graphs else ""
     return joined(
         f"Milliseconds of a training step, {first['device']}, commit {first['commit']}, "
-        f"{measurements.versions(steps, 'torch', 'triton')}. The last column is the time of the fastest of the others "
-        "divided by ours. Timing was interleaved across libraries.",
-        table(["task", "mask", "attention dropout", *names, "the best other / ours"], rows),
+        f"{measurements.versions(steps, 'torch', 'triton')}. `the best other / ours` is the time of the fastest of the "
+        f"others divided by ours. Timing was interleaved across libraries.{note}",
+        table(["task", "mask", "attention dropout", *columns, *graphs], rows),
     )
 
 

@@ -29,6 +29,7 @@ from blocksparse_flash import (
     paged_attention_with_lse,
     selected_attention,
 )
+from blocksparse_flash.kernels.schedule import sums_over_heads
 from blocksparse_flash.plan import block_selection, device_builder
 from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from tests import test_zoo as zoo
@@ -109,6 +110,44 @@ def check_sampled(
         for name, tensor in found.items():
             actual = tensor.detach()[:, one, sampled]
             assert_as_accurate(actual, wanted[torch.bfloat16][name], wanted[torch.float64][name], name=name)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_sums_over_query_heads_with_a_layout_are_accurate(head_dim: int) -> None:
+    """Each query head of a group has tile columns of its own, 64 heads on 4."""
+    lengths, heads, kv_heads = (16384, 1024), 64, 4
+
+    def attends(q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        return kv_pos * 16 + 31 <= q_pos
+
+    layout = BlockLayout.from_predicate(attends, *lengths, block_size=128)
+    torch.manual_seed(0)
+    shapes = [(heads, lengths[0]), (kv_heads, lengths[1]), (kv_heads, lengths[1]), (heads, lengths[0])]
+    q, k, v, dout = (torch.randn(1, *shape, head_dim, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    n_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = list(layout.plan("cuda"))
+    assert sums_over_heads(plan, tuple(q.shape), tuple(k.shape), False, n_sms, deterministic=False)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out, lse = attention_with_lse(*leaves, layout, deterministic=False, backend="hopper")
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    rows = torch.cat([torch.randint(31, lengths[0], (30,)), torch.tensor([31, lengths[0] - 1])]).cuda()
+    cols = torch.cat([torch.randint(lengths[1], (30,)), torch.tensor([0, lengths[1] - 2])]).cuda()
+    for kv_head in (0, 3):
+        of_group = slice(kv_head * 16, kv_head * 16 + 16)
+        inputs = [q.detach()[:, of_group], *(t.detach()[:, kv_head, None] for t in (k, v)), dout[:, of_group]]
+        forward = out.detach()[:, of_group], lse.detach()[:, of_group]
+        wanted: dict[torch.dtype, list[Tensor]] = {}
+        for dtype in (torch.bfloat16, torch.float64):
+            sums = [each.sum(1, keepdim=True) for each in cols_of_dk_and_dv(cols, *inputs, *forward, attends, dtype)]
+            wanted[dtype] = [*rows_of_out_and_dq(rows, *inputs, attends, dtype), *sums]
+        found = [
+            forward[0][:, :, rows],
+            dq[:, of_group][:, :, rows],
+            *(t[:, kv_head, None][:, :, cols] for t in (dk, dv)),
+        ]
+        for name, actual, *others in zip(("out", "dq", "dk", "dv"), found, *wanted.values(), strict=True):
+            assert_as_accurate(actual, *others, name=name)
 
 
 @on_every_backend

@@ -44,7 +44,7 @@ from blocksparse_flash.kernels.hopper import (
 )
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs, Pages
-from blocksparse_flash.kernels.schedule import Split
+from blocksparse_flash.kernels.schedule import LONG_COLUMN, Split
 from blocksparse_flash.kernels.triton import (
     backward,
     block_selection,
@@ -158,11 +158,12 @@ def run_both(
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
-    mode     "layout"; "fine": a layout in tiles of 64 x 64; "gathered": of 64 x 16; "neighbors": the same, loaded four
-             at a time; "dense"; "causal"; "rows": the kernels that gather and scatter rows; "select": the kernels that
-             select blocks; "paged16" or "paged64": keys in pages of this size; "selected16" or "selected64": the same
-             with selected pages; "window64": with a window; "window16": with one so small that keys are not split;
-             "keys64" or "keys128": key blocks of this size that query blocks select, listed by key block
+    mode     "layout"; "columns": a layout with long tile columns; "fine": a layout in tiles of 64 x 64; "gathered": of
+             64 x 16; "neighbors": the same, loaded four at a time; "dense"; "causal"; "rows": the kernels that gather
+             and scatter rows; "select": the kernels that select blocks; "paged16" or "paged64": keys in pages of this
+             size; "selected16" or "selected64": the same with selected pages; "window64": with a window; "window16":
+             with one so small that keys are not split; "keys64" or "keys128": key blocks of this size that query
+             blocks select, listed by key block
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per KV head
     limited  whether there are kv_lengths
@@ -185,8 +186,9 @@ def run_both(
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, dim, dtype=dtype) for dim in dims)
     k, v = (torch.empty(2, 2, length, dim, dtype=dtype) for dim in dims)
     records = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
-    # so many tiles per row that dq has no separate launch
-    indices = torch.zeros(33, dtype=torch.int32)
+    # so many tiles per row that dq has no separate launch; or so many per column that there are sums over query heads
+    n_cols = -(-length // TILE)
+    indices = torch.zeros(LONG_COLUMN * n_cols if mode == "columns" else 33, dtype=torch.int32)
     side = FINE_TILE if mode == "fine" else TILE
     bitmasks = torch.zeros(3, side, side // 32, dtype=torch.int32)
     if mode in ("gathered", "neighbors"):
@@ -199,7 +201,7 @@ def run_both(
         run_key_blocks((q, k, v, dout), int(mode.removeprefix("keys")), (rows, tokens), rounds, scale, dlse=dlse)
         return
     options = (
-        list(plan) if mode in ("layout", *FINE) else [],
+        list(plan) if mode in ("layout", "columns", *FINE) else [],
         lengths,
         seed,
         scale,
@@ -843,6 +845,7 @@ def few_hopper_calls() -> list[dict[str, Any]]:
         {"head_dim": head_dim, "dtype": half, "mode": mode, "rows": rows}
         for head_dim, mode, rows in itertools.product((64, 128), ("keys64", "keys128"), (8, 16, 32))
     ]
+    grid += [{"head_dim": head_dim, "dtype": half, "mode": "columns", "group": 4} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
     grid += [{"head_dim": dim, "v_dim": v_dim, "dtype": half} for dim, v_dim in ((96, 96), (192, 128), (192, 192))]

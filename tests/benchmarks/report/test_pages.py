@@ -509,16 +509,28 @@ def test_selection_is_compared_with_tiles_and_dense_attention() -> None:
 
 
 def test_steps_of_long_range_arena_are_those_of_the_latest_run() -> None:
-    found = [
-        of((provider, ""), bench="lra_speed", task="text", pattern="dense", dropout_p=dropout, ms=ms, commit=commit)
-        for provider, dropout, ms, commit in (
-            ("materialized", 0.1, 50.0, "old"), ("blocksparse_flash", 0.1, 8.0, "new"), ("sdpa", 0.1, 6.0, "new"),
-            ("flex", 0.1, 10.0, "new"), ("blocksparse_flash", 0.0, 4.0, "new"),
-        )
-    ]  # fmt: skip
-    assert rows_of(tables.long_range_steps(frame(found))) == [
+    def steps(*lines: tuple[str, float, float, str], direction: str = "step") -> list[dict[str, Any]]:
+        facts = {"bench": "lra_speed", "task": "text", "pattern": "dense", "direction": direction}
+        return [
+            of((provider, ""), **facts, dropout_p=dropout, ms=ms, commit=commit)
+            for provider, dropout, ms, commit in lines
+        ]
+
+    launched = steps(
+        ("materialized", 0.1, 50.0, "old"), ("blocksparse_flash", 0.1, 8.0, "new"), ("sdpa", 0.1, 6.0, "new"),
+        ("flex", 0.1, 10.0, "new"), ("blocksparse_flash", 0.0, 4.0, "new"),
+    )  # fmt: skip
+    assert rows_of(tables.long_range_steps(frame(launched))) == [
         "| text | dense | 0.1 | 8.0 | 6.0 | 10.0 | 0.75 |", "| text | dense | 0 | 4.0 | - | - | - |",
     ]  # fmt: skip
+    assert "graph" not in tables.long_range_steps(frame(launched))
+    captured = steps(("blocksparse_flash", 0.1, 2.0, "new"), ("sdpa", 0.1, 3.0, "new"), direction="captured step")
+    both = tables.long_range_steps(frame([*launched, *captured]))
+    assert rows_of(both) == [
+        "| text | dense | 0.1 | 8.0 | 6.0 | 10.0 | 0.75 | 2.0 | 3.0 | - | 1.50 |",
+        "| text | dense | 0 | 4.0 | - | - | - | - | - | - | - |",
+    ]
+    assert "sdpa, graph" in both
     assert tables.long_range_steps(frame([])) == ""
 
 
