@@ -135,7 +135,10 @@ class SelectedPlan(NamedTuple):
 
 
 def axes_of_round(axes: int, n_rows: int, round_lines: int) -> int:
-    """Heads of which a round of a SelectedPlan may have lines. axes: batch * heads; n_rows: query blocks of a head."""
+    """Number of heads that may have lines in a round of a SelectedPlan.
+
+    axes: batch * heads; n_rows: query blocks of a head
+    """
     return min(axes, (round_lines - 1) // n_rows + 2)
 
 

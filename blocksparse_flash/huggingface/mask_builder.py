@@ -68,7 +68,7 @@ def _packed(function: MaskFunction, document: Tensor) -> MaskFunction:
 
 
 def _counts_within_documents(mask_function: Any) -> bool:
-    """Whether transformers made a mask function for packed documents, in each of which positions restart."""
+    """Whether transformers made a mask function for packed documents, where positions restart in each one."""
     from transformers import masking_utils
 
     if isinstance(mask_function, tuple):

@@ -49,7 +49,7 @@ class SelectedShapes(NamedTuple):
 
     @property
     def _round_axes(self) -> int:
-        """Heads of which a round may have lines."""
+        """Number of heads that may have lines in a round."""
         return axes_of_round(self.axes, self.n_rows, self.round_lines)
 
     @property

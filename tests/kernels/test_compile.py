@@ -99,7 +99,7 @@ SHARDS = {
     "forward_kernel": 4,
     "split_kv_kernel": 3, "paged_kernel": 2, "joint_kernel": 3, "keys_kernel": 2, "queries_kernel": 2,
 }  # fmt: skip
-# more for the targets of which `make test` compiles the first share
+# more for targets where `make test` compiles only the first share
 SHARDS_OF_INSTALLED = {
     "hopper_backward_kernel": 12, "hopper_forward_kernel": 12, **dict.fromkeys(FINE, 10),
     **dict.fromkeys(ALONE, 2), **dict.fromkeys(SELECTED, 6),

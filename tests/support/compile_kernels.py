@@ -488,7 +488,7 @@ def lost_operands(ptx: str, sass: str) -> int:
 def unwritten_registers(sass: str) -> int:
     """Number of reads of uniform registers, which hold addresses, that no earlier instruction writes: a bug of ptxas.
 
-    A copy is no read: ptxas may move a 64-bit address of which it has computed the low half alone. But the copy of an
+    A copy is no read: ptxas may move a 64-bit address before it has computed the high half. But the copy of an
     unwritten register is unwritten too, also in a general register.
     Matrix descriptors (gdesc) do not count: a product with its left operand in registers reads the last two of four.
     """

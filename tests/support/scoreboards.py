@@ -1,10 +1,10 @@
 """Finds instructions in SASS that do not wait for an earlier one: a bug of ptxas.
 
-Loads, stores and TMA read and write registers some time after they have been issued. The encoding of an instruction
-names up to two of six scoreboards, one that it releases when it has read its operands and one when it has written its
-results, and the scoreboards that it waits for (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via
-Microbenchmarking", arXiv:1804.06826, section 2). Registers that it uses before that hold the wrong values, but only
-if the earlier instruction is slow, as it is where two programs share an SM.
+Loads, stores and TMA read and write registers some time after they are issued. The encoding of an instruction names up
+to two of six scoreboards, one that it releases when it has read its operands and one when it has written its results,
+and the scoreboards that it waits for (Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking",
+arXiv:1804.06826, section 2). Without a wait, an instruction may read a register before it is written, or overwrite it
+before it is read. The fault shows only if the earlier instruction is slow, for example if two programs share an SM.
 
 The ptxas of Triton 3.6 does not always compile the same PTX to the same code. In one of two variants of
 selected_backward_kernel, the address of a load was overwritten before it was read.
@@ -16,7 +16,7 @@ import re
 import struct
 from typing import NamedTuple
 
-# results that arrive later are those of these instructions; they read uniform registers, but those of TMA, when issued
+# instructions whose results arrive later; they read uniform registers when issued, except those of TMA
 MEMORY = re.compile(
     r"(LD[GSLC]?|LDSM|ST[GSL]?|STSM|RED|ATOM[GS]?|S2U?R|SHFL|MUFU|I2F|F2I|UTM\w+|SYNCS|POPC|FLO|MATCH|BAR|MEMBAR|FENCE"
     r"|ERRBAR|CGAERRBAR|CCTL|DEPBAR|LDGSTS|LDGDEPBAR|REDUX)(\.|$)"

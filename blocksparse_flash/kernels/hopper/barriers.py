@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def allocate_mbarriers(LENGTH: gl.constexpr, COUNT: gl.constexpr):
-    """LENGTH mbarriers, each of whose phases completes after COUNT arrivals."""
+    """LENGTH mbarriers; a phase completes after COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [LENGTH, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LENGTH):
         mbarrier.init(barriers.index(i), count=COUNT)
@@ -39,7 +39,7 @@ class Pipeline(NamedTuple):
 
 @gluon.jit
 def allocate_pipeline(buffers, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The Pipeline of STAGES buffers, each of which CONSUMERS arrivals release."""
+    """The Pipeline of STAGES buffers; CONSUMERS arrivals release a buffer."""
     return Pipeline(buffers=buffers, full=allocate_mbarriers(STAGES, 1), empty=allocate_mbarriers(STAGES, CONSUMERS))
 
 

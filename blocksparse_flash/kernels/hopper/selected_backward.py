@@ -87,7 +87,7 @@ class Config(NamedTuple):
     programs: int
 
 
-# for key blocks of 128 keys at head_dim 128, and for others, of whose keys a program has 64
+# for key blocks of 128 keys at head_dim 128; and for others, where a program has 64 keys
 WIDE = Config(2, 3, 1, None, 240, 24, 1)
 NARROW = Config(1, 2, 1, 128, 232, 24, 2)
 

@@ -68,7 +68,7 @@ from .work_tiles import END, write_end
 
 # buffers of q
 STAGES = gl.constexpr(2)
-# registers per thread, on average over all warps, of which the producer has few
+# registers per thread: on average over all warps, and of the producer
 REGISTERS, PRODUCER_REGISTERS = 128, gl.constexpr(24)
 PROGRAMS_PER_SM = 2
 

@@ -282,7 +282,7 @@ def store_blocks(desc, buffer, slots, first_column=0):
 
 @gluon.jit
 def slots_of_part(slots, i_part, PARTS: gl.constexpr):
-    """Numbers of the partial results of one of PARTS programs, each of which has one for each query block."""
+    """Numbers of the partial results of program i_part of PARTS; each program has one per query block."""
     found = ()
     for i_block in gl.static_range(len(slots)):
         found = found + (slots[i_block] * PARTS + i_part,)  # type: ignore[assignment]  # noqa: RUF005

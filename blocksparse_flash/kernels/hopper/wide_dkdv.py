@@ -305,7 +305,7 @@ def store_sum(
     elif work_tile.i_block < 0:
         store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start)
     else:
-        # the block has 128 keys, of which this work tile is one half or the other
+        # the block has 128 keys; this work tile is one half of them
         first = SPLIT_OFFSET + kv_start % TILE * ROW
         p_split = ptrs.splits_ptr + (work_tile.i_block.to(gl.int64) * SPLIT_SIZE + first)
         store_split(p_split, b_sum, 0, ROW)

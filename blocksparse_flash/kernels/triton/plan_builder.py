@@ -368,7 +368,7 @@ def words_of_pairs(
     p_row, m_row, b_q, b_kv, b_first, b_stop, n_cols, q_len, kv_len,
     BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):
-    """Words of bitmasks: query b_q and the 32 keys from b_kv on, of which only b_first .. b_stop - 1 may be set.
+    """Words of bitmasks: query b_q and the 32 keys from b_kv on; only keys b_first .. b_stop - 1 may be set.
 
     p_row  the bits of the blocks that the query selects; none where masked out
     """

@@ -19,7 +19,7 @@ def code(name: str, n_lines: int = 12) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """80 packages with a file each, in every fourth of which there is also a copy of one vendored file."""
+    """80 packages with one file each; every fourth also has a copy of one vendored file."""
     for number in range(80):
         package = tmp_path / "site" / f"package{number}"
         package.mkdir(parents=True)

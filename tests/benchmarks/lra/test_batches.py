@@ -66,7 +66,7 @@ def test_stages_have_steps_of_their_own_size() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_like_lengths_come_together(workers: int) -> None:
-    """Every sample once, in batches of which none overlaps another one in length; the same ones wherever they begin."""
+    """Every sample once, in batches whose lengths do not overlap; the same batches wherever they begin."""
     rows = FreshRows([(0, SMALL)])
 
     def loaded(begin: int, count: int) -> list[batches.Batch]:

@@ -62,7 +62,7 @@ def test_a_first_result_comes_before_the_training(capsys: pytest.CaptureFixture[
     assert first_result.first_result(256)
     printed = capsys.readouterr().out
     assert "local | global_tokens on 256 tokens" in printed
-    # 4 x 4 blocks, of which the first row is stored as a whole
+    # 4 x 4 blocks; the first row is stored as a whole
     assert "\n####\n" in printed
     assert "gradients agree with plain PyTorch" in printed
 
