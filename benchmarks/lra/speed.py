@@ -216,6 +216,8 @@ def run(
             measure.release()
     for direction in DIRECTIONS if device.type == "cuda" else DIRECTIONS[:1]:
         if direction != DIRECTIONS[0]:
+            # measured of the launched steps
+            found = {provider: {**facts, "peak_bytes": None, "setup_ms": None} for provider, facts in found.items()}
             for provider in [*steps]:
                 try:
                     steps[provider] = captured(steps[provider])
