@@ -129,7 +129,7 @@ def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
 
 
 class Rows(NamedTuple):
-    """A layout on a device, of which the keys of single queries can be read there.
+    """A layout on a device, for reading the keys of single queries there.
 
     blocks    int64 (n_rows, n_cols): index into bitmasks
     bitmasks  int32 (distinct, block_q, words); the first two are empty and full

@@ -211,7 +211,7 @@ def offsets_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @tracing.untraced
 def jagged_layout(q: torch.Tensor, k: torch.Tensor, q_len: int, kv_len: int, *, causal: bool) -> BlockLayout:
-    """The layout of the sequences of jagged tensors, each of which attends to itself.
+    """The layout of the sequences of jagged tensors; each sequence attends to itself.
 
     q_len, kv_len  tokens of all sequences
     causal         aligned at the end of each sequence

@@ -265,7 +265,7 @@ def _wrap(module: nn.Module, layer: _Layer, *, is_shared: bool) -> None:
     is_shared  whether other modules have the same processor
     """
     if hasattr(module, _USE):
-        # of the module, or of the one of which it is a copy
+        # of the module, or of the module that it was copied from
         getattr(module, _USE)(module)
     # an earlier replacement, such as that of offloading; the class's own forward also works in copies of the module
     replaced, plain = module.__dict__.get("forward"), type(module).forward

@@ -352,7 +352,7 @@ def kv_steps(
 ):
     """(first, end, n_full): key steps first .. end - 1 of a tile row, the partial ones first.
 
-    Without a layout, the steps of a block of queries, of which those from n_full on are partial.
+    Without a layout: the steps of a block of queries; those from n_full on are partial.
     """
     n_full = 0
     if indices_ptr is None:
