@@ -294,8 +294,8 @@ def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
     return records.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
 
 
-def device_seed(seed: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """The seed as a tensor on the device; a host seed is written by a fill kernel, without synchronization."""
-    if seed is None or seed.device == device:
-        return seed
-    return torch.full((1,), int(seed.item()), dtype=torch.int64, device=device)
+def seed_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    """A dropout seed for `load_seed` of tile.py: a tensor of a GPU as it is, the value of one of the host."""
+    if seed is None:
+        return None, 0
+    return (None, int(seed.item())) if seed.is_cpu else (seed, 0)

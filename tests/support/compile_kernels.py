@@ -147,6 +147,7 @@ def run_both(
     group: int = 1,
     limited: bool = False,
     dropout_p: float = 0.0,
+    has_gpu_seed: bool = False,
     dlse: bool = False,
     backend: str = "triton",
     deterministic: bool = False,
@@ -167,6 +168,7 @@ def run_both(
     length   of the keys, and of the queries if q_len is None; with q_len only the forward runs
     group    query heads per KV head
     limited  whether there are kv_lengths
+    has_gpu_seed  whether kernels load the dropout seed; otherwise they get its value
     scores   score mods, in the words of `scores_of`
     rows, tokens, rounds  of selected key blocks: rows and tokens of a query block, and launches
     """
@@ -224,11 +226,15 @@ def run_both(
         inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
         hopper_backward.backward(inputs, *options, *needs_grad, deterministic=deterministic)
         return
-    out, lse = forward.forward(q, k, v, *options)
-    if q_len is not None:
-        return
-    inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)
-    backward.backward(inputs, *options, *needs_grad)
+    with contextlib.ExitStack() as stack:
+        if has_gpu_seed:
+            for module in (forward, backward):
+                stack.enter_context(mock.patch.object(module, "seed_arguments", lambda given: (given, 0)))
+        out, lse = forward.forward(q, k, v, *options)
+        if q_len is not None:
+            return
+        inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)
+        backward.backward(inputs, *options, *needs_grad)
 
 
 def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
@@ -735,7 +741,8 @@ def calls(arch: int) -> list[dict[str, Any]]:
     # a pair bias of each type, with and without the loop over the batches and heads that share it
     grid += [{"head_dim": head_dim, "dtype": half, "scores": "pairs"} for head_dim in (64, 128)]
     grid += [{"head_dim": 128, "dtype": half, "mode": "causal", "scores": "halfpairs"}]
-    grid += [{"head_dim": 64, "dtype": half, "scores": f"{EVERYTHING} pairs", "dropout_p": 0.1, "limited": True}]
+    everything = {"scores": f"{EVERYTHING} pairs", "dropout_p": 0.1, "limited": True}
+    grid += [{"head_dim": 64, "dtype": half, **everything, "has_gpu_seed": has} for has in (False, True)]
     grid += [{"head_dim": 64, "dtype": half, "mode": "fine", "scores": "halfpairs", "group": 4}]
     grid += [
         {"head_dim": 256, "dtype": half, "scores": "pairs"},

@@ -168,13 +168,20 @@ def main() -> None:
             with mock.patch.object(kernel_arguments, "MIN_TMA_ELEMENTS", min_elements):
                 run = forward.forward_launch.__wrapped__(specs, plan_specs, options)[-1]
             assert any(run._factories) == (min_elements == 0)
-            rest = (*tile_lists, *[None] * 6, out, lse)
+            rest = (*tile_lists, None, None, 0, *[None] * 4, out, lse)
             arguments = [(*call, *rest) for call in calls]
             check(recorder, run, arguments[0], arguments)
             # the recorder keeps its arguments
             with mock.patch.object(Recorder, "__call__", lambda *_: None):
                 check_keeps_no_tensors(run, shape, rest[:-2])
             recorder.calls.clear()
+
+        # seeds of the host, of 32 and of 64 bits
+        with mock.patch.object(kernel_arguments, "MIN_TMA_ELEMENTS", 1 << 40):
+            dropout = forward.forward_launch.__wrapped__(specs, plan_specs, options._replace(dropout_p=0.1))[-1]
+        arguments = [(*calls[0], *tile_lists, None, None, seed, *rest[-6:]) for seed in (3, 1, 16, -1, 1 << 40)]
+        check(recorder, dropout, arguments[0], arguments)
+        recorder.calls.clear()
 
         preprocess = backward_preprocess.preprocess_launch(out_spec, 256)
         arguments = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]

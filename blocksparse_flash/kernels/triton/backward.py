@@ -30,11 +30,11 @@ from ..arguments import (
     Shape,
     Tuning,
     constants,
-    device_seed,
     dropout_arguments,
     options_of,
     plan_specs_of,
     score_specs_of,
+    seed_arguments,
     softcap_arguments,
     strides_of,
     strides_of_records,
@@ -297,8 +297,8 @@ def backward(
     dout, dlse, q, k, v, out, lse = inputs
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    seed = device_seed(seed, q.device)
-    options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seed)
+    seeds = seed_arguments(seed)
+    options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seeds[0])
     slopes = rows = cols = pair_bias = sums = dslopes = dpair_bias = None
     if scores is not None:
         slopes, pair_bias = scores.alibi_slopes, scores.pair_bias
@@ -318,14 +318,14 @@ def backward(
         launches.joint(q, k, v, dout, lse_delta, *by_cols[:3], *by_rows, dq, dk, dv)
     else:
         if launches.keys is not None:
-            launches.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, seed, slopes, cols, pair_bias, dk, dv)
+            launches.keys(q, k, v, dout, lse_delta, *by_cols, kv_lengths, *seeds, slopes, cols, pair_bias, dk, dv)
         if launches.queries is not None:
             mods = slopes, rows, pair_bias
-            launches.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, *mods, dq, sums, dslopes)
+            launches.queries(q, k, v, dout, lse_delta, *by_rows, kv_lengths, *seeds, *mods, dq, sums, dslopes)
     if launches.pair_bias is not None:
         launch, memory = launches.pair_bias
         dpair_bias = empty(*memory)
-        launch(q, k, v, dout, lse_delta, *by_rows, kv_lengths, seed, slopes, rows, pair_bias, dpair_bias)
+        launch(q, k, v, dout, lse_delta, *by_rows, kv_lengths, *seeds, slopes, rows, pair_bias, dpair_bias)
     if scores is None:
         return dq, dk, dv
     delta = lse_delta[:, :, : q.shape[2], 1]

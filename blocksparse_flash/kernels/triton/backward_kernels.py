@@ -24,6 +24,7 @@ from .tile import (
     find_work_record,
     kept_pairs,
     kv_steps,
+    load_seed,
     load_tile,
     product,
     store_tile,
@@ -67,7 +68,7 @@ def keys_program(
     # program of this block
     pid,
     # inputs; tiles: the tile columns
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed,
     slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
@@ -160,7 +161,7 @@ def keys_program(
             )
             if C.DROPOUT:
                 m_kept = kept_pairs(
-                    seed_ptr, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True
+                    seed, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True
                 )
                 b_kept_p = tl.where(m_kept, b_p * factors.keep_scale, 0.0)
                 b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
@@ -185,7 +186,7 @@ def queries_program(
     # program of this block
     pid,
     # inputs; tiles: the tile rows
-    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed_ptr,
+    q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed,
     slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
     dq_ptr, sums_ptr, dslopes_ptr,
@@ -264,7 +265,7 @@ def queries_program(
             b_p = tl.where(m_pairs, b_p, 0.0)
         if C.DROPOUT:
             m_kept = kept_pairs(
-                seed_ptr, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False
+                seed, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False
             )
             b_dp = tl.where(m_kept, b_dp * factors.keep_scale, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
@@ -285,11 +286,14 @@ def queries_program(
         tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+@triton.jit(
+    do_not_specialize=["seed", "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"]
+)
 def keys_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
+    slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     dk_ptr, dv_ptr,
     # arguments.Strides
@@ -303,18 +307,22 @@ def keys_kernel(
     keys_program(
         tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
         tiles=TileLists(records_ptr, indices_ptr, ids_ptr, words_ptr),
-        kv_lengths_ptr=kv_lengths_ptr, seed_ptr=seed_ptr, slopes_ptr=slopes_ptr, tables_ptr=tables_ptr,
-        pair_bias_ptr=pair_bias_ptr, dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
+        kv_lengths_ptr=kv_lengths_ptr, seed=load_seed(seed_ptr, seed) if C.DROPOUT else None,
+        slopes_ptr=slopes_ptr, tables_ptr=tables_ptr, pair_bias_ptr=pair_bias_ptr,
+        dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
         sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
         factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
 
 
-@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"])
+@triton.jit(
+    do_not_specialize=["seed", "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"]
+)
 def queries_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
+    slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     dq_ptr, sums_ptr, dslopes_ptr,
     # arguments.Strides
@@ -328,8 +336,9 @@ def queries_kernel(
     queries_program(
         tl.program_id(0), q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
         tiles=TileLists(records_ptr, indices_ptr, ids_ptr, words_ptr),
-        kv_lengths_ptr=kv_lengths_ptr, seed_ptr=seed_ptr, slopes_ptr=slopes_ptr, tables_ptr=tables_ptr,
-        pair_bias_ptr=pair_bias_ptr, dq_ptr=dq_ptr, sums_ptr=sums_ptr, dslopes_ptr=dslopes_ptr, strides=strides,
+        kv_lengths_ptr=kv_lengths_ptr, seed=load_seed(seed_ptr, seed) if C.DROPOUT else None,
+        slopes_ptr=slopes_ptr, tables_ptr=tables_ptr, pair_bias_ptr=pair_bias_ptr,
+        dq_ptr=dq_ptr, sums_ptr=sums_ptr, dslopes_ptr=dslopes_ptr, strides=strides,
         sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
         factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
@@ -355,7 +364,7 @@ def joint_kernel(
         keys_program(
             pid, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
             tiles=TileLists(col_records_ptr, col_indices_ptr, col_ids_ptr, words_ptr),
-            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None, pair_bias_ptr=None,
+            kv_lengths_ptr=None, seed=None, slopes_ptr=None, tables_ptr=None, pair_bias_ptr=None,
             dk_ptr=dk_ptr, dv_ptr=dv_ptr, strides=strides,
             sizes=Sizes(n_heads, n_batch_heads, n_cols, q_len, kv_len, n_padded),
             factors=Factors(scale_log2, scale, 0, 1.0, None), C=KEYS,
@@ -364,7 +373,7 @@ def joint_kernel(
         queries_program(
             pid - n_keys, q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
             tiles=TileLists(row_records_ptr, row_indices_ptr, row_ids_ptr, words_ptr),
-            kv_lengths_ptr=None, seed_ptr=None, slopes_ptr=None, tables_ptr=None, pair_bias_ptr=None,
+            kv_lengths_ptr=None, seed=None, slopes_ptr=None, tables_ptr=None, pair_bias_ptr=None,
             dq_ptr=dq_ptr, sums_ptr=None, dslopes_ptr=None,
             strides=Strides(
                 strides.q, strides.k, strides.v, strides.dout, row_record_strides, None, None, None, None, None, None

@@ -27,12 +27,12 @@ from ..arguments import (
     Tuning,
     columns_of_values,
     constants,
-    device_seed,
     dropout_arguments,
     options_of,
     plan_specs_of,
     scale_log2,
     score_specs_of,
+    seed_arguments,
     sign,
     softcap_arguments,
     strides_of,
@@ -53,6 +53,7 @@ from .tile import (
     find_work_record,
     kept_pairs,
     kv_steps,
+    load_seed,
     load_tile,
     product,
     softmax_step,
@@ -104,10 +105,10 @@ def narrow_pays(q_len: int, n_batch_heads: int, options: Options, *, has_layout:
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "threshold"])
 def forward_kernel(
     # inputs
-    q_ref, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr,
+    q_ref, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
     sinks_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
     # outputs, contiguous
     out_ptr, lse_ptr,
@@ -151,6 +152,8 @@ def forward_kernel(
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head)
+    if C.DROPOUT:
+        b_seed = load_seed(seed_ptr, seed)
     factor = 1.0 if C.CHANGED else scale_log2
     slope = load_slope(slopes_ptr, i_head)
 
@@ -184,7 +187,7 @@ def forward_kernel(
             b_scores = tl.where(m_kv[None, :], b_scores, float("-inf"))
         b_p, b_max, b_sum, b_out, b_lost = softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost)
         if C.DROPOUT:
-            m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+            m_kept = kept_pairs(b_seed, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
             b_p = tl.where(m_kept, b_p, 0.0)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(
@@ -264,8 +267,8 @@ def forward(
         return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
-    seed = device_seed(seed, q.device)
-    options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seed)
+    seeds = seed_arguments(seed)
+    options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seeds[0])
     added: tuple[torch.Tensor | None, ...] = (None, None, None, None)
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True), scores.pair_bias
@@ -274,5 +277,5 @@ def forward(
     out_memory, lse_memory, launch = forward_launch(specs or specs_of(q, k, v), plan_specs_of(lists), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)
-    launch(q, k, v, *lists, kv_lengths, seed, *added, out, lse)
+    launch(q, k, v, *lists, kv_lengths, *seeds, *added, out, lse)
     return out, lse

@@ -23,6 +23,7 @@ from .tile import (
     clamped_kv_len,
     find_line_record,
     kept_pairs,
+    load_seed,
     load_tile,
     product,
 )
@@ -58,11 +59,12 @@ def find_tile(indices_ptr, p_record, i_col):
     return tl.max(found, 0)
 
 
-@triton.jit(do_not_specialize=["n_batch", "n_heads", "q_len", "kv_len", "n_padded", "threshold"])
+@triton.jit(do_not_specialize=["seed", "n_batch", "n_heads", "q_len", "kv_len", "n_padded", "threshold"])
 def pair_bias_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
-    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
+    records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
+    slopes_ptr, tables_ptr, pair_bias_ptr,
     # output, contiguous
     dpair_bias_ptr,
     # arguments.Strides
@@ -100,6 +102,8 @@ def pair_bias_kernel(
         pair_bias_ptr, strides, first_batch, first_head, q_start, kv_start, q_len, kv_len, BLOCK_Q, BLOCK_KV, False
     )
     b_sum = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    if C.DROPOUT:
+        b_seed = load_seed(seed_ptr, seed)
     for i_member in tl.range(0, batches * heads):
         i_batch = first_batch + i_member // heads
         i_head = first_head + i_member % heads
@@ -153,7 +157,7 @@ def pair_bias_kernel(
             )
             b_dp = product(b_dout, tl.trans(b_v), PRECISION)
             if C.DROPOUT:
-                m_kept = kept_pairs(seed_ptr, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+                m_kept = kept_pairs(b_seed, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
                 b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
             b_sum += b_p * (b_dp - b_delta[:, None])
 

@@ -295,12 +295,20 @@ def bitmask_pairs(
 
 
 @triton.jit
+def load_seed(seed_ptr, seed):
+    """The dropout seed, int64: of a tensor on the GPU, or the integer of a call whose seed is on the host."""
+    # the interpreter passes small integers as int32
+    return seed.to(tl.int64) if seed_ptr is None else tl.load(seed_ptr)
+
+
+@triton.jit
 def kept_pairs(
-    seed_ptr, threshold, i_batch, i_head, q_start, kv_start,
+    seed, threshold, i_batch, i_head, q_start, kv_start,
     ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, COLS] bool, or TRANSPOSED: the pairs that dropout keeps. Philox 4x32-7 with the counter of philox.py.
 
+    seed        int64
     threshold   of philox.py
     ROWS, COLS  multiples of 16 and 32
     """
@@ -316,7 +324,7 @@ def kept_pairs(
         o_kv = (kv_start // 4 + tl.arange(0, COLS // 4))[None, :]
         o_q = o_q[:, None]
         o_zero = tl.zeros([ROWS // 2, COLS // 4], tl.int32)
-    b_0, b_1, b_2, b_3 = tl.philox(tl.load(seed_ptr), o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero, 7)
+    b_0, b_1, b_2, b_3 = tl.philox(seed, o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero, 7)
     # [.., bit 3 of the key, bit 3 of the query]
     b_words = tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3))
     if TRANSPOSED:

@@ -1,4 +1,4 @@
-"""tile.add_product sums many products with Kahan compensation."""
+"""tile.add_product sums many products with Kahan compensation; dropout takes a seed by value or by address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402
 
+from blocksparse_flash.kernels.inputs import BackwardInputs  # noqa: E402
+from blocksparse_flash.kernels.triton import backward, forward  # noqa: E402
 from blocksparse_flash.kernels.triton.tile import add_product  # noqa: E402
 
 
@@ -32,3 +34,22 @@ def test_a_compensated_sum_of_ieee_products_is_off_by_about_one_rounding(device:
         plain += step.float()
     errors = [((each.double() - 300 * step).abs() / (300 * step)).max() for each in (found, plain)]
     assert errors[0] < 3e-7 and errors[1] > 3e-6, errors
+
+
+@pytest.mark.parametrize("seed", [7, -1, 0x299F31D0A4093822])
+def test_a_seed_by_value_drops_the_pairs_of_the_same_seed_in_memory(
+    seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 70, 16, generator=generator).to(device) for _ in range(4))
+
+    def results(dropout_seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        options = [], None, dropout_seed, 0.25, False, 0.5
+        out, lse = forward.forward(q, k, v, *options)
+        return out, *backward.backward(BackwardInputs(dout, None, q, k, v, out, lse), *options)
+
+    by_value = results(torch.tensor([seed]))
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "seed_arguments", lambda given: (given, 0))
+    for found, expected in zip(results(torch.tensor([seed], device=device)), by_value, strict=True):
+        assert torch.equal(found, expected)
