@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,8 +134,42 @@ class ExampleRows:
         return _batch(tokens, lengths, np.array([example.label for example in examples]), places)
 
 
+SYMMETRIES = 8
+
+
+def _symmetries(side: int) -> np.ndarray:
+    """(8, side * side): where each pixel of a square image comes from, for quarter turns of it and of its transpose."""
+    pixels = np.arange(side * side).reshape(side, side)
+    return np.stack([np.rot90(way, turns).reshape(-1) for way in (pixels, pixels.T) for turns in range(4)])
+
+
+@dataclass(frozen=True)
+class SymmetricRows:
+    """Square images in their eight symmetries: sample len(rows) v + n is sample n of rows in its v-th; v = 0 leaves it.
+
+    rows  images of side x side pixels, whose labels do not depend on direction
+    """
+
+    rows: RecordRows | ExampleRows
+    side: int
+    _sources: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sources", _symmetries(self.side))
+
+    def __len__(self) -> int:
+        return SYMMETRIES * len(self.rows)
+
+    def take(self, places: np.ndarray) -> Batch:
+        """Places of the batch are those in rows."""
+        versions, places = np.divmod(places, len(self.rows))
+        batch = self.rows.take(places)
+        tokens = np.take_along_axis(batch.tokens.numpy(), self._sources[versions][:, None], axis=2)
+        return batch._replace(tokens=torch.from_numpy(tokens))
+
+
 # samples that are read in batches
-Rows = RecordRows | FreshRows | PairRows | ExampleRows
+Rows = RecordRows | FreshRows | PairRows | ExampleRows | SymmetricRows
 
 
 @dataclass(frozen=True)
@@ -169,6 +203,7 @@ class Steps:
     """Places of the samples of step first_step, first_step + 1, ... without end.
 
     n           samples, each once per epoch in a random order; None: 0, 1, 2, ... without end
+    n_versions  of each of the n samples: an epoch has a random one of each. Version v of sample i is at n v + i
     batch_size  samples of a step, of all processes together
     stages      (samples, batch_size) of the first steps, where n is None: samples in steps of another size
     rank, world  index and number of processes; each takes every world-th sample of a step
@@ -177,6 +212,7 @@ class Steps:
     n: int | None
     batch_size: int
     seed: int
+    n_versions: int = 1
     first_step: int = 0
     stages: Sequence[tuple[int, int]] = ()
     rank: int = 0
@@ -208,7 +244,10 @@ class Steps:
     def _epoch(self, epoch: int) -> list[list[int]]:
         """Places of all steps of an epoch."""
         assert self.n is not None
-        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        stream = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(self.n, generator=stream)
+        if self.n_versions > 1:
+            order += self.n * torch.randint(self.n_versions, (self.n,), generator=stream)
         return [places.tolist() for places in order.split(self.batch_size)][: self.n // self.batch_size]
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -13,7 +13,7 @@ import lightning
 from torch.utils.data import DataLoader
 
 from . import batches, listops, pathfinder, released, sets, sources, stand_ins
-from .batches import Batch, ExampleRows, FreshRows, PairRows, RecordRows, Rows
+from .batches import SYMMETRIES, Batch, ExampleRows, FreshRows, PairRows, RecordRows, Rows, SymmetricRows
 from .tasks import Sizes, Task, find
 
 SPLITS = ("train", "validation", "test")
@@ -103,6 +103,8 @@ class LraData(lightning.LightningDataModule):
     workers     processes that draw or read samples; None is one per core but one
     reading     how the released files are read
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
+    augmentation  "symmetries": each epoch flips and turns every stored training image of Pathfinder at random, into one
+                of the eight symmetries of the square. Validation and test images are left as they are
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class LraData(lightning.LightningDataModule):
         reading: released.Reading | None = None,
         workers: int | None = None,
         n_together: int = 1,
+        augmentation: Literal["symmetries"] | None = None,
     ) -> None:
         super().__init__()
         self.task, self.source, self.root, self.seed = find(task), source, Path(root), seed
@@ -141,6 +144,15 @@ class LraData(lightning.LightningDataModule):
         if reading is not None and source != "official":
             raise ValueError(f'reading is only for released files (source="official"), got source={source!r}')
         self.reading = released.Reading() if reading is None else reading
+        if augmentation not in (None, "symmetries"):
+            raise ValueError(f"augmentation must be 'symmetries' or None, got {augmentation!r}")
+        if augmentation is not None and not is_path:
+            raise ValueError(
+                f"augmentation is only for Pathfinder, whose labels do not depend on direction, got task={task!r}"
+            )
+        if augmentation is not None and source == "fresh":
+            raise ValueError('augmentation is only for stored training images, got source="fresh", which repeats none')
+        self.augmentation = augmentation
         self.workers = max(0, (os.cpu_count() or 1) - 1) if workers is None else workers
         self.n_together = n_together
         self.rows: dict[str, Rows] = {}
@@ -148,12 +160,13 @@ class LraData(lightning.LightningDataModule):
     @property
     def description(self) -> str:
         """Description of the data in results."""
-        return {
+        described = {
             "generated": sources.ORIGIN,
             "fresh": f"trained on samples drawn during training; all data {sources.ORIGIN}",
             "official": ", ".join(["official release", *(f"{key}={to}" for key, to in self.reading.changes.items())]),
             "stand-in": stand_ins.WARNING,
         }[self.source]
+        return described if self.augmentation is None else f"{described}; training images flipped and turned"
 
     def _generator(self, split: str) -> sources.Source:
         return generator_of(self.task, self.rules, seed=self.test_seed if split == "test" else self.seed)
@@ -222,7 +235,7 @@ class LraData(lightning.LightningDataModule):
         n = None if self.source == "fresh" else len(self.rows["train"])
         return batches.Steps(
             n=n, batch_size=self.batch_size, seed=self.order_seed, first_step=first_step * accumulated,
-            stages=self._sizes_of_stages(), **self._place(),
+            stages=self._sizes_of_stages(), n_versions=1 if self.augmentation is None else SYMMETRIES, **self._place(),
         )  # fmt: skip
 
     def samples(self, steps: int) -> int:
@@ -232,8 +245,12 @@ class LraData(lightning.LightningDataModule):
 
     def train_dataloader(self) -> Iterable[Batch]:
         steps = self._steps(0 if self.trainer is None else self.trainer.global_step)
+        rows = self.rows["train"]
+        if self.augmentation is not None:
+            assert self.task.grid is not None and isinstance(rows, RecordRows | ExampleRows)
+            rows = SymmetricRows(rows, self.task.grid[0])
         return batches.TrainingLoader(
-            rows=self.rows["train"], steps=steps, cut=self.cut, workers=self.workers, n_together=self.n_together
+            rows=rows, steps=steps, cut=self.cut, workers=self.workers, n_together=self.n_together
         )
 
     def _evaluation(self, split: str) -> DataLoader[Batch]:

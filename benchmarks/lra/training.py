@@ -252,7 +252,7 @@ class Experiment(lightning.LightningModule):
         settings = {**asdict(self.model.architecture), **asdict(recipe)}
         if recipe.schedule not in ("rsqrt", "constant") and recipe.last_step is None:
             settings["last_step"] = self.trainer.max_steps
-        return {**settings, "seed": data.order_seed, "samples": data.samples(step)}
+        return {**settings, "seed": data.order_seed, "samples": data.samples(step), "augmentation": data.augmentation}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"], checkpoint["settings"] = self.task.name, self._settings(self.global_step)

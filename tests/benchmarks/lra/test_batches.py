@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import batches, listops, pathfinder
-from benchmarks.lra.batches import ExampleRows, FreshRows, PairRows, RecordRows, Steps
+from benchmarks.lra.batches import ExampleRows, FreshRows, PairRows, RecordRows, Steps, SymmetricRows
 from benchmarks.lra.released import Example
 from benchmarks.lra.sources import ListOpsSource, PathfinderSource
 
@@ -132,6 +132,37 @@ def test_a_fresh_stream_goes_through_its_stages() -> None:
         len(rows)
     with pytest.raises(ValueError, match="stages must be one or more"):
         FreshRows([])
+
+
+def test_an_epoch_has_each_sample_in_one_random_version() -> None:
+    """The order of the samples is the same as without versions."""
+    plain, steps = (Steps(n=400, batch_size=100, seed=3, n_versions=versions) for versions in (1, 8))
+    epochs = [np.array(first(steps, 8)).reshape(2, 400), np.array(first(plain, 8)).reshape(2, 400)]
+    versions = epochs[0] // 400
+    assert (epochs[0] % 400 == epochs[1]).all()
+    # 50 of each are expected, with a standard deviation of 6.6
+    assert all((np.bincount(epoch, minlength=8) > 20).all() and len(np.bincount(epoch)) == 8 for epoch in versions)
+    # other versions of the same samples in the next epoch: an eighth agree by chance
+    assert 20 < (versions[0][epochs[1][0].argsort()] == versions[1][epochs[1][1].argsort()]).sum() < 90
+    assert first(Steps(n=400, batch_size=100, seed=3, n_versions=8, first_step=5), 3) == first(steps, 8)[5:]
+    assert first(Steps(n=400, batch_size=100, seed=4, n_versions=8), 8) != first(steps, 8)
+
+
+def test_versions_of_an_image_are_the_symmetries_of_the_square() -> None:
+    records = PathfinderSource(pathfinder.preset(32, contour_length=6)).draw("train", np.arange(3))
+    rows = SymmetricRows(RecordRows(records), 32)
+    assert len(rows) == 24
+    batch = rows.take(np.arange(24))
+    image = records[1]["image"]
+    found = [batch.tokens[3 * version + 1, 0].view(32, 32).numpy() for version in range(8)]
+    expected = [np.rot90(way, turns) for way in (image, image.T) for turns in range(4)]
+    assert (found[0] == image).all() and all((one == other).all() for one, other in zip(found, expected, strict=True))
+    assert len({version.tobytes() for version in found}) == 8
+    assert batch.labels.tolist() == records["label"].tolist() * 8
+    # places and lengths are those of the stored samples
+    assert batch.places.tolist() == [0, 1, 2] * 8
+    assert batch.tokens.shape == (24, 1, 1024) and batch.tokens.dtype == torch.uint8
+    assert batch.lengths.tolist() == [[1024]] * 24
 
 
 def test_examples_are_padded_and_cut() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 pytest.importorskip("numba", reason="needs the extra [lra]")
@@ -74,6 +76,39 @@ def test_a_changed_task_is_changed_in_every_split_and_not_long_range_arena(root:
         assert (next(iter(loader)).tokens[:, 0].numpy() == expected.reshape(4, -1)).all()
     assert Rules().are_published
     assert not Rules(changes={"margins": [2]}).are_published
+
+
+def augmented(source: str, root: Path, folder: Path) -> LraData:
+    """Data whose training images are flipped and turned; the released files are of contours of 6."""
+    if source == "generated":
+        return data("pathfinder32", root, rules=Rules(contour_length=6), augmentation="symmetries")
+    put_pathfinder(folder / "pathfinder32" / "curv_contour_length_14", 100)
+    module = LraData("pathfinder32", "official", root=folder, batch_size=4, workers=0, augmentation="symmetries")
+    module.setup("fit")
+    return module
+
+
+@pytest.mark.parametrize("source", ["generated", "official"])
+def test_only_training_images_are_flipped_and_turned(source: str, root: Path, tmp_path: Path) -> None:
+    module = augmented(source, root, tmp_path)
+    n, rows = len(module.rows["train"]), module.rows["train"]
+    batches = list(itertools.islice(module.train_dataloader(), n // 4))
+    places = np.concatenate([batch.places.numpy() for batch in batches])
+    # an epoch: no stored image twice
+    assert len(set(places.tolist())) == n // 4 * 4
+    versions = []
+    for batch in batches[:20]:
+        stored = rows.take(batch.places.numpy())
+        assert torch.equal(batch.labels, stored.labels)
+        for changed, image in zip(batch.tokens.view(-1, 32, 32), stored.tokens.view(-1, 32, 32), strict=True):
+            ways = [torch.rot90(way, turns) for way in (image, image.T) for turns in range(4)]
+            (version,) = (version for version, way in enumerate(ways) if torch.equal(way, changed))
+            versions.append(version)
+    assert len(set(versions)) == 8
+    for split, loaders in (("validation", [module.val_dataloader()]), ("test", module.test_dataloader())):
+        for batch in itertools.islice(loaders[0], 5):
+            assert torch.equal(batch.tokens, module.rows[split].take(batch.places.numpy()).tokens)
+    assert module.description.endswith("; training images flipped and turned")
 
 
 def test_released_files_are_read(tmp_path: Path) -> None:
@@ -144,6 +179,15 @@ def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -
         (lambda: LraData("listop"), "task must be one of listops, "),
         (lambda: generator_of(find("text"), Rules()), 'cannot be generated: source="official" reads its files'),
         (lambda: LraData("listops", rules=Rules(stages=[Stage(1, {})])), 'source="fresh" uses them'),
+        (
+            lambda: LraData("image", "official", augmentation="symmetries"),
+            "augmentation is only for Pathfinder, .*'image'",
+        ),
+        (
+            lambda: LraData("pathx", "fresh", augmentation="symmetries"),
+            "augmentation is only for stored training images",
+        ),
+        (lambda: LraData("pathx", augmentation="flips"), "augmentation must be 'symmetries' or None, got 'flips'"),
         (lambda: LraData("listops-small", "official").setup("fit"), "has no released files"),
         (lambda: LraData("listops", "stand-in").setup("fit"), "has no stand-in"),
         (

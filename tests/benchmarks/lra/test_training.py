@@ -135,8 +135,9 @@ def last(folder: Path) -> dict[str, Any]:
             marks=pytest.mark.thorough,
         ),
         {"trainer": {"callbacks": [{"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}]}},
+        {"data": {"task": "pathfinder32", "rules": {"contour_length": 6}, "augmentation": "symmetries"}},
     ],
-    ids=["classify", "fresh", "guess", "averaged"],
+    ids=["classify", "fresh", "guess", "averaged", "augmented"],
 )
 def test_an_interrupted_run_has_the_loss_curve_of_a_whole_one(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
@@ -273,6 +274,16 @@ def test_a_folder_is_trained_by_one_process(tmp_path: Path, root: Path, monkeypa
     monkeypatch.setattr(checkpoints, "locked", refuse)
     with pytest.raises(SystemExit, match=f"process 123 trains in {re.escape(str(tmp_path))}"):
         run(tmp_path, root)
+
+
+def test_a_training_goes_on_only_with_the_same_augmentation(tmp_path: Path, root: Path) -> None:
+    images = {"task": "pathfinder32", "rules": {"contour_length": 6}}
+    limited = {"max_steps": 1, "limit_val_batches": 0}
+    run(tmp_path, root, data=images, trainer=limited)
+    with pytest.raises(ValueError, match=r"in its 1 steps: augmentation None, not 'symmetries'\. Set these"):
+        run(
+            tmp_path, root, "fit", "--ckpt_path", "last", data={**images, "augmentation": "symmetries"}, trainer=limited
+        )
 
 
 def test_a_training_neither_replaces_another_nor_continues_one_with_other_settings(tmp_path: Path, root: Path) -> None:
