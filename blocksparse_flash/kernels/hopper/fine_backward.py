@@ -61,9 +61,9 @@ from .fine_tiles import (
 )
 from .registers import accumulator, store_split
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
-from .tma import DescriptorFactory, tma_padded_memory, tma_store, to_tma_loadable
+from .tma import DescriptorFactory, tma_load, tma_padded_memory, tma_store, to_tma_loadable
 
-# buffers of q and dO in the kernel for dk and dv
+# steps whose loads are in flight or in use
 STAGES = gl.constexpr(2)
 # registers per thread of the kernels for (dk and dv, dq), by padded head dimension: they bound the programs per SM
 REGISTERS = {128: (255, 168), 64: (168, 128)}
@@ -101,7 +101,11 @@ class Pointers(NamedTuple):
 
 
 class ColBuffers(NamedTuple):
-    """Shared memory: k, v of the tile column; q, dout of STAGES steps, and the mbarriers of their loads."""
+    """Shared memory: k, v of the tile column; q, dout, lse, delta of STAGES steps, and the mbarriers of their loads.
+
+    lse, delta and their mbarriers are None in a gathered plan, whose pieces of 64 bytes TMA cannot place side by side
+    (its addresses in shared memory are multiples of 128 bytes).
+    """
 
     k: Any
     v: Any
@@ -109,13 +113,44 @@ class ColBuffers(NamedTuple):
     dout: Any
     q_full: Any
     dout_full: Any
+    lse: Any
+    delta: Any
+    lse_full: Any
+    delta_full: Any
 
 
 @gluon.jit
-def load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, is_wanted):
-    """Starts the loads of q and dO of a step into a stage."""
+def load_queries(descs, buffers, i_batch, i_head, o_head, starts, stage, is_wanted):
+    """Starts the loads of a step into a stage.
+
+    descs   of q, dO, lse and delta
+    o_head  offset of the head in lse and delta
+    """
+    q_desc, dout_desc, lse_desc, delta_desc = descs
     load_step(q_desc, buffers.q.index(stage), buffers.q_full.index(stage), i_batch, i_head, starts, is_wanted)
-    load_step(dout_desc, buffers.dout.index(stage), buffers.dout_full.index(stage), i_batch, i_head, starts, is_wanted)
+    load_step(
+        dout_desc, buffers.dout.index(stage), buffers.dout_full.index(stage), i_batch, i_head, starts, is_wanted,
+        IS_FREE=True,
+    )  # fmt: skip
+    if lse_desc is not None:
+        # 2^31 queries do not fit into the memory of a GPU
+        o_line = (o_head + starts[0]).to(gl.int32)
+        load_line(lse_desc, buffers.lse.index(stage), buffers.lse_full.index(stage), o_line, is_wanted)
+        load_line(delta_desc, buffers.delta.index(stage), buffers.delta_full.index(stage), o_line, is_wanted)
+
+
+@gluon.jit
+def load_line(desc, buffer, full, o_line, is_wanted):
+    """Starts the load of lse or delta of 64 queries into a buffer that no warp reads any more."""
+    mbarrier.expect(full, desc.block_type.nbytes, pred=is_wanted)
+    tma_load(desc, [o_line], full, buffer, pred=is_wanted)
+
+
+@gluon.jit
+def wait_for_line(buffers, full, stage, phase, layout: gl.constexpr):
+    """lse or delta of the queries of a step."""
+    mbarrier.wait(full.index(stage), phase)
+    return buffers.index(stage).load(layout)
 
 
 @gluon.jit
@@ -150,9 +185,7 @@ def add_dkdv(
     mbarrier.wait(buffers.dout_full.index(stage), phase)
     v_tile = buffers.v.reshape([SIDE, DIM_V])
     dp_token = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    if len(starts) == 1:
-        o_line = (o_head + starts[0]) + o_q
-    else:
+    if buffers.lse is None:
         # empty tiles of a step have negative starts; read the last tile's LSE instead, which is never empty
         starts = (
             gl.where(starts[0] < 0, starts[3], starts[0]),
@@ -161,11 +194,12 @@ def add_dkdv(
             starts[3],
         )
         o_line = o_head + positions(starts, o_q)
-    b_lse = gl.load(ptrs.lse_ptr + o_line)
-    b_delta = gl.load(ptrs.delta_ptr + o_line)
+        b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
     o_query = positions(starts, o_q) + (kv_ahead - kv_start)
     b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_kv, o_query)
+    if buffers.lse is not None:
+        b_lse = wait_for_line(buffers.lse, buffers.lse_full, stage, phase, gl.SliceLayout(0, score_layout))
     b_scores = b_scores - gl.expand_dims(b_lse, 0)
     if MASKED and GATHERED:
         words = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_kv, GATHERED)
@@ -176,6 +210,8 @@ def add_dkdv(
     if MASKED and not GATHERED:
         i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         b_p = gl.where(transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, o_q, SIDE), b_p, 0.0)
+    if buffers.delta is not None:
+        b_delta = wait_for_line(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype)
     dv_token = warpgroup_mma(
@@ -193,8 +229,8 @@ def add_dkdv(
     ]
 )  # fmt: skip
 def fine_dkdv_kernel(
-    # TMA descriptors; Pointers
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, ptrs,
+    # TMA descriptors, None of lse and delta in a gathered plan; Pointers
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
     # sizes, see Lines; heads are those of the keys; n_padded: queries per head in lse and delta
@@ -217,6 +253,10 @@ def fine_dkdv_kernel(
         dout=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM_V], dout_desc.layout),
         q_full=allocate_mbarriers(STAGES, 1),
         dout_full=allocate_mbarriers(STAGES, 1),
+        lse=None if lse_desc is None else gl.allocate_shared_memory(gl.float32, [STAGES, SIDE], lse_desc.layout),
+        delta=None if lse_desc is None else gl.allocate_shared_memory(gl.float32, [STAGES, SIDE], lse_desc.layout),
+        lse_full=None if lse_desc is None else allocate_mbarriers(STAGES, 1),
+        delta_full=None if lse_desc is None else allocate_mbarriers(STAGES, 1),
     )
     fence_async_shared()
     lines = Lines(
@@ -240,6 +280,7 @@ def fine_dkdv_kernel(
         zero_rows_from(buffers.v.reshape([SIDE, DIM_V]), (kv_start,), kv_limit)
     b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     b_dv = gl.zeros([SIDE, DIM_V], gl.float32, accumulator(DIM_V))
+    descs = (q_desc, dout_desc, lse_desc, delta_desc)
     # steps so far, of all heads: they choose the stage
     n_done = 0
     for i_group_head in range(GROUP):
@@ -257,7 +298,7 @@ def fine_dkdv_kernel(
             # steps past the end are those of other tile columns, or padding
             starts = starts_of(ptrs.indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
             stage = (n_done + i) % STAGES
-            load_queries(q_desc, dout_desc, buffers, i_batch, i_head, starts, stage, i < n_steps)
+            load_queries(descs, buffers, i_batch, i_head, o_head, starts, stage, i < n_steps)
         # partial steps, then full ones: two loops, so that full steps pay for no mask
         for FULL in gl.static_range(2):
             for i in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
@@ -269,7 +310,7 @@ def fine_dkdv_kernel(
                     b_dk, b_dv, buffers, ptrs, mods, slope, o_head, starts, begin + i, kv_start, kv_ahead, kv_limit,
                     stage, phase, MASKED=not FULL, GATHERED=GATHERED,
                 )  # fmt: skip
-                load_queries(q_desc, dout_desc, buffers, i_batch, i_head, next_starts, stage, has_more)
+                load_queries(descs, buffers, i_batch, i_head, o_head, next_starts, stage, has_more)
         n_done += n_steps
     if work_tile.i_split < 0:
         # every warp has read the keys and values
@@ -290,7 +331,7 @@ def fine_dkdv_kernel(
 
 
 class RowBuffers(NamedTuple):
-    """Shared memory: q, dout of the tile row; k, v of one step, and the mbarriers of their loads."""
+    """Shared memory: q, dout of the tile row; k, v of STAGES steps, and the mbarriers of their loads."""
 
     q: Any
     dout: Any
@@ -305,25 +346,27 @@ def add_dq(
     b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_start, i_batch, i_kv_head, starts, next_starts,
     i_entry, i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """dq plus the contribution of one step of 64 keys; starts the loads of the next.
+    """dq plus the contribution of one step of 64 keys; starts the loads of the step that takes its buffers.
 
-    Arguments as of fine_forward.step.
+    Arguments as of fine_forward.step, but next_starts are those of the step STAGES later.
     """
     DIM: gl.constexpr = buffers.q.shape[3]
     DIM_V: gl.constexpr = buffers.dout.shape[3]
     dtype: gl.constexpr = buffers.q.dtype
     score_layout: gl.constexpr = accumulator(SIDE)
     dq_layout: gl.constexpr = accumulator(DIM)
-    has_next = i_step + 1 < n_steps
+    stage, phase = i_step % STAGES, i_step // STAGES & 1
+    k_buffer, v_buffer = buffers.k.index(stage), buffers.v.index(stage)
+    k_full, v_full = buffers.k_full.index(stage), buffers.v_full.index(stage)
     o_kv = gl.arange(0, SIDE, layout=gl.SliceLayout(0, score_layout))
     if MASKED:
         o_q = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
         bitmask = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_q, GATHERED)
-    q_tile, k_tile = buffers.q.reshape([SIDE, DIM]), buffers.k.reshape([SIDE, DIM])
-    dout_tile, v_tile = buffers.dout.reshape([SIDE, DIM_V]), buffers.v.reshape([SIDE, DIM_V])
+    q_tile, k_tile = buffers.q.reshape([SIDE, DIM]), k_buffer.reshape([SIDE, DIM])
+    dout_tile, v_tile = buffers.dout.reshape([SIDE, DIM_V]), v_buffer.reshape([SIDE, DIM_V])
     b_zero = gl.zeros([SIDE, SIDE], gl.float32, score_layout)
-    mbarrier.wait(buffers.k_full, i_step & 1)
-    mbarrier.wait(buffers.v_full, i_step & 1)
+    mbarrier.wait(k_full, phase)
+    mbarrier.wait(v_full, phase)
     if ptrs.kv_lengths_ptr is not None:
         zero_rows_from(k_tile, starts, kv_limit)
         zero_rows_from(v_tile, starts, kv_limit)
@@ -341,14 +384,15 @@ def add_dq(
         b_scores = gl.where(gl.expand_dims(positions(starts, o_kv) < kv_limit, 0), b_scores, float("-inf"))
     b_p = gl.exp2(b_scores)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
     b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 1))
     if mods.cap is not None:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     b_ds = b_ds.to(dtype)
     dq_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dq_layout, 2)), k_tile, b_dq, is_async=True)
     b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
+    has_next = i_step + STAGES < n_steps
+    load_step(k_desc, k_buffer, k_full, i_batch, i_kv_head, next_starts, has_next)
+    load_step(v_desc, v_buffer, v_full, i_batch, i_kv_head, next_starts, has_next, IS_FREE=True)
     return b_dq
 
 
@@ -379,10 +423,10 @@ def fine_dq_kernel(
     buffers = RowBuffers(
         q=gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout),
         dout=gl.allocate_shared_memory(dtype, dout_desc.block_type.shape, dout_desc.layout),
-        k=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM], k_desc.layout),
-        v=gl.allocate_shared_memory(dtype, [1, 1, SIDE, DIM_V], v_desc.layout),
-        k_full=allocate_mbarriers(1, 1).index(0),
-        v_full=allocate_mbarriers(1, 1).index(0),
+        k=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM], k_desc.layout),
+        v=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM_V], v_desc.layout),
+        k_full=allocate_mbarriers(STAGES, 1),
+        v_full=allocate_mbarriers(STAGES, 1),
     )
     fence_async_shared()
     lines = Lines(
@@ -400,11 +444,12 @@ def fine_dq_kernel(
     begin, n_steps, n_partial = tiles_of(ptrs, lines, p_record, work_tile.i_split)
     kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, kv_len)
     has_steps = n_steps > 0
-    starts = starts_of(ptrs.indices_ptr, begin, LOADS)
     load_step(q_desc, buffers.q, q_full, i_batch, i_head, (q_start,), has_steps)
-    load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, starts, has_steps)
     load_step(dout_desc, buffers.dout, dout_full, i_batch, i_head, (q_start,), has_steps)
-    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, starts, has_steps)
+    for i in gl.static_range(STAGES):
+        starts = starts_of(ptrs.indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
+        load_step(k_desc, buffers.k.index(i), buffers.k_full.index(i), i_batch, i_kv_head, starts, i < n_steps)
+        load_step(v_desc, buffers.v.index(i), buffers.v_full.index(i), i_batch, i_kv_head, starts, i < n_steps)
     o_line = batch_head.to(gl.int64) * n_padded + q_start + gl.arange(0, SIDE, layout=query_layout)
     b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
     b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
@@ -413,13 +458,13 @@ def fine_dq_kernel(
     # partial steps, then full ones, as above
     for FULL in gl.static_range(2):
         for i_step in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
-            # the lists are padded, so that one step past the end can be read
-            next_starts = starts_of(ptrs.indices_ptr, begin + i_step + 1, LOADS)
+            starts = starts_of(ptrs.indices_ptr, begin + i_step, LOADS)
+            i_next = gl.where(i_step + STAGES < n_steps, i_step + STAGES, 0)
+            next_starts = starts_of(ptrs.indices_ptr, begin + i_next, LOADS)
             b_dq = add_dq(
                 b_dq, b_lse, b_delta, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head,
                 starts, next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=not FULL, GATHERED=GATHERED,
             )  # fmt: skip
-            starts = next_starts
     if work_tile.i_split < 0:
         # every warp has read the queries
         thread_barrier()
@@ -481,11 +526,13 @@ def backward_launches(
     block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
     # the memory has padded rows; the descriptors see the first head_dim columns
     dq_spec, dk_spec, dv_spec = (made.spec._replace(shape=each.shape) for made, each in ((dq, q), (dk, k), (dv, v)))
+    line = DescriptorFactory(contiguous(torch.float32, batch * heads * n_padded).spec, (side,))
     col_descriptors = {
         "q_desc": DescriptorFactory(q, block_of_step(dim, pieces[1])),
         "k_desc": DescriptorFactory(k, block),
         "v_desc": DescriptorFactory(v, block_v),
         "dout_desc": DescriptorFactory(dout, block_of_step(dim_v, pieces[1])),
+        **({"lse_desc": line, "delta_desc": line} if pieces[1] <= 1 else {}),
         "dk_desc": DescriptorFactory(dk_spec, block),
         "dv_desc": DescriptorFactory(dv_spec, block_v),
     }
@@ -592,7 +639,8 @@ def backward(
         )
         for lists, splits in ((by_cols, col_splits), (by_rows, row_splits))
     )  # fmt: skip
-    ready.dkdv(q, k, v, dout, dk, dv, of_cols_ptrs)
+    lines = (None, None) if pieces_of(plan)[1] > 1 else (lse_line, delta_line)
+    ready.dkdv(q, k, v, dout, *lines, dk, dv, of_cols_ptrs)
     if ready.sum_cols is not None:
         ready.sum_cols(col_splits, by_cols[0], dk, dv)
     ready.dq(q, k, v, dout, dq, of_rows_ptrs)

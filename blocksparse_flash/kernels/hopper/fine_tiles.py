@@ -127,16 +127,18 @@ def positions(starts, o_token):
 
 
 @gluon.jit
-def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted):
+def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted, IS_FREE: gl.constexpr = False):
     """Waits until no warp reads the buffer, then starts the TMA loads of 64 tokens into it.
 
     full       barrier that completes when all tokens are loaded
     buffer     [1, 1, 64, columns]
     starts     from starts_of; a negative start, of an empty tile, loads zeros
     is_wanted  False: nothing is loaded
+    IS_FREE    no warp reads the buffer any more: needs no wait
     """
-    # each warp waits for its own wgmma: another warp may still read the buffer
-    thread_barrier()
+    if not IS_FREE:
+        # each warp waits for its own wgmma: another warp may still read the buffer
+        thread_barrier()
     if len(starts) == 1:
         mbarrier.expect(full, desc.block_type.nbytes, pred=is_wanted)
         tma_load(desc, [i_batch, i_head, starts[0], 0], full, buffer, pred=is_wanted)

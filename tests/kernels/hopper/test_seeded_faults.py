@@ -53,9 +53,7 @@ SPLIT_FAULTS = {
 }
 # faults of the kernels for tiles of 64 x 64, with kv_lengths
 FINE_FAULTS = {
-    "tile loaded while another warp multiplies it": Change(
-        FINE_TILES, "    thread_barrier()\n    if len(starts) == 1:\n", "    if len(starts) == 1:\n"
-    ),
+    "tile loaded while another warp multiplies it": Change(FINE_TILES, "    if not IS_FREE:\n", "    if IS_FREE:\n"),
     "tail zeroed without a fence": Change(FINE_TILES, "        fence_async_shared()\n", ""),
     "tail zeroed from the next token on": Change(
         FINE_TILES, "gl.expand_dims(o_row < limit, 1)", "gl.expand_dims(o_row <= limit, 1)"
@@ -93,15 +91,34 @@ FINE_FAULTS = {
         "b_dk = warpgroup_mma_wait(0, deps=(dk_token,))",
         "b_dk = warpgroup_mma_wait(1, deps=(dk_token,))",
     ),
-    "values loaded while dp reads them": Change(
+    "keys loaded while dq reads them": Change(
         FINE_BACKWARD,
-        """    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
+        """    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
+    has_next = i_step + STAGES < n_steps
+    load_step(k_desc, k_buffer, k_full, i_batch, i_kv_head, next_starts, has_next)
 """,
-        """    load_step(v_desc, buffers.v, buffers.v_full, i_batch, i_kv_head, next_starts, has_next)
-    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
+        """    has_next = i_step + STAGES < n_steps
+    load_step(k_desc, k_buffer, k_full, i_batch, i_kv_head, next_starts, has_next)
+    b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
 """,
     ),
+    "keys of the next step in place of those of the step after it": Change(
+        FINE_BACKWARD,
+        "i_next = gl.where(i_step + STAGES < n_steps, i_step + STAGES, 0)",
+        "i_next = gl.where(i_step + STAGES < n_steps, i_step + 1, 0)",
+    ),
+    "phase of the keys counted in steps": Change(
+        FINE_BACKWARD, "i_step % STAGES, i_step // STAGES & 1", "i_step % STAGES, i_step & 1"
+    ),
+    "values of a step that does not exist": Change(
+        FINE_BACKWARD, "has_next = i_step + STAGES < n_steps", "has_next = i_step + STAGES <= n_steps"
+    ),
+    "delta not waited for": Change(
+        FINE_BACKWARD,
+        "b_delta = wait_for_line(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))",
+        "b_delta = buffers.delta.index(stage).load(gl.SliceLayout(0, score_layout))",
+    ),
+    "lse of the first head": Change(FINE_BACKWARD, "(o_head + starts[0]).to(gl.int32)", "starts[0].to(gl.int32)"),
     "every split starts at the first tile": Change(FINE_TILES, "        begin = begin + first\n", ""),
     "split stored as a whole tile row": Change(
         FINE_FORWARD, "    if work_tile.i_split < 0:\n", "    if work_tile.i_split < 9:\n"
