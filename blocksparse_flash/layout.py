@@ -576,13 +576,15 @@ class BlockLayout(LayoutPlans):
         """
         return self._state({name: tensor.clone() for name, tensor in self._tensors._asdict().items()})
 
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
-        """The same layout on a device, with the plans that calls there may use.
+    def to(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> BlockLayout:
+        """The same layout on a device, with every plan that calls there may use.
 
+        causal        True: the plans of calls with `causal=True` instead of those of calls without it
         non_blocking  as in `plan`
         """
+        checks.boolean(causal, "causal")
         device = resolved(device)
-        self._plan_all(device, non_blocking=non_blocking)
+        self._plan_all(device, causal=causal, non_blocking=non_blocking)
         if device == self.device:
             return self
         found: block_selection.Selection | None = self._cache.get("selection")

@@ -124,12 +124,13 @@ class PackedLayout(BlockLayout):
         """Layouts made from this one are ordinary ones."""
         return BlockLayout._bare(*fields)
 
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> BlockLayout:
+    def to(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> BlockLayout:
         """This layout with its plans, or on another device an ordinary layout of the same pairs."""
         if resolved(device) == self.device:
-            self._plan_all(self.device, non_blocking=non_blocking)
+            checks.boolean(causal, "causal")
+            self._plan_all(self.device, causal=causal, non_blocking=non_blocking)
             return self
-        return self._on_host().to(device, non_blocking=non_blocking)
+        return self._on_host().to(device, causal=causal, non_blocking=non_blocking)
 
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
         """As an ordinary layout on the same device."""

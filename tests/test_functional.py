@@ -1030,7 +1030,8 @@ def test_compiled_dropout_draws_a_new_seed_every_call():
 @pytest.mark.parametrize("causal", [False, True])
 def test_compiling_an_unplanned_layout_says_how_to_plan_it(causal):
     layout = window(q_len=Q_LEN)
-    with pytest.raises(Exception, match=r"layout\.to\(q\.device\)"):
+    call = r"layout\.to\(q\.device, causal=True\)" if causal else r"layout\.to\(q\.device\)"
+    with pytest.raises(Exception, match=call):
         compiled(lambda q, k, v: attention(q, k, v, layout, causal=causal))(**good_call())
 
 

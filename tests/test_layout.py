@@ -532,6 +532,7 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"tile must be 128 for more than 2\*\*30 tokens, got 64 for 1073741825 x 40",
     ),
+    "to-causal": (lambda: _GOOD.to("cpu", causal=1), TypeError, "causal must be True or False, got 1"),
     "to-wait": (lambda: _GOOD.to("cpu", non_blocking="no"), TypeError, "non_blocking must be True or False, got 'no'"),
     "bias_index-causal": (
         lambda: _GOOD.bias_index("cpu", causal=None),
@@ -949,7 +950,7 @@ def test_torch_compile_needs_the_plan_of_its_tile(monkeypatch: pytest.MonkeyPatc
         layout.plan("cpu", tile=64)
     with pytest.raises(ValueError, match=message + r", causal=True\) before"):
         layout.plan("cpu", tile=64, causal=True)
-    with pytest.raises(ValueError, match=r"no plan for cpu and .*, and layout.plan\(q.device, causal=True\)"):
+    with pytest.raises(ValueError, match=r"no plan for cpu and .*: call layout\.to\(q\.device, causal=True\) before"):
         layout.plan("cpu", causal=True)
 
 

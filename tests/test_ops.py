@@ -154,6 +154,17 @@ def test_an_unplanned_layout_is_refused_under_compile(device: torch.device) -> N
         compiled(tensors(device)[0])
 
 
+def test_a_layout_moved_for_causal_calls_has_their_plans_under_compile(device: torch.device) -> None:
+    q, *_ = tensors(device)
+    for window in (33, 57):
+        layout = masks.local(LENGTH, window=window, block_size=16)
+        moved = layout.to(device, causal=True)
+        call = torch.compile(
+            lambda q, moved=moved: attention(q, q, q, moved, causal=True), fullgraph=True, backend="eager"
+        )
+        assert torch.equal(call(q), attention(q, q, q, layout, causal=True))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_repeats_the_dropout(use_reentrant: bool, device: torch.device, layout: BlockLayout) -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

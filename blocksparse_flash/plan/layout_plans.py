@@ -97,10 +97,10 @@ class LayoutPlans:
             )
         if torch.compiler.is_compiling() and (resolved(device), causal, tile) not in self._cache["plans"]:
             which, options = (f" with tile={tile}", f", tile={tile}") if tile != TILE else ("", "")
-            call = f"layout.plan(q.device{options}{', causal=True' if causal else ''})"
-            call = f"{call} before" if options else "layout.to(q.device) before" + (f", and {call}" if causal else "")
+            call, causality = f"plan(q.device{options}" if options else "to(q.device", ", causal=True" if causal else ""
             raise ValueError(
-                f"layout has no plan{which} for {resolved(device)} and torch.compile cannot make one: call {call}"
+                f"layout has no plan{which} for {resolved(device)} and torch.compile cannot make one: call "
+                f"layout.{call}{causality}) before"
             )
 
     def _planned(
