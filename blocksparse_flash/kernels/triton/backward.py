@@ -42,10 +42,9 @@ from ..arguments import (
     tuning_of,
     wants_descriptors,
 )
-from ..arguments import TILE as TILE_SIDE
 from ..inputs import BackwardInputs
 from .backward_kernels import joint_kernel, keys_kernel, queries_kernel
-from .backward_preprocess import preprocess_launch
+from .backward_preprocess import PADDED_TO, preprocess_launch
 from .pair_bias_gradient import pair_bias_launch
 
 # most programs per SM for which dk, dv and dq share a launch
@@ -192,7 +191,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     tma = wants_descriptors(options.major, q, k, v, dout)
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
     dim, dim_v = fixed.DIM, fixed.DIM_V
-    n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
+    n_padded = -(-q_len // PADDED_TO.value) * PADDED_TO.value
     preprocess = preprocess_launch(dout, n_padded)
     call = tuning_of(fixed, q.dtype.itemsize, options)
     keys_config, queries_config = config_keys(call).within(options.tile), config_queries(call).within(options.tile)
@@ -200,7 +199,6 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     common = {
         "q_len": q_len,
         "kv_len": kv_len,
-        "n_padded": n_padded,
         # no maximum is taken, so the scale may be negative or 0
         "scale_log2": options.scale * LOG2_E,
         "scale": options.scale,
@@ -215,6 +213,8 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
             "n_heads": heads,
             "n_batch_heads": batch * heads,
             "n_lines": n_lines,
+            # dq's kernel computes it, since it has many parameters
+            **({} if kernel is queries_kernel else {"n_padded": n_padded}),
             **dropout_arguments(options.dropout_p),
             **softcap_arguments(options, options.scale),
             "C": fixed.with_blocks(chosen),
@@ -232,7 +232,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
-        joint = joint_launch(specs, (rows[0], cols[0]), common, fixed, options)
+        joint = joint_launch(specs, (rows[0], cols[0]), {**common, "n_padded": n_padded}, fixed, options)
     of_pairs = None
     if options.scores is not None and options.scores.pair_bias is not None and options.scores.wanted[3]:
         of_pairs = pair_bias_launch(specs, rows[0], fixed, options)

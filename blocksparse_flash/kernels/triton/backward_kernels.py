@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..arguments import Strides
-from .backward_preprocess import load_lse_delta
+from .backward_preprocess import PADDED_TO, load_lse_delta
 from .score_mods import apply_score_mods, distances, load_slope, store_sums
 from .tile import (
     BEGIN,
@@ -315,9 +315,7 @@ def keys_kernel(
     )
 
 
-@triton.jit(
-    do_not_specialize=["seed", "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "threshold"]
-)
+@triton.jit(do_not_specialize=["seed", "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "threshold"])
 def queries_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
@@ -327,8 +325,8 @@ def queries_kernel(
     dq_ptr, sums_ptr, dslopes_ptr,
     # arguments.Strides
     strides,
-    # fields of Sizes, then of Factors
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, scale_log2, scale, threshold, keep_scale, cap,
+    # fields of Sizes but the last, then of Factors
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, scale_log2, scale, threshold, keep_scale, cap,
     # arguments.Constants
     C: tl.constexpr,
 ):
@@ -339,7 +337,7 @@ def queries_kernel(
         kv_lengths_ptr=kv_lengths_ptr, seed=load_seed(seed_ptr, seed) if C.DROPOUT else None,
         slopes_ptr=slopes_ptr, tables_ptr=tables_ptr, pair_bias_ptr=pair_bias_ptr,
         dq_ptr=dq_ptr, sums_ptr=sums_ptr, dslopes_ptr=dslopes_ptr, strides=strides,
-        sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded),
+        sizes=Sizes(n_heads, n_batch_heads, n_lines, q_len, kv_len, tl.cdiv(q_len, PADDED_TO) * PADDED_TO),
         factors=Factors(scale_log2, scale, threshold, keep_scale, cap), C=C,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ... import plan_format
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
 from ..schedule import padded_dim
@@ -12,6 +13,8 @@ from .tile import LOG2_E, head_base
 
 # queries per program; 64 spill on sm100
 PREPROCESS_ROWS = 32
+# the backward kernels of this backend read lse and delta of a multiple of this many queries
+PADDED_TO = tl.constexpr(plan_format.TILE)
 
 
 # fmt: off

@@ -12,8 +12,7 @@ import triton.language as tl
 from ...runtime.launch import Config, Launch, Memory, contiguous
 from ...runtime.tensor_spec import TensorSpecs
 from ..arguments import LOG2_E, Constants, Options, Shape, dropout_arguments, softcap_arguments, strides_of
-from ..arguments import TILE as TILE_SIDE
-from .backward_preprocess import load_lse_delta
+from .backward_preprocess import PADDED_TO, load_lse_delta
 from .score_mods import apply_score_mods, load_pair_bias_tile, load_slope
 from .tile import (
     BEGIN,
@@ -189,7 +188,7 @@ def pair_bias_launch(
         "n_heads": heads,
         "q_len": q_len,
         "kv_len": kv_len,
-        "n_padded": -(-q_len // TILE_SIDE) * TILE_SIDE,
+        "n_padded": -(-q_len // PADDED_TO.value) * PADDED_TO.value,
         "scale_log2": options.scale * LOG2_E,
         **dropout_arguments(options.dropout_p),
         **softcap_arguments(options, options.scale),
