@@ -294,8 +294,12 @@ def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:
     return records.shape, tuple([address % 16 == 0 for address in addresses]) if off else ()
 
 
-def seed_arguments(seed: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """A dropout seed for `load_seed` of tile.py: a tensor of a GPU as it is, the value of one of the host."""
+def seed_arguments(
+    seed: torch.Tensor | None, dropout_p: float, device: torch.device
+) -> tuple[torch.Tensor | None, int]:
+    """A dropout seed for `load_seed` of tile.py: a tensor of this GPU as it is, the value of any other."""
     if seed is None:
+        assert dropout_p == 0.0, "dropout_p > 0 needs a seed"
         return None, 0
-    return (None, int(seed.item())) if seed.is_cpu else (seed, 0)
+    assert seed.dtype == torch.int64, f"seed must be int64, got {seed.dtype}"
+    return (None, int(seed.item())) if seed.is_cpu or seed.device != device else (seed, 0)

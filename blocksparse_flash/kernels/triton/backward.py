@@ -91,11 +91,15 @@ def config_queries(call: Tuning) -> Config:
     if element_size == 4:
         return Config(64, 32, 8, 2) if dim <= 64 else Config(32 if dim <= 128 else 16, 32, 8, 1)
     if dim <= 128 and modifies_scores:
-        if major >= 9:
-            return Config(128, 64, 8, 3) if dim <= 64 else Config(64, 32, 8 if major == 10 else 4, 2)
+        if major == 10:
+            return Config(128 if dim <= 64 else 64, 32, 8, 2)
+        if major == 9:
+            return Config(128, 64, 8, 3) if dim <= 64 else Config(64, 32, 4, 2)
         return Config(64, 32, 4, 2) if dim <= 64 else Config(64, 64, 8, 2)
     if dim <= 128 and dropout:
-        return Config(64, 64, 4, 3 if dim <= 64 else 2) if tma and major == 9 else Config(64, 64, 8, 2)
+        if tma and major == 9:
+            return Config(64, 64, 4, 3 if dim <= 64 else 2)
+        return Config(64, 64, 8, 1 if dim > 64 and major == 10 else 2)
     if dim <= 64:
         return Config(128, 64, 4, 3) if tma else Config(128, 64, 8, 3)
     if dim <= 128:
@@ -297,7 +301,7 @@ def backward(
     dout, dlse, q, k, v, out, lse = inputs
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    seeds = seed_arguments(seed)
+    seeds = seed_arguments(seed, dropout_p, q.device)
     options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seeds[0])
     slopes = rows = cols = pair_bias = sums = dslopes = dpair_bias = None
     if scores is not None:

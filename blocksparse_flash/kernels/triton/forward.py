@@ -267,7 +267,7 @@ def forward(
         return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
-    seeds = seed_arguments(seed)
+    seeds = seed_arguments(seed, dropout_p, q.device)
     options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seeds[0])
     added: tuple[torch.Tensor | None, ...] = (None, None, None, None)
     if scores is not None:

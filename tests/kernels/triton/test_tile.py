@@ -50,6 +50,15 @@ def test_a_seed_by_value_drops_the_pairs_of_the_same_seed_in_memory(
 
     by_value = results(torch.tensor([seed]))
     for module in (forward, backward):
-        monkeypatch.setattr(module, "seed_arguments", lambda given: (given, 0))
+        monkeypatch.setattr(module, "seed_arguments", lambda given, *_: (given, 0))
     for found, expected in zip(results(torch.tensor([seed], device=device)), by_value, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_dropout_without_a_seed_is_refused(device: torch.device) -> None:
+    """Calls of the operator can omit it; those of `attention` cannot."""
+    q = torch.randn(1, 1, 16, 16, device=device)
+    with pytest.raises(AssertionError, match="dropout_p > 0 needs a seed"):
+        forward.forward(q, q, q, [], None, None, 0.25, False, 0.5)
+    with pytest.raises(AssertionError, match="seed must be int64"):
+        forward.forward(q, q, q, [], None, torch.tensor([1.7]), 0.25, False, 0.5)
