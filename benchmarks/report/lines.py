@@ -23,10 +23,10 @@ IDENTITY = (
 # columns that are equal in all measurements of one table
 SETTING = ["device", "dtype", "n", "batch", "hidden"]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
-# commits whose lines of attention.jsonl were timed one library after another; since then the libraries take turns
+# commits whose lines of attention.jsonl were timed one library after another, or without the other libraries
 ONE_BY_ONE = (
-    "05cb073", "0ba8546", "134f9b7", "1c123c6", "28926e2", "34aa14f", "42d3202", "6fff7f5", "9db8dab", "a140406",
-    "abcee27", "c825dcc", "e895398", "f18b14e",
+    "01b72ed", "05cb073", "0ba8546", "134f9b7", "1c123c6", "28926e2", "34aa14f", "42d3202", "6fff7f5", "9db8dab",
+    "a140406", "abcee27", "c825dcc", "e895398", "f18b14e",
 )  # fmt: skip
 
 # (provider, backend) -> name in tables, in the order of columns; ours first
