@@ -113,6 +113,17 @@ def _packed(
     return packing
 
 
+def _drawn_seed(q: Tensor) -> Tensor:
+    """A random dropout seed, int64 (1,): from the CPU's generator, or from that of q's device within CUDA graphs.
+
+    A graph would repeat a seed of the host in each replay, but draws one of the device anew. torch.compile may make
+    graphs of what it compiles.
+    """
+    is_in_graph = torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    device = q.device if is_in_graph else "cpu"
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
 def _run(call: _Call) -> tuple[Tensor, Tensor]:
     """Turn the seed into a tensor, choose the order of the tokens, and call the operator or the reference."""
     q, k, v, layout, kv_lengths, seed, spec, scores, specs = call
@@ -133,7 +144,7 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     elif isinstance(seed, Tensor):
         seed = seed.reshape(1)
     elif seed is None:
-        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+        seed = _drawn_seed(q)
     else:
         seed = torch.tensor([seed], dtype=torch.int64, device="cpu")
     if seed is not None and specs is None:
@@ -324,8 +335,10 @@ def attention(
                a GPU and under torch.compile
     dropout_p  probability of dropping an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are
                divided by 1 - dropout_p
-    seed       dropout seed: an int, or an int64 tensor of one element (for CUDA graphs); None draws one from PyTorch's
-               CPU generator. The same seed drops the same pairs for every layout, backend and device
+    seed       dropout seed: an int, or an int64 tensor of one element; None draws one from PyTorch's CPU generator,
+               under torch.compile and in CUDA graphs from that of q's device. Each replay of a graph draws again, but
+               repeats a seed given as an int or on the CPU. The same seed drops the same pairs for every layout,
+               backend and device
     deterministic  True makes results bitwise identical in every run, forward and backward; None follows
                torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" with tiles of 128 x 128 and
                head dimensions up to 128 sums dq in an order that varies, which is faster, so that the last bits of dq

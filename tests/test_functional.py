@@ -19,6 +19,7 @@ import pytest
 import scipy.sparse
 import torch
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import masks
@@ -881,6 +882,17 @@ def test_without_a_seed_the_cpu_generator_decides(backend):
     assert torch.equal(attention(**call), first)
     assert torch.equal(attention(**call), second)
     assert not torch.equal(first, second)
+
+
+def test_a_seed_is_drawn_on_the_device_for_cuda_graphs(monkeypatch):
+    mode = FakeTensorMode()
+    with mode:
+        q = torch.empty(1, 2, 32, 16, device="cuda")
+    for is_compiling, is_capturing, device in ((False, False, "cpu"), (True, False, "cuda"), (False, True, "cuda")):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=is_compiling: answer)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=is_capturing: answer)
+        with mode:
+            assert functional._drawn_seed(q).device.type == device
 
 
 @pytest.mark.parametrize("options", [{}, {"seed": 3}, {"dropout_p": 0.5, "seed": 3}], ids=str)

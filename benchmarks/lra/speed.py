@@ -174,7 +174,7 @@ def prepared(
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """A call that replays a warm step as a CUDA graph, with the same seed of the dropout of `attention` each time."""
+    """A call that replays a warm step as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -300,6 +300,38 @@ def test_a_cuda_graph_replays_forward_and_backward(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["captured", "compiled"])
+def test_replays_of_a_cuda_graph_drop_other_pairs(is_compiled: bool) -> None:
+    """With v and dout of unit rows, out and dv show which pairs were kept; forward and backward must agree."""
+    q, k = (torch.zeros(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in "qk")
+    v = torch.eye(256, 64, device="cuda", dtype=torch.bfloat16).expand(1, 2, -1, -1).clone().requires_grad_()
+    dout = torch.eye(256, 64, device="cuda", dtype=torch.bfloat16).expand(1, 2, -1, -1)
+
+    call = torch.compile(attention, mode="reduce-overhead", fullgraph=True) if is_compiled else attention
+
+    def step() -> tuple[Tensor, ...]:
+        out = call(q, k, v, dropout_p=0.5)
+        return out, *torch.autograd.grad(out, v, dout)
+
+    found = []
+    graph, captured = (None, ()) if is_compiled else capture(step)
+    # compiled calls are captured in their second or third turn
+    for _ in range(6):
+        if graph is None:
+            torch.compiler.cudagraph_mark_step_begin()
+            captured = step()
+        else:
+            graph.replay()
+        found.append([each.clone() for each in captured])
+    for out, dv in found:
+        # the pairs of the first 64 queries and keys, in both directions
+        assert torch.equal(out[..., :64, :] > 0, (dv[..., :64, :] > 0).mT)
+    outs = [out for out, _ in found]
+    for turn, out in enumerate(outs):
+        assert all(not torch.equal(out, other) for other in outs[:turn])
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("axes", [(1, 1), (2, 4)], ids=["shared", "per head"])
 @pytest.mark.parametrize("mode", ["dense", "layout"])
 def test_a_cuda_graph_replays_a_pair_bias_and_its_gradient(mode: str, axes: tuple[int, int]) -> None:
