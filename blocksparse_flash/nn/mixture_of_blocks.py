@@ -11,7 +11,7 @@ from ..blocks.checks import boolean
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
-from .block_choice import best_scores, check_block_size
+from .block_choice import check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges
 from .layers import SelfAttention
 from .positions import RotaryTable
@@ -45,15 +45,13 @@ def best_blocks(
         # the sum of scores is the score of the sum
         q = q.sum(2)
     own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
-    col = torch.arange(n_cols, device=q.device)
+    chosen = own.new_empty(*q.shape[:2], length, min(k_blocks, n_cols))
     chunk = max(1, SCORES_OF_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
-    found = []
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
-        scores, last = q[:, :, rows] @ means.mT, own[..., rows, :]
-        is_beyond = (col > last) | (col < earliest[..., rows, :])
-        found.append(best_scores(scores, col == last, is_beyond, k_blocks, n_cols))
-    return torch.cat(found, 2) if found else own.new_zeros(*q.shape[:2], 0, 0)
+        scores = q[:, :, rows] @ means.mT
+        choose_best(chosen, scores, own[..., rows, :], earliest[..., rows, :], first, n_seen=n_cols)
+    return chosen
 
 
 @tracing.untraced

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from .. import validation
 from ..functional import attention, attention_with_lse
@@ -18,7 +17,7 @@ from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
 from .arguments import Heads, check_input, check_tensor, positive_int, runs_kernels
-from .block_choice import best_scores, check_block_size
+from .block_choice import check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
 
@@ -113,29 +112,22 @@ def most_important_blocks(
     group = heads // max(1, kv_heads)
     queries, lse = (each.unflatten(1, (kv_heads, group)) for each in (q, lse))
     own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
-    col = torch.arange(n_cols, device=q.device)
-    is_beyond = (col > own) | (col < earliest)
-    is_always = ((col < earliest + always[0]) | (col > own - always[1])) & ~is_beyond
     # products of float32 would spill
     uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection.is_on_gpu(q)
     n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
     chunk = max(block_size, SCORES_OF_CHUNK // max(1, n_scores) // block_size * block_size)
-    found = []
+    pieces = block_size // stride, compressed_size // stride
+    chosen = own.new_empty(batch, kv_heads, length, min(n_blocks, n_cols))
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         stop, begin = q_start + rows.stop, q_start + first
-        n_seen, n_seen_cols = n_compressed(stop, compressed_size, stride), -(-stop // block_size)
+        n_seen, n_seen_blocks = n_compressed(stop, compressed_size, stride), -(-stop // block_size)
         weights = _group_weights(
             queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], begin, scale, compressed_size, stride, uses_kernel
         )
-        if documents is not None:
-            # also drops keys that begin in the previous document
-            starts = torch.arange(n_seen, device=q.device) * stride
-            weights = weights.masked_fill(starts < earliest[..., rows, :] * block_size, 0)
-        importance = block_importance(weights, n_seen_cols, block_size, compressed_size, stride)
-        masks = is_always[..., rows, :n_seen_cols], is_beyond[..., rows, :n_seen_cols]
-        found.append(best_scores(importance, *masks, n_blocks, n_cols))
-    return torch.cat(found, 2) if found else own.new_zeros(batch, kv_heads, 0, 0)
+        ranges = own[..., rows, :], earliest[..., rows, :]
+        choose_best(chosen, weights, *ranges, first, n_seen=n_seen_blocks, always=always, pieces=pieces)
+    return chosen
 
 
 def _group_weights(
@@ -157,18 +149,6 @@ def _group_weights(
     # at most 1, also where products of float16 are beyond its range
     weights = scores.mul_(scale).sub_(lse[..., None]).clamp_(max=0).exp_()
     return weights.masked_fill_(last > position[:, None], 0).sum(2)
-
-
-def block_importance(weights: Tensor, n_cols: int, block_size: int, compressed_size: int, stride: int) -> Tensor:
-    """Importance of blocks (..., n_cols) from weights of compressed keys (..., n_compressed): see above."""
-    per_block, per_key = block_size // stride, compressed_size // stride
-    n_pieces = n_cols * per_block
-    padded = pad(weights, (per_key - 1, n_pieces - weights.shape[-1]))
-    # piece p is in the compressed keys p - per_key + 1 .. p
-    pieces = padded[..., :n_pieces].clone()
-    for shift in range(1, per_key):
-        pieces += padded[..., shift : shift + n_pieces]
-    return pieces.unflatten(-1, (n_cols, per_block)).sum(-1)
 
 
 @tracing.untraced

@@ -14,7 +14,7 @@ from ..blocks.checks import boolean
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int
-from .block_choice import best_scores, check_block_size
+from .block_choice import check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table
 from .layers import SelfAttention
 from .positions import rotary_table, rotate
@@ -37,19 +37,16 @@ def best_indexed_blocks(
     batch, heads, length, _ = index_q.shape
     n_cols = -(-length // block_size)
     own, earliest = block_ranges(documents, length, block_size, index_q.device)
-    col = torch.arange(n_cols, device=index_q.device)
+    chosen = own.new_empty(batch, heads, length, min(k_blocks, n_cols))
     chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * length))
-    found = []
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         # scores of whole blocks only: a partial last block is its queries' own, which is always selected
         n_whole, n_seen = rows.stop // block_size, -(-rows.stop // block_size)
         scores = index_q[:, :, rows] @ index_k[:, :, : n_whole * block_size].mT
         best_token = pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_seen - n_whole))
-        seen, last = col[:n_seen], own[..., rows, :]
-        is_beyond = (seen > last) | (seen < earliest[..., rows, :])
-        found.append(best_scores(best_token, seen == last, is_beyond, k_blocks, n_cols))
-    return torch.cat(found, 2) if found else own.new_zeros(batch, heads, 0, 0)
+        choose_best(chosen, best_token, own[..., rows, :], earliest[..., rows, :], first, n_seen=n_seen)
+    return chosen
 
 
 @tracing.untraced

@@ -47,6 +47,7 @@ OPTIONS = (
     "count_kernel",
     "list_kernel",
     "group_weights_kernel",
+    "block_choice_kernel",
     "pair_bias_kernel",
     "look_up_kernel",
     "page_scores_kernel",

@@ -47,6 +47,7 @@ from blocksparse_flash.kernels.inputs import BackwardInputs, Pages
 from blocksparse_flash.kernels.schedule import LONG_COLUMN, Split
 from blocksparse_flash.kernels.triton import (
     backward,
+    block_choice,
     block_selection,
     forward,
     gated_sum,
@@ -305,6 +306,11 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for dim in (64, 128) if dtype.itemsize == 2 else ():
         queries, keys = torch.empty(1, 2, 4, 256, dim, dtype=dtype), torch.empty(1, 2, 128, dim, dtype=dtype)
         group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
+    ranges, chosen = torch.empty(256, 1, dtype=torch.int64), torch.empty(1, 2, 256, 16, dtype=torch.int64)
+    # weights of compressed keys, and scores of blocks
+    for n_keys, pieces in ((4096, (4, 2)), (n, (1, 1))):
+        scores = torch.empty(1, 2, 256, n_keys, dtype=torch.float32 if pieces[0] > 1 else dtype)
+        block_choice.choose_blocks(scores, ranges, ranges, chosen, 0, always=(1, 2), pieces=pieces)
     boundaries = torch.empty(2, 9, dtype=torch.int32 if side == 64 else torch.int64)
     for tile, causal in ((TILE, True), (FINE_TILE, False)):
         packing = packed_plan.Packing(
