@@ -136,7 +136,8 @@ def unmeasured(call: Call) -> str:
         return "the kernels for few queries were not measured"
     if memory.has_separate_dq(call):
         return (
-            "the backward of hopper with a launch for dq alone, for few tiles or deterministic=True, was not measured"
+            "the backward of hopper with a launch for dq alone, for few tiles per row, few long tile columns or "
+            "deterministic=True, was not measured"
         )
     return ""
 

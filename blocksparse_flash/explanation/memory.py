@@ -246,16 +246,15 @@ def has_separate_dq(call: Call) -> bool:
     """Whether hopper's backward leaves dq out of the kernel for dk and dv, which could compute it."""
     if not uses_hopper_backward(call) or call.is_fine or _is_wide(call):
         return False
-    return is_dq_separate(
-        call.plan or (), call.q_shape, max(call.head_dim, call.v_dim), deterministic=call.deterministic
-    )
+    dim = max(call.head_dim, call.v_dim)
+    return is_dq_separate(call.plan or (), call.q_shape, dim, call.n_sms, deterministic=call.deterministic)
 
 
 def varying_gradients(call: Call) -> str:
     """The gradients that are summed in no fixed order."""
-    if not adds_dq(call):
-        return ""
-    return "dq, dk and dv" if sums_dkdv(call, call.n_sms) else "dq"
+    if sums_dkdv(call, call.n_sms):
+        return "dq, dk and dv" if adds_dq(call) else "dk and dv"
+    return "dq" if adds_dq(call) else ""
 
 
 def adds_dq(call: Call) -> bool:
@@ -268,13 +267,14 @@ def sums_dkdv(call: Call, n_sms: int) -> bool:
     shapes = call.q_shape, call.k_shape
     return (
         uses_hopper_backward(call)
-        and not sums_in_registers(call)
+        and not call.is_fine
+        and not _is_wide(call)
         and sums_over_heads(call.plan or (), *shapes, call.causal, n_sms, deterministic=call.deterministic)
     )
 
 
 def sums_in_registers(call: Call) -> bool:
-    """Whether hopper's backward has a launch for dk and dv and one for dq, which keep their sums in registers."""
+    """Whether hopper's backward has a launch for dk and dv and one for dq, which keeps its sums in registers."""
     return uses_hopper_backward(call) and (call.is_fine or _is_wide(call) or has_separate_dq(call))
 
 

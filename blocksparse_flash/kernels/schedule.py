@@ -35,6 +35,9 @@ WORTHWHILE = 0.8
 # tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
 # own, which was a Triton kernel then: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
 MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
+# and for tile columns of LONG_COLUMN tiles and more, fewer per head than SMs: those that run together belong to several
+# heads, and add to sums of over MAX_SUM_BYTES, twice the L2 cache of an H100 (hopper/TUNING.md)
+MAX_SUM_BYTES = 100_000_000
 # with a layout, dK and dV are summed over query heads from this mean number of tiles per tile column on, for at most
 # MAX_GROUP_WAVES tile columns of KV heads per SM (half the group if that is more), and at least MIN_HEAD_WAVES of query
 # heads: see hopper/TUNING.md
@@ -228,21 +231,28 @@ def sums_over_heads(
     return split_of(plan, 3, q_shape, (batch, heads, kv_len, head_dim), causal, n_sms).num_splits == 1
 
 
-def is_dq_separate(plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, *, deterministic: bool) -> bool:
+def is_dq_separate(
+    plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, n_sms: int, *, deterministic: bool
+) -> bool:
     """Whether the Hopper backward up to head_dim 128 computes dQ in a kernel of its own; beyond, it always does.
 
     Summed over tile columns, dQ needs a float32 sum that one launch zeroes and another converts: some 10 bytes per
     element, however few tiles contribute. A launch of its own needs two more products per tile, which is cheaper for
-    few tiles, and gives the same bits in every run.
+    few tiles, and where the sums that are added to do not stay in L2. It gives the same bits in every run.
 
     plan           the tensors of plan_format.Plan; empty: dense or causal
     q_shape        (batch, heads, q_len, head_dim)
     dim            the larger of head_dim and v_head_dim
     deterministic  the result must have the same bits in every run
     """
-    if deterministic or not plan or dim > MAX_DIM:
+    if deterministic or not plan:
         return deterministic
-    n_rows = -(-q_shape[2] // TILE)
-    n_plan_rows = plan[0].shape[0] * plan[0].shape[1] * n_rows
+    n_rows, n_heads = -(-q_shape[2] // TILE), q_shape[0] * q_shape[1]
+    n_cols, n_plan_heads = plan[3].shape[2], plan[3].shape[0] * plan[3].shape[1]
+    if plan[4].shape[0] >= LONG_COLUMN * n_plan_heads * n_cols and n_cols < n_sms:
+        n_together = min(n_heads, -(-n_sms // n_cols))
+        if 4 * n_together * n_rows * TILE * padded_dim("hopper", dim) > MAX_SUM_BYTES:
+            return True
     # rounded down, since the list ends with some padding
-    return q_shape[0] * q_shape[1] * n_rows >= MIN_ROWS and plan[1].shape[0] // n_plan_rows <= MAX_TILES
+    has_few_tiles = plan[1].shape[0] // (n_plan_heads * n_rows) <= MAX_TILES
+    return dim <= MAX_DIM and n_heads * n_rows >= MIN_ROWS and has_few_tiles

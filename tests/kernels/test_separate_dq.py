@@ -16,7 +16,7 @@ def is_separate(
     layout: BlockLayout | None, batch: int, heads: int, dim: int = 64, *, deterministic: bool = False
 ) -> bool:
     plan = [] if layout is None else list(layout.plan(CPU))
-    return is_dq_separate(plan, (batch, heads, 16384, dim), dim, deterministic=deterministic)
+    return is_dq_separate(plan, (batch, heads, 16384, dim), dim, 132, deterministic=deterministic)
 
 
 def banded(n_tiles: int) -> BlockLayout:
@@ -51,3 +51,20 @@ def test_many_tiles_per_row_separate_dq_only_if_deterministic(layout):
     assert is_separate(layout, 16, 8, deterministic=True)
     assert is_separate(layout, 16, 8, 128, deterministic=True)
     assert not is_separate(layout, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim", "expected"),
+    [
+        ((65536, 4095), 64, 128, True),
+        ((16384, 1023), 64, 128, True),
+        ((16384, 1023), 64, 64, False),
+        # all sums fit into L2
+        ((16384, 1023), 8, 128, False),
+        # columns of one head fill the GPU, and add to the sum of one head
+        ((65536, 20000), 64, 128, False),
+    ],
+)
+def test_dq_is_separate_for_few_long_tile_columns_of_many_queries(lengths, heads, dim, expected):
+    plan = list(masks.random(lengths, density=0.5, block_size=128, seed=0).plan(CPU))
+    assert is_dq_separate(plan, (1, heads, lengths[0], dim), dim, 132, deterministic=False) == expected

@@ -858,7 +858,11 @@ def few_hopper_calls() -> list[dict[str, Any]]:
         {"head_dim": head_dim, "dtype": half, "mode": mode, "rows": rows}
         for head_dim, mode, rows in itertools.product((64, 128), ("keys64", "keys128"), (8, 16, 32))
     ]
-    grid += [{"head_dim": head_dim, "dtype": half, "mode": "columns", "group": 4} for head_dim in (64, 128)]
+    # so long that dq has a launch of its own
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "mode": "columns", "group": 4, **option}
+        for head_dim, option in itertools.product((64, 128), ({}, {"length": 1 << 15}))
+    ]
     grid += [{"head_dim": 64, "dtype": half, "mode": "dense", "length": 24576}]
     grid += [{"head_dim": 256, "dtype": half, "mode": "layout"}]
     grid += [{"head_dim": dim, "v_dim": v_dim, "dtype": half} for dim, v_dim in ((96, 96), (192, 128), (192, 192))]

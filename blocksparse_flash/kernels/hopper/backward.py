@@ -785,7 +785,7 @@ def backward(
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
     split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     by_rows, of_rows = tile_lists(plan, 0), None
-    if is_dq_separate(plan, q_shape, widest, deterministic=deterministic):
+    if is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
         of_rows = plan_specs_of(by_rows), split_of(plan, 0, q_shape, k_shape, causal, n_sms)
     slopes = None if scores is None else scores.alibi_slopes
     mods = mod_specs_of(scores)

@@ -272,10 +272,14 @@ def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
 
 @pytest.mark.parametrize(("head_dim", "has_kv_lengths", "n_in_turn"), [(64, False, 3), (80, True, 1)])
 @pytest.mark.parametrize("layout", [WINDOW, zoo.PER_HEAD], ids=zoo.name_of)
-def test_sums_over_heads_with_a_layout_are_accurate(check, layout, head_dim, has_kv_lengths, n_in_turn):
+@pytest.mark.parametrize("has_separate_dq", [False, True])
+def test_sums_over_heads_with_a_layout_are_accurate(
+    check, layout, head_dim, has_kv_lengths, n_in_turn, has_separate_dq
+):
     """Each query head has tile columns of its own, in the launch order of its layout."""
     simulation = Simulation(seed=head_dim)
     simulation.hopper_backward.sums_over_heads = lambda *_, deterministic: True
+    simulation.hopper_backward.is_dq_separate = lambda *_, deterministic: has_separate_dq
     simulation.hopper_backward.heads_in_turn = lambda *_, is_uneven: n_in_turn
     call = zoo.Call(head_dim=head_dim, kv_heads=2, has_kv_lengths=has_kv_lengths, dtype=BFLOAT16)
     check(simulation, layout, call)
