@@ -170,7 +170,7 @@ def attention_of(settings: Settings, layer: int) -> nn.Module:
     sizes: dict[str, Any] = {"kv_heads": settings.kv_heads, "rope": ROPE}
     width, heads, keys = settings.embed_dim, settings.num_heads, settings.keys
     if settings.arm == "nsa":
-        sizes |= {"n_blocks": 8, "block_size": keys // 16, "window_size": keys // 2}
+        sizes |= {"k_blocks": 8, "block_size": keys // 16, "window_size": keys // 2}
         return NativeSparseAttention(width, heads, **sizes)
     if settings.arm == "moba":
         return MixtureOfBlockAttention(width, heads, k_blocks=8, block_size=keys // 8, by_group=True, **sizes)

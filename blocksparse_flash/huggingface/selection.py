@@ -138,7 +138,7 @@ def top_block_attention(
     with torch.no_grad():
         _, lse = attention_with_lse(queries, means, means, layout, scale=scale)
     sizes: dict[str, Any] = {"compressed_size": _POOLED, "stride": _STRIDE, "always": _ALWAYS, "q_start": q_start}
-    sizes |= {"n_blocks": k_blocks, "block_size": block_size}
+    sizes |= {"k_blocks": k_blocks, "block_size": block_size}
     indices = most_important_blocks(queries, means, lse, **sizes, scale=scale, documents=documents)
     out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
     return out if documents is None else documents.together(out)

@@ -80,7 +80,7 @@ def most_important_blocks(
     k: Tensor,
     lse: Tensor,
     *,
-    n_blocks: int,
+    k_blocks: int,
     block_size: int = 64,
     compressed_size: int = 32,
     stride: int = 16,
@@ -94,12 +94,12 @@ def most_important_blocks(
     q          (batch, heads, length, head_dim)
     k          (batch, kv_heads, n_compressed, head_dim): key i stands for the compressed_size tokens from i * stride on
     lse        (batch, heads, length), of attention to the compressed keys that end at or before the query
-    n_blocks   blocks per query; fewer if there are fewer up to its own
+    k_blocks   blocks per query; fewer if there are fewer up to its own
     block_size  tokens of a block, a multiple of stride
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
     q_start    position of the first query
     documents  documents of queries and keys; each query selects blocks of its own document
-    returns    int64 (batch, kv_heads, length, n_blocks or fewer), -1 for unused entries
+    returns    int64 (batch, kv_heads, length, k_blocks or fewer), -1 for unused entries
 
     The importance of a block is a sum of attention weights of compressed keys: each key counts once for every piece of
     `stride` tokens that it shares with the block, in each head of the group. There is no gradient. Queries are
@@ -117,7 +117,7 @@ def most_important_blocks(
     n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
     chunk = max(block_size, SCORES_OF_CHUNK // max(1, n_scores) // block_size * block_size)
     pieces = block_size // stride, compressed_size // stride
-    chosen = own.new_empty(batch, kv_heads, length, min(n_blocks, n_cols))
+    chosen = own.new_empty(batch, kv_heads, length, min(k_blocks, n_cols))
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         stop, begin = q_start + rows.stop, q_start + first
@@ -159,7 +159,7 @@ def native_sparse_attention(
     window: tuple[Tensor, Tensor],
     gates: Tensor,
     *,
-    n_blocks: int = 16,
+    k_blocks: int = 16,
     block_size: int = 64,
     compressed_size: int = 32,
     stride: int = 16,
@@ -180,7 +180,7 @@ def native_sparse_attention(
                 from i * stride on
     selected, window  k (batch, kv_heads, length, head_dim) and v (batch, kv_heads, length, v_head_dim)
     gates       (batch, heads, length, 3): weights of the compressed, selected and window branches
-    n_blocks    blocks selected for each query and KV head, including `always`; all if there are fewer. The
+    k_blocks    blocks selected for each query and KV head, including `always`; all if there are fewer. The
                 choice among equal weights, as of blocks that no earlier compressed block covers, is arbitrary
     block_size  tokens of a selected block: 16, 32, 64 or a multiple of 128, and a multiple of stride
     compressed_size, stride  tokens of a compressed block, a multiple of stride; tokens from one start to the next
@@ -198,10 +198,10 @@ def native_sparse_attention(
 
     >>> q, k = torch.randn(1, 4, 128, 16), torch.randn(1, 2, 128, 16)
     >>> gates = torch.rand(1, 4, 128, 3)
-    >>> native_sparse_attention(q, (k[:, :, :7], k[:, :, :7]), (k, k), (k, k), gates, n_blocks=3, block_size=32).shape
+    >>> native_sparse_attention(q, (k[:, :, :7], k[:, :, :7]), (k, k), (k, k), gates, k_blocks=3, block_size=32).shape
     torch.Size([1, 4, 128, 16])
     """
-    check_sizes(n_blocks, block_size, compressed_size, stride, window_size, always)
+    check_sizes(k_blocks, block_size, compressed_size, stride, window_size, always)
     check_tensor("q", q)
     named = {"compressed": compressed, "selected": selected, "window": window}
     branches = {name: _branch(name, pair, q) for name, pair in named.items()}
@@ -210,7 +210,7 @@ def native_sparse_attention(
     )[1]
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
-    sizes: dict[str, Any] = {"n_blocks": n_blocks, "block_size": block_size, "compressed_size": compressed_size}
+    sizes: dict[str, Any] = {"k_blocks": k_blocks, "block_size": block_size, "compressed_size": compressed_size}
     sizes |= {"stride": stride, "always": always}
     coarse, fine = _coarse_and_fine(q, branches["compressed"], branches["selected"], sizes, scale)
     recent = attention(q, *branches["window"], window_layout(q.shape[2], window_size), scale=scale)
@@ -227,7 +227,7 @@ def _coarse_and_fine(
 ) -> tuple[Tensor, Tensor]:
     """The compressed and the selected branch. All tensors have the documents of `documents`.
 
-    sizes  n_blocks, block_size, compressed_size, stride and always
+    sizes  k_blocks, block_size, compressed_size, stride and always
     """
     blocks = sizes["block_size"], sizes["compressed_size"], sizes["stride"]
     layout = None
@@ -255,11 +255,11 @@ def _mixed(gates: Tensor, coarse: Tensor, fine: Tensor, recent: Tensor) -> Tenso
 
 
 def check_sizes(
-    n_blocks: int, block_size: int, compressed_size: int, stride: int, window_size: int, always: tuple[int, int]
+    k_blocks: int, block_size: int, compressed_size: int, stride: int, window_size: int, always: tuple[int, int]
 ) -> None:
     """Refuse sizes that do not fit each other."""
     for name, number in (
-        *(("n_blocks", n_blocks), ("block_size", block_size), ("compressed_size", compressed_size)),
+        *(("k_blocks", k_blocks), ("block_size", block_size), ("compressed_size", compressed_size)),
         *(("stride", stride), ("window_size", window_size)),
     ):
         positive_int(name, number)
@@ -272,8 +272,8 @@ def check_sizes(
     for name, size in (("block_size", block_size), ("compressed_size", compressed_size)):
         if size % stride:
             raise ValueError(f"{name} must be a multiple of stride={stride}, got {size}")
-    if sum(always) > n_blocks:
-        raise ValueError(f"n_blocks must be at least the number of blocks in always={always}, got {n_blocks}")
+    if sum(always) > k_blocks:
+        raise ValueError(f"k_blocks must be at least the number of blocks in always={always}, got {k_blocks}")
 
 
 def _branch(name: str, pair: tuple[Tensor, Tensor], q: Tensor) -> KeysAndValues:
@@ -348,7 +348,7 @@ class NativeSparseAttention(nn.Module):
     num_heads   query heads
     kv_heads    key and value heads of each branch, a divisor of num_heads; query heads that share keys also share the
                 selection. None means num_heads, but the selected branch is fast only if 4 to 64 query heads share one
-    n_blocks, block_size, compressed_size, stride, window_size, always  as `native_sparse_attention`
+    k_blocks, block_size, compressed_size, stride, window_size, always  as `native_sparse_attention`
     rope        base of rotary positions, such as 10000.0; None adds no positions. Compressed keys are rotated after the
                 compression, to the position of the first token of their block
     head_dim    features per head; None means embed_dim // num_heads
@@ -373,7 +373,7 @@ class NativeSparseAttention(nn.Module):
         num_heads: int,
         *,
         kv_heads: int | None = None,
-        n_blocks: int = 16,
+        k_blocks: int = 16,
         block_size: int = 64,
         compressed_size: int = 32,
         stride: int = 16,
@@ -383,9 +383,9 @@ class NativeSparseAttention(nn.Module):
         head_dim: int | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(n_blocks, block_size, compressed_size, stride, window_size, always)
+        check_sizes(k_blocks, block_size, compressed_size, stride, window_size, always)
         self.sizes: dict[str, Any] = {
-            "n_blocks": n_blocks,
+            "k_blocks": k_blocks,
             "block_size": block_size,
             "compressed_size": compressed_size,
             "stride": stride,

@@ -62,7 +62,7 @@ def test_many_tiles_per_row_separate_dq_only_if_deterministic(layout):
         # all sums fit into L2
         ((16384, 1023), 8, 128, False),
         # columns of one head fill the GPU, and add to the sum of one head
-        ((65536, 20000), 64, 128, False),
+        ((262144, 20000), 1, 128, False),
     ],
 )
 def test_dq_is_separate_for_few_long_tile_columns_of_many_queries(lengths, heads, dim, expected):

@@ -35,7 +35,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def sizes_of(case: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(("block_size", "compressed_size", "stride", "n_blocks", "window_size"), case[3:], strict=True))
+    return dict(zip(("block_size", "compressed_size", "stride", "k_blocks", "window_size"), case[3:], strict=True))
 
 
 def attended(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def expected(
     block_size: int,
     compressed_size: int,
     stride: int,
-    n_blocks: int,
+    k_blocks: int,
     window_size: int,
 ) -> Tensor:
     """Query by query: one initial and two local blocks are always selected."""
@@ -80,7 +80,7 @@ def expected(
                             importance[piece // block_size] += weight
                 always = {0, own - 1, own} & set(range(own + 1))
                 others = [j for j in importance.argsort(descending=True).tolist() if j not in always]
-                chosen = sorted([*always, *others[: n_blocks - len(always)]])
+                chosen = sorted([*always, *others[: k_blocks - len(always)]])
                 tokens = [i for j in chosen for i in range(j * block_size, min((j + 1) * block_size, t + 1))]
                 recent = slice(max(0, t + 1 - window_size), t + 1)
                 for head in of_heads:
@@ -115,7 +115,7 @@ def test_it_is_the_definition(case: tuple[int, ...], monkeypatch: pytest.MonkeyP
 def test_chunks_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     q, compressed_k, compressed_v, *_ = inputs((300, 2, 2, 16, 16, 8, 4, 50))
     lse = attention_with_lse(q, compressed_k, compressed_v, native_sparse.compressed_layout(300, 16, 8))[1]
-    sizes = {"n_blocks": 6, "block_size": 16, "compressed_size": 16, "stride": 8}
+    sizes = {"k_blocks": 6, "block_size": 16, "compressed_size": 16, "stride": 8}
     found = []
     for size in (1, 1 << 26):
         monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", size)
@@ -155,7 +155,7 @@ def test_a_query_sees_the_compressed_blocks_that_have_ended(length: int, size: i
 
 def layer_of(**changes: Any) -> NativeSparseAttention:
     torch.manual_seed(0)
-    sizes = {"n_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
+    sizes = {"k_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
     return NativeSparseAttention(48, 4, **{"kv_heads": 2, "rope": 100.0} | sizes | changes).double()
 
 
@@ -177,7 +177,7 @@ def test_a_layer_is_its_steps_spelled_out() -> None:
     q, k, window_k = (rotate(each, table) for each in (q, k, window_k))
     compressed_k = rotate(compressed_k, rotary_table(torch.arange(0, 110 - 15, 8), 100.0, 12))
     gates = layer.gates(x).sigmoid().unflatten(2, (4, 3)).transpose(1, 2)
-    sizes = {"n_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
+    sizes = {"k_blocks": 4, "block_size": 16, "compressed_size": 16, "stride": 8, "window_size": 20}
     truth = expected(q, (compressed_k, compressed_v), (k, v), (window_k, window_v), gates, **sizes)
     truth, found = layer.out(truth.transpose(1, 2).flatten(2)), layer(x)
     torch.testing.assert_close(found, truth)
@@ -188,7 +188,7 @@ def test_a_layer_is_its_steps_spelled_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"rope": None, "always": (0, 1), "n_blocks": 2}], ids=["rope", "no first block"]
+    "changes", [{}, {"rope": None, "always": (0, 1), "k_blocks": 2}], ids=["rope", "no first block"]
 )
 @pytest.mark.parametrize(
     "boundaries", [[0, 20, 20, 85, 86, 150], [[0, 33, 64, 140], [0, 0, 150, 150]], [0, 150], [0]], ids=str
@@ -246,7 +246,7 @@ def test_scores_beyond_the_range_of_float16_displace_no_block() -> None:
     """Regression: weights were infinite, and tied with those of blocks that are always selected."""
     x = torch.full((1, 1, 512, 64), 40.0).half()
     lse = torch.full((1, 1, 512), 64 * 40.0**2 / 8)
-    blocks = native_sparse.most_important_blocks(x, x[:, :, :31], lse, n_blocks=3, block_size=32)
+    blocks = native_sparse.most_important_blocks(x, x[:, :, :31], lse, k_blocks=3, block_size=32)
     own = (torch.arange(512) // 32)[:, None]
     for block in (own, (own - 1).clamp(min=0), torch.zeros_like(own)):
         assert (blocks == block).any(3).all()
@@ -272,7 +272,7 @@ def test_layers_are_saved_and_copied() -> None:
     file.seek(0)
     for other in (torch.load(file, weights_only=False), copy.deepcopy(layer)):
         assert torch.equal(other(x), layer(x))
-    assert "kv_heads=2, head_dim=12, rope=100.0, n_blocks=4, block_size=16" in repr(layer)
+    assert "kv_heads=2, head_dim=12, rope=100.0, k_blocks=4, block_size=16" in repr(layer)
 
 
 def call(**changes: Any) -> Tensor:
@@ -288,8 +288,8 @@ WRONG = {
     "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens", lambda: call(block_size=96)),
     "few": (
         ValueError,
-        r"n_blocks must be at least the .* in always=\(1, 2\), got 2",
-        lambda: call(n_blocks=2),
+        r"k_blocks must be at least the .* in always=\(1, 2\), got 2",
+        lambda: call(k_blocks=2),
     ),
     "first": (ValueError, r"always must be two numbers of blocks.*got \(-1, 2\)", lambda: call(always=(-1, 2))),
     "number": (TypeError, r"always must be two numbers of blocks.*got 3", lambda: call(always=3)),

@@ -68,7 +68,7 @@ def test_pages_are_attended_to_as_the_selected_branch_of_native_sparse_attention
     scores = torch.einsum("bkgqd, bknd -> bkgqn", q.unflatten(1, (2, 2)), compressed) / 4
     has_ended = torch.arange(compressed.shape[2]) * 16 + 31 <= torch.arange(length)[:, None]
     lse = scores.masked_fill(~has_ended, -torch.inf).logsumexp(-1).flatten(1, 2)
-    blocks = most_important_blocks(q, compressed, lse, n_blocks=4, block_size=page)
+    blocks = most_important_blocks(q, compressed, lse, k_blocks=4, block_size=page)
     (k_pages, table), (v_pages, _) = paged(k, page), paged(v, page)
     out = paged_attention(
         q[:, :, -1:], k_pages, v_pages, table, torch.full((2,), length), selected=blocks[:, :, -1].contiguous()
