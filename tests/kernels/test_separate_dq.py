@@ -54,17 +54,27 @@ def test_many_tiles_per_row_separate_dq_only_if_deterministic(layout):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "dim", "expected"),
+    ("lengths", "density", "heads", "dim", "expected"),
     [
-        ((65536, 4095), 64, 128, True),
-        ((16384, 1023), 64, 128, True),
-        ((16384, 1023), 64, 64, False),
+        ((65536, 4095), 0.5, 64, 128, True),
+        ((16384, 1023), 0.5, 64, 128, True),
+        ((16384, 1023), 0.5, 64, 64, False),
         # all sums fit into L2
-        ((16384, 1023), 8, 128, False),
+        ((16384, 1023), 0.5, 8, 128, False),
         # columns of one head fill the GPU, and add to the sum of one head
-        ((262144, 20000), 1, 128, False),
+        ((262144, 20000), 0.5, 1, 128, False),
+        # 8 tiles per column
+        ((65536, 4095), 1 / 64, 64, 128, False),
     ],
 )
-def test_dq_is_separate_for_few_long_tile_columns_of_many_queries(lengths, heads, dim, expected):
-    plan = list(masks.random(lengths, density=0.5, block_size=128, seed=0).plan(CPU))
+def test_dq_is_separate_for_few_long_tile_columns_of_many_queries(lengths, density, heads, dim, expected):
+    layout = BlockLayout.from_block_mask(random_blocks(lengths, density), *lengths, block_size=128)
+    plan = list(layout.plan(CPU))
     assert is_dq_separate(plan, (1, heads, lengths[0], dim), dim, 132, deterministic=False) == expected
+
+
+def random_blocks(lengths: tuple[int, int], density: float) -> torch.Tensor:
+    """As many in each column."""
+    n_rows, n_cols = (-(-length // 128) for length in lengths)
+    order = torch.rand(n_rows, n_cols, generator=torch.Generator().manual_seed(0)).argsort(0)
+    return order < round(density * n_rows)
