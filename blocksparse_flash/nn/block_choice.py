@@ -27,32 +27,35 @@ def choose_best(
     *,
     n_seen: int,
     always: tuple[int, int] = (0, 1),
-    pieces: tuple[int, int] = (1, 1),
+    pieces: tuple[int, int] | None = None,
 ) -> None:
     """Write the blocks with the highest scores into rows of cols, -1 for unused entries.
 
     cols       int64 (batch, heads, all queries, blocks per query)
-    scores     (batch, heads, queries, n) of blocks, or with `pieces` of keys: see block_importance. May be overwritten
+    scores     (batch, heads, queries, n) of blocks, or with `pieces` weights of keys. May be overwritten
     own, earliest  blocks of these queries, see block_ranges: a query may select the blocks from earliest to own, and
                keys that begin before the block `earliest` do not count
     first_row  row of cols for the first query
     n_seen     blocks up to the last query's own; scores of blocks have as many, or more
+    pieces     per_block and per_key of block_importance
     always     blocks that are selected whatever their score: the first ones, and the last ones up to the query's own
     """
     n_rows, n_chosen = scores.shape[2], cols.shape[3]
     if block_selection.is_on_gpu(scores):
         from ..kernels.triton import block_choice
 
-        if block_choice.can_choose(scores, n_chosen, pieces):
+        # a block is its own only key
+        of_kernel = pieces or (1, 1)
+        if block_choice.can_choose(scores, n_chosen, of_kernel):
             with tracing.on_device(scores.device):
-                block_choice.choose_blocks(scores, own, earliest, cols, first_row, always=always, pieces=pieces)
+                block_choice.choose_blocks(scores, own, earliest, cols, first_row, always=always, pieces=of_kernel)
             return
-    per_block, _ = pieces
     if scores.dtype == torch.float16:
         # products beyond its range would tie with the blocks that are always selected
         bounds = torch.finfo(scores.dtype)
         scores.clamp_(bounds.min, bounds.max)
-    if pieces != (1, 1):
+    if pieces is not None:
+        per_block, _ = pieces
         scores.masked_fill_(torch.arange(scores.shape[3], device=scores.device) < earliest * per_block, 0)
         scores = block_importance(scores, n_seen, *pieces)
     col = torch.arange(scores.shape[3], device=scores.device)

@@ -54,7 +54,9 @@ def test_blocks(
 
 
 @pytest.mark.parametrize("kind", ["document", "documents"])
-@pytest.mark.parametrize(("pieces", "n"), [((4, 2), 25), ((2, 1), 13), ((1, 3), 5), ((3, 5), 14), ((4, 4), 0)])
+@pytest.mark.parametrize(
+    ("pieces", "n"), [((4, 2), 25), ((2, 1), 13), ((1, 3), 5), ((1, 1), 6), ((3, 5), 14), ((4, 4), 0)]
+)
 def test_weights_of_keys(
     pieces: tuple[int, int], n: int, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
