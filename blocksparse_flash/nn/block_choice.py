@@ -50,14 +50,13 @@ def choose_best(
             with tracing.on_device(scores.device):
                 block_choice.choose_blocks(scores, own, earliest, cols, first_row, always=always, pieces=of_kernel)
             return
-    if scores.dtype == torch.float16:
-        # products beyond its range would tie with the blocks that are always selected
-        bounds = torch.finfo(scores.dtype)
-        scores.clamp_(bounds.min, bounds.max)
     if pieces is not None:
         per_block, _ = pieces
         scores.masked_fill_(torch.arange(scores.shape[3], device=scores.device) < earliest * per_block, 0)
         scores = block_importance(scores, n_seen, *pieces)
+    # NaN and infinities, such as products beyond the range of float16, would tie with the marks below
+    largest = torch.finfo(scores.dtype).max
+    scores.nan_to_num_(nan=largest, posinf=largest, neginf=-largest)
     col = torch.arange(scores.shape[3], device=scores.device)
     is_always = (col < earliest + always[0]) | (col > own - always[1])
     scores.masked_fill_(is_always, torch.inf).masked_fill_((col > own) | (col < earliest), -torch.inf)

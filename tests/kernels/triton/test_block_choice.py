@@ -66,6 +66,22 @@ def test_weights_of_keys(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_query_selects_different_blocks_up_to_its_own_whatever_the_scores(
+    dtype: torch.dtype, bad: float, device: torch.device
+) -> None:
+    scores = drawn(N_SEEN)[:1, :1].to(dtype)
+    scores[..., ::2] = bad
+    own = ranges("document")[0]
+    for cols in both(scores, device, n_chosen=3, kind="document"):
+        chosen = cols[0, 0, 2:-1]
+        assert (chosen <= own).all() and (chosen == own).any(1).all()
+        for row, last in zip(chosen.tolist(), own[:, 0].tolist(), strict=True):
+            used = [col for col in row if col >= 0]
+            assert len(used) == len(set(used)) == min(3, last + 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_infinite_scores_do_not_displace_blocks_that_are_always_selected(
     dtype: torch.dtype, device: torch.device
