@@ -242,7 +242,7 @@ def _check_seed(seed: int | Tensor, q: Tensor) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(
             f"seed must be an int, an int64 tensor of one element or None, got {seed!r} ({type(seed).__name__}); "
-            "int(seed) makes one, None draws one from PyTorch's CPU generator"
+            "int(seed) makes one, None draws one"
         )
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {seed}; seed % 2**63 does")

@@ -249,10 +249,10 @@ def is_dq_separate(
         return deterministic
     n_rows, n_heads = -(-q_shape[2] // TILE), q_shape[0] * q_shape[1]
     n_cols, n_plan_heads = plan[3].shape[2], plan[3].shape[0] * plan[3].shape[1]
-    if plan[4].shape[0] >= LONG_COLUMN * n_plan_heads * n_cols and n_cols < n_sms:
+    if plan[4].shape[0] >= LONG_COLUMN * n_plan_heads * n_cols and 0 < n_cols < n_sms:
         n_together = min(n_heads, -(-n_sms // n_cols))
         if 4 * n_together * n_rows * TILE * padded_dim("hopper", dim) > MAX_SUM_BYTES:
             return True
     # rounded down, since the list ends with some padding
-    has_few_tiles = plan[1].shape[0] // (n_plan_heads * n_rows) <= MAX_TILES
-    return dim <= MAX_DIM and n_heads * n_rows >= MIN_ROWS and has_few_tiles
+    is_narrow = dim <= MAX_DIM and n_heads * n_rows >= MIN_ROWS
+    return is_narrow and plan[1].shape[0] // (n_plan_heads * n_rows) <= MAX_TILES

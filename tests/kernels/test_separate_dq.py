@@ -78,3 +78,9 @@ def random_blocks(lengths: tuple[int, int], density: float) -> torch.Tensor:
     n_rows, n_cols = (-(-length // 128) for length in lengths)
     order = torch.rand(n_rows, n_cols, generator=torch.Generator().manual_seed(0)).argsort(0)
     return order < round(density * n_rows)
+
+
+@pytest.mark.parametrize("lengths", [(0, 256), (256, 0), (0, 0)])
+def test_without_queries_or_keys_dq_is_not_separate(lengths):
+    plan = list(BlockLayout.from_predicate(lambda q_pos, kv_pos: kv_pos <= q_pos, *lengths, block_size=128).plan(CPU))
+    assert not is_dq_separate(plan, (1, 64, lengths[0], 64), 64, 132, deterministic=False)

@@ -52,7 +52,8 @@ def block_choice_kernel(
         # the bits of negative numbers are in reverse order
         b_order = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
         m_always = (b_col < earliest + ALWAYS_FIRST) | (b_col > own - ALWAYS_LAST)
-        b_order = tl.where(m_always, ALWAYS, b_order)
+        # a NaN may have the bits of ALWAYS
+        b_order = tl.where(m_always, ALWAYS, tl.minimum(b_order, ALWAYS - 1))
         # of equal scores, the first block has the largest key
         b_keys = (b_order.to(tl.int64) << 32) | (LOW_WORD - b_col.to(tl.int64))
         b_found = tl.topk(tl.where(m_col, b_keys, UNUSED), CHOSEN)
