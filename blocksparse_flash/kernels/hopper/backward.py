@@ -27,9 +27,9 @@ With grouped heads, in causal calls and in layouts with few long tile columns, a
 query head, which adds its dK and dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV
 then vary too.
 
-For deterministic calls and for few tiles per row (schedule.is_dq_separate), this kernel leaves dQ out, and another
-launch computes it (backward_dq.py), with two more products per tile. Beyond head_dim 128, registers do not suffice:
-wide_backward.py has the kernels.
+For deterministic calls, for few tiles per row and for few long tile columns (schedule.is_dq_separate), this kernel
+leaves dQ out, and another launch computes it (backward_dq.py), with two more products per tile. Beyond head_dim 128,
+registers do not suffice: wide_backward.py has the kernels.
 """
 
 from __future__ import annotations
