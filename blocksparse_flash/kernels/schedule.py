@@ -254,5 +254,5 @@ def is_dq_separate(
         if 4 * n_together * n_rows * TILE * padded_dim("hopper", dim) > MAX_SUM_BYTES:
             return True
     # rounded down, since the list ends with some padding
-    is_narrow = dim <= MAX_DIM and n_heads * n_rows >= MIN_ROWS
-    return is_narrow and plan[1].shape[0] // (n_plan_heads * n_rows) <= MAX_TILES
+    is_worthwhile = dim <= MAX_DIM and n_heads * n_rows >= MIN_ROWS
+    return is_worthwhile and plan[1].shape[0] // (n_plan_heads * n_rows) <= MAX_TILES

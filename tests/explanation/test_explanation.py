@@ -244,6 +244,14 @@ def test_heads_of_a_group_add_to_dk_and_dv() -> None:
     assert np.array_equal(backward.cols.tiles, cost.programs(plain, 132)[1].cols.tiles)
 
 
+def test_dq_of_few_long_tile_columns_is_added_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "n_sms", 132)
+    layout = masks.random((16384, 1024), density=0.5, block_size=128, seed=0)
+    q, k = (torch.empty(1, heads, length, 128, dtype=torch.bfloat16) for heads, length in ((64, 16384), (4, 1024)))
+    of_columns = Call(q, k, k, layout, False, False, 0.0, False, q.dtype, "hopper")
+    assert memory.has_separate_dq(of_columns) and memory.varying_gradients(of_columns) == "dk and dv"
+
+
 # all of 9 heads are taken in turn
 @pytest.mark.parametrize("heads", [8, 9])
 def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int) -> None:

@@ -96,7 +96,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
 )
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
 # split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64
-@pytest.mark.parametrize("kind", ["plain", "layout", "few tiles", "strided", "split", "fine layout", "fine split"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "layout", "few tiles", "long columns", "strided", "split", "fine layout", "fine split"]
+)
 def test_reported_bytes_are_those_that_launchers_allocate(
     launchers: dict[str, ModuleType],
     dims: tuple[int, int],
@@ -115,6 +117,8 @@ def test_reported_bytes_are_those_that_launchers_allocate(
         "fine split": (1, 2, 1, 9000, 9050),
         # so few tiles per row that dq has a separate launch
         "few tiles": (32, 2, 1, 16384, 16384),
+        # and where that of dk and dv sums over query heads
+        "long columns": (1, 64, 4, 16384, 1024),
     }.get(kind, (2, 4, 2, 200, 300))
     q = torch.empty(batch, heads, q_len, dims[0], dtype=torch.bfloat16)
     k = torch.empty(batch, kv_heads, kv_len, dims[0], dtype=torch.bfloat16)
@@ -125,6 +129,8 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     layout = None
     if kind == "few tiles":
         layout = masks.block_diagonal(q_len, size=256)
+    if kind == "long columns":
+        layout = masks.random((q_len, kv_len), density=0.5, block_size=128, seed=0)
     if kind in ("layout", "split"):
         layout = masks.local((q_len, kv_len), window=1500, block_size=64)
     if kind in ("fine layout", "fine split"):
@@ -153,7 +159,10 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     assert reported.writes == sum(grad.nbytes for grad in grads)
     assert reported.workspace == allocations.nbytes - reported.writes
     # the Hopper backward iterates over tile columns; a separate launch for dq iterates over tile rows
-    has_separate_dq = call.deterministic or (kind == "few tiles" and max(dims) <= 64) or max(dims) > 128
+    has_separate_dq = call.deterministic or max(dims) > 128
+    has_separate_dq |= kind == "few tiles" and max(dims) <= 64
+    # sums of 64 columns stay in L2
+    has_separate_dq |= kind == "long columns" and max(dims) > 64
     is_one_kernel = backend == "hopper" and not call.is_fine
     uses_cols_only = is_one_kernel and not has_separate_dq
     lists = plan[3:] if uses_cols_only else plan
