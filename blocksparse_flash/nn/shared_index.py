@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from .. import validation
 from ..blocks.checks import boolean
+from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int
@@ -38,15 +39,34 @@ def best_indexed_blocks(
     n_cols = -(-length // block_size)
     own, earliest = block_ranges(documents, length, block_size, index_q.device)
     chosen = own.new_empty(batch, heads, length, min(k_blocks, n_cols))
-    chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * length))
+    # products of float32 would spill
+    uses_kernel = index_q.dtype in (torch.float16, torch.bfloat16) and index_q.shape[3] <= 128
+    uses_kernel = uses_kernel and block_selection.is_on_gpu(index_q)
+    chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * (n_cols if uses_kernel else length)))
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
-        # scores of whole blocks only: a partial last block is its queries' own, which is always selected
-        n_whole, n_seen = rows.stop // block_size, -(-rows.stop // block_size)
-        scores = index_q[:, :, rows] @ index_k[:, :, : n_whole * block_size].mT
-        best_token = pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_seen - n_whole))
-        choose_best(chosen, best_token, own[..., rows, :], earliest[..., rows, :], first, n_seen=n_seen)
+        n_seen = -(-rows.stop // block_size)
+        scores = _best_tokens(index_q[:, :, rows], index_k, first, n_seen, block_size, uses_kernel=uses_kernel)
+        choose_best(chosen, scores, own[..., rows, :], earliest[..., rows, :], first, n_seen=n_seen)
     return chosen
+
+
+def _best_tokens(
+    index_q: Tensor, index_k: Tensor, first: int, n_blocks: int, block_size: int, *, uses_kernel: bool
+) -> Tensor:
+    """The highest score of each query, from token `first` on, in each block of keys: (batch, heads, queries, n_blocks).
+
+    Blocks that are not wholly before a query, which it cannot select but for its own, hold any values.
+    """
+    if uses_kernel:
+        from ..kernels.triton.index_scores import index_scores
+
+        with tracing.on_device(index_q.device):
+            return index_scores(index_q, index_k, first, n_blocks, block_size)
+    # scores of whole blocks only: a partial last block is its queries' own
+    n_whole = min(n_blocks, (first + index_q.shape[2]) // block_size)
+    scores = index_q @ index_k[:, :, : n_whole * block_size].mT
+    return pad(scores.unflatten(3, (n_whole, block_size)).amax(4), (0, n_blocks - n_whole))
 
 
 @tracing.untraced

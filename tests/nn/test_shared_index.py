@@ -211,3 +211,29 @@ def test_wrong_calls_are_refused(case: str) -> None:
 def test_a_large_index_is_refused() -> None:
     with pytest.raises(ValueError, match="index_dim must be at most 256, got 300"):
         SharedIndexAttention(48, 2, index_dim=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "heads", "head_dim", "first"), [(16, 2, 24, 37), (64, 1, 16, 0), (128, 1, 16, 70), (384, 2, 8, 300)]
+)
+def test_the_kernel_finds_the_best_token_of_each_block(
+    block_size: int, heads: int, head_dim: int, first: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    torch.manual_seed(0)
+    length = 430
+    # not contiguous, and a chunk of queries
+    index_q = torch.randn(2, length, heads, head_dim).to(dtype).transpose(1, 2)[:, :, first : first + 90]
+    index_k = torch.randn(2, length, 1, head_dim + 8).to(dtype)[..., :head_dim].transpose(1, 2)
+    n_blocks = -(-(first + 90) // block_size)
+    arguments = index_q.to(device), index_k.to(device), first, n_blocks, block_size
+    found = shared_index._best_tokens(*arguments, uses_kernel=True).cpu()
+    scores = index_q.double() @ index_k.double().mT
+    assert found.shape == (2, heads, 90, n_blocks) and found.dtype == torch.float32
+    for row, position in enumerate(range(first, first + 90)):
+        # blocks before the query's own
+        for block in range(position // block_size):
+            keys = slice(block * block_size, (block + 1) * block_size)
+            truth = scores[:, :, row, keys].amax(2)
+            torch.testing.assert_close(found[:, :, row, block].double(), truth, rtol=1e-5, atol=1e-5)

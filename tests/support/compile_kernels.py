@@ -54,6 +54,7 @@ from blocksparse_flash.kernels.triton import (
     gather_scatter,
     gather_tokens,
     group_weights,
+    index_scores,
     packed_plan,
     page_scores,
     paged,
@@ -306,6 +307,8 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     for dim in (64, 128) if dtype.itemsize == 2 else ():
         queries, keys = torch.empty(1, 2, 4, 256, dim, dtype=dtype), torch.empty(1, 2, 128, dim, dtype=dtype)
         group_weights.group_weights(queries, keys, torch.empty(1, 2, 4, 256), 256, 0.125, 32, 16)
+        for block_size in (16, 64, 128, 256):
+            index_scores.index_scores(queries[:, 0], keys[:, :1], 256, 8, block_size)
     ranges, chosen = torch.empty(256, 1, dtype=torch.int64), torch.empty(1, 2, 256, 16, dtype=torch.int64)
     # weights of compressed keys, and scores of blocks
     for n_keys, pieces in ((4096, (4, 2)), (n, (1, 1))):
