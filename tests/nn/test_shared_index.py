@@ -215,7 +215,8 @@ def test_a_large_index_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "heads", "head_dim", "first"), [(16, 2, 24, 37), (64, 1, 16, 0), (128, 1, 16, 70), (384, 2, 8, 300)]
+    ("block_size", "heads", "head_dim", "first"),
+    [(16, 2, 24, 37), (64, 1, 16, 0), (64, 2, 16, 300), (128, 1, 16, 70), (384, 2, 8, 300)],
 )
 def test_the_kernel_finds_the_best_token_of_each_block(
     block_size: int, heads: int, head_dim: int, first: int, dtype: torch.dtype, device: torch.device
