@@ -10,6 +10,7 @@ from torch import Tensor
 from .ops import is_differentiated, refuse_mapped
 from .plan.reordering import TokenOrder
 from .runtime import tracing
+from .runtime.tensor_spec import new_in_order_of
 
 torch.library.define("blocksparse_flash::gather_tokens", "(Tensor tokens, Tensor order, Tensor inverse) -> Tensor")
 
@@ -28,8 +29,7 @@ torch.library.impl("blocksparse_flash::gather_tokens", "default", _launch)
 
 @torch.library.register_fake("blocksparse_flash::gather_tokens")
 def _fake(tokens: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # noqa: ARG001
-    batch, heads, _, features = tokens.shape
-    return tokens.new_empty(batch, heads, order.shape[2], features)
+    return new_in_order_of(tokens, tokens.shape[3], order.shape[2])
 
 
 class _Gather(torch.autograd.Function):
@@ -66,7 +66,7 @@ _gather_tokens = torch.ops.blocksparse_flash.gather_tokens.default
 
 
 def gathered(tokens: Tensor, by: TokenOrder, *, is_direct: bool) -> Tensor:
-    """The tokens in an order, contiguous and differentiable.
+    """The tokens in another order, differentiable, in the memory order of `tokens`.
 
     tokens     (batch, heads, length, features)
     is_direct  whether a launch may skip the dispatcher, see `tracing.can_launch_directly`

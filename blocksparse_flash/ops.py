@@ -14,7 +14,7 @@ from .dispatch import CallSpec, resolve
 from .kernels.inputs import BackwardInputs
 from .plan_format import BY_KEY_BLOCK, TILE, tile_of
 from .runtime import tracing
-from .runtime.tensor_spec import TensorSpecs
+from .runtime.tensor_spec import TensorSpecs, new_in_order_of
 from .score_mods import Scores
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? alibi_slopes, Tensor? block_bias, Tensor? pair_bias"
@@ -156,19 +156,19 @@ torch.library.impl("blocksparse_flash::attention_backward", "default", _backward
 
 @torch.library.register_fake("blocksparse_flash::attention_forward")
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, q_len, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(batch, heads, q_len, v.shape[3]), q.new_empty(batch, heads, q_len, dtype=lse_dtype)
+    return new_in_order_of(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 @torch.library.register_fake("blocksparse_flash::attention_backward")
 def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     lse, wanted = arguments[8], arguments[-1]
-    # q, k, v, sinks, alibi_slopes, block_bias, pair_bias
-    return tuple(
+    # sinks, alibi_slopes, block_bias, pair_bias
+    of_mods = (
         tensor.new_empty(tensor.shape) if is_wanted else lse.new_empty(0)
-        for tensor, is_wanted in zip(arguments[:7], (True, True, True, *wanted), strict=True)
+        for tensor, is_wanted in zip(arguments[3:7], wanted, strict=True)
     )
+    return *(new_in_order_of(tensor, tensor.shape[3]) for tensor in arguments[:3]), *of_mods
 
 
 # ---- autograd ----

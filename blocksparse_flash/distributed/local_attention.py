@@ -41,22 +41,23 @@ def accumulator_dtype(q: Tensor) -> torch.dtype:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], spec: CallSpec) -> tuple[Tensor, Tensor]:
-    """out and lse over the tiles of a kernel plan."""
+    """out and lse over the tiles of a kernel plan, contiguous: messages and operators of any rank expect them so."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=accumulator_dtype(q))
     # already inside an operator, so the inner functions are called directly
-    return ops.launch_forward(q, k, v, plan, None, None, spec)
+    out, lse = ops.launch_forward(q, k, v, plan, None, None, spec)
+    return out.contiguous(), lse
 
 
 def attend_backward(inputs: BackwardInputs, plan: list[Tensor], spec: CallSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `attend`."""
+    """dq, dk and dv of `attend`, contiguous."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # a chunk of heads is a strided view, and the backward needs contiguous tensors
-    inputs = inputs._replace(out=inputs.out.contiguous(), lse=inputs.lse.contiguous())
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    # a chunk of heads is a strided view
+    inputs = inputs._replace(lse=inputs.lse.contiguous())
     dq, dk, dv = ops.launch_backward(inputs, plan, None, None, spec)
-    return dq, dk, dv
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 # ---- chunks of heads ----

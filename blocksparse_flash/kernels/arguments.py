@@ -10,7 +10,7 @@ import torch
 
 from .. import philox, plan_format, score_mods
 from ..runtime.launch import Config, axis_strides, cache_key_of, device_limits
-from ..runtime.tensor_spec import TensorSpec, TensorSpecs, spec_of, tma_can_load
+from ..runtime.tensor_spec import TensorSpec, TensorSpecs, is_token_major, spec_of, tma_can_load
 from ..score_mods import Scores
 from .inputs import BackwardInputs as BackwardInputs
 from .schedule import padded_dim
@@ -71,8 +71,9 @@ def score_specs_of(scores: Scores, *tables: torch.Tensor | None, wanted: Sequenc
 class Options(NamedTuple):
     """Cache key of a call besides q, k, v, dout and the plan's tensors.
 
-    others  the keys of further tensors
-    tile    tokens per side of the plan's tiles
+    others       the keys of further tensors
+    tile         tokens per side of the plan's tiles
+    out_strides  (batch, head, row) strides of out, in a backward
     """
 
     scale: float
@@ -85,6 +86,7 @@ class Options(NamedTuple):
     others: tuple[tuple[torch.dtype, bool] | None, ...]
     tile: int = TILE
     scores: ScoreSpecs | None = None
+    out_strides: Shape | None = None
 
     @property
     def modifies_scores(self) -> bool:
@@ -99,18 +101,21 @@ def options_of(
     causal: bool,
     dropout_p: float,
     *others: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> Options:
     """The options of a call with q's dtype and device.
 
     plan    the tensors of a Plan; empty for dense or causal calls
-    others  tensors whose shapes follow from q, k and v
+    others  contiguous tensors whose shapes follow from q, k and v
+    out     of a backward
     """
     index = q.device.index
-    keys = tuple([cache_key_of(other) for other in others])
+    keys = tuple([cache_key_of(other) for other in (*others, out)])
+    out_strides = None if out is None else out.stride()[:3]
     tile = plan_format.tile_of(plan)
     # torch's older switches set it too
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return Options(scale, causal, dropout_p, tf32, index, *device_limits(index), keys, tile)
+    return Options(scale, causal, dropout_p, tf32, index, *device_limits(index), keys, tile, None, out_strides)
 
 
 def sign(scale: float) -> int:
@@ -134,6 +139,8 @@ class Constants(NamedTuple):
     SIGN             of the scale, in kernels that take a maximum
     CHANGED          whether score mods apply between product and mask
     CELL_Q, CELL_KV  queries and keys of a bias cell; 0 without a bias
+    Q_BY_TOKEN, K_BY_TOKEN, V_BY_TOKEN  whether out and dq, dk, and dv are (batch, length, heads, columns) in memory,
+                     as q, k and v are; else (batch, heads, length, columns)
     """
 
     GROUP: int
@@ -152,10 +159,18 @@ class Constants(NamedTuple):
     CELL_KV: int = 0
     BLOCK_Q: int = 0
     BLOCK_KV: int = 0
+    Q_BY_TOKEN: bool = False
+    K_BY_TOKEN: bool = False
+    V_BY_TOKEN: bool = False
 
     def with_blocks(self, chosen: Config) -> Constants:
         """The constants with the block sizes of a configuration."""
         return self._replace(BLOCK_Q=chosen.block_q, BLOCK_KV=chosen.block_kv)
+
+    def with_orders(self, q: TensorSpec, k: TensorSpec, v: TensorSpec) -> Constants:
+        """The constants of a kernel whose outputs have the memory orders of q, k and v."""
+        of_q, of_k, of_v = (is_token_major(spec.shape, spec.strides) for spec in (q, k, v))
+        return self._replace(Q_BY_TOKEN=of_q, K_BY_TOKEN=of_k, V_BY_TOKEN=of_v)
 
 
 class Tuning(NamedTuple):

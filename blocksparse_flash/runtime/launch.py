@@ -16,7 +16,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launcher
-from .tensor_spec import TensorSpec
+from .tensor_spec import TensorSpec, is_token_major
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,18 @@ def contiguous(dtype: torch.dtype, *shape: int, row: int | None = None) -> Memor
     lengths = [*shape[1:-1], shape[-1] if row is None else row]
     strides = [math.prod(lengths[i:]) for i in range(len(shape) - 1)]
     return Memory(shape, (*strides, 1), dtype)
+
+
+def memory_in_order_of(like: TensorSpec, head_dim: int, row: int | None = None) -> Memory:
+    """Memory for (batch, heads, length, head_dim) in the dtype and memory order of another tensor.
+
+    row  elements from one row to the next, where rows are padded
+    """
+    batch, heads, length, _ = like.shape
+    if not is_token_major(like.shape, like.strides):
+        return contiguous(like.dtype, batch, heads, length, head_dim, row=row)
+    _, strides, dtype = contiguous(like.dtype, batch, length, heads, head_dim, row=row)
+    return Memory((batch, heads, length, head_dim), (strides[0], strides[2], strides[1], 1), dtype)
 
 
 def allocator(tensor: torch.Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:

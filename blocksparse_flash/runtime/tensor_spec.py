@@ -36,6 +36,33 @@ def spec_of(tensor: torch.Tensor | None) -> TensorSpec | None:
     return TensorSpec(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % ALIGNMENT == 0)
 
 
+def is_token_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether (batch, heads, length, head_dim) is the transpose of (batch, length, heads, head_dim) in memory.
+
+    Then the heads of a token lie together, as a projection leaves them. Expanded heads have a stride of 0 and do not.
+    """
+    return shape[1] > 1 and shape[2] > 1 and 0 < strides[1] < strides[2]
+
+
+def new_in_order_of(tensor: torch.Tensor, head_dim: int, length: int | None = None) -> torch.Tensor:
+    """Uninitialized (batch, heads, length, head_dim) in the memory order of a tensor, without gaps.
+
+    length  that of the tensor by default
+    """
+    batch, heads, own_length, _ = tensor.shape
+    length = own_length if length is None else length
+    if is_token_major(tensor.shape, tensor.stride()):
+        return tensor.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    return tensor.new_empty(batch, heads, length, head_dim)
+
+
+def in_order_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor in the memory order of another one, without gaps: copied if they do not lie so already."""
+    if is_token_major(like.shape, like.stride()):
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensor.contiguous()
+
+
 def tma_can_load(itemsize: int, shape: Sequence[int], strides: Sequence[int], is_aligned: bool) -> bool:
     """Whether TMA can load a (batch, heads, length, head_dim) tensor whose last stride is 1.
 

@@ -210,8 +210,9 @@ SPILLS_OF_SCORE_MODS = {
 }
 # bytes of shared memory of an SM (sm90), and of them those that each program takes in addition
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
-# bytes that the kernel of dk and dv spills for grouped heads at head_dim 128 on sm90: the maximum of Triton 3.6 and 3.7
-GROUPED_SPILLS = 32
+# bytes that the kernel of dk and dv spills for grouped heads on sm90, at (head_dim, results by token): the maximum of
+# Triton 3.6 and 3.7
+GROUPED_SPILLS = {(64, True): 8, (128, False): 32, (128, True): 32}
 
 Record = dict[str, Any]
 
@@ -302,13 +303,8 @@ def faults(record: Record) -> list[str]:
     if name in SELECTED:
         name = f"{call['mode']} {name}"
     allowed = KNOWN_SPILLS.get((name, call["head_dim"], *options), 0)
-    if (
-        record["kernel"] == "keys_kernel"
-        and call["head_dim"] == 128
-        and call.get("group", 1) > 1
-        and record["arch"] == 90
-    ):
-        allowed = GROUPED_SPILLS
+    if record["kernel"] == "keys_kernel" and call.get("group", 1) > 1 and record["arch"] == 90:
+        allowed = GROUPED_SPILLS.get((call["head_dim"], call.get("by_token", False)), 0)
     most = SPILLS_BESIDE_PRODUCTS.get(name, {}).get(int(record["triton"].split(".")[1]), math.inf)
     if call.get("scores"):
         of_mods = SPILLS_OF_SCORE_MODS.get((name, call["head_dim"]), (0, 0))

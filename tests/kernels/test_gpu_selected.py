@@ -19,7 +19,7 @@ from blocksparse_flash.plan_format import BY_KEY_BLOCK
 from tests.kernels.hopper import test_selected as simulated
 from tests.kernels.test_gpu import HAS_HOPPER, capture
 from tests.plan.test_selected_builder import limited
-from tests.support.closeness import assert_as_accurate, buried
+from tests.support.closeness import assert_as_accurate, buried_inputs
 from tests.support.no_waiting import no_waiting
 
 pytestmark = pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
@@ -245,7 +245,7 @@ def test_the_cases_of_the_simulator_are_accurate(
 ) -> None:
     case = simulated.CASES[name]._replace(dtype=dtype)
     *tensors, dlse = (tensor.cuda() for tensor in case.tensors())
-    q, k, v, dout = map(buried, tensors)
+    q, k, v, dout = buried_inputs(dict(zip(("q", "k", "v", "dout"), tensors, strict=True))).values()
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     bounds = None if case.documents is None else torch.tensor(case.documents, device="cuda")
     options: dict[str, Any] = {"block_size": case.block, "query_block_size": case.query_block, "causal": case.causal}

@@ -21,6 +21,7 @@ roundings (the sum, to and from base 2, s - lse) each change p by a relative err
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import torch
@@ -85,13 +86,38 @@ def assert_as_accurate(
         )
 
 
-def buried(tensor: Tensor) -> Tensor:
-    """The same values as a (batch, heads, length, dim) view of a (batch, length, heads, dim) buffer full of NaN."""
+def buried(tensor: Tensor, *, by_token: bool = True) -> Tensor:
+    """The same values as a (batch, heads, length, dim) view of a buffer full of NaN.
+
+    by_token  the buffer is (batch, length, heads, dim), else (batch, heads, length, dim)
+    """
     batch, heads, length, dim = tensor.shape
-    buffer = tensor.new_full((batch + 1, length + 7, heads + 1, dim + 8), torch.nan)
-    view = buffer[:batch, 3 : 3 + length, :heads, :dim].transpose(1, 2)
+    if by_token:
+        buffer = tensor.new_full((batch + 1, length + 7, heads + 1, dim + 8), torch.nan)
+        view = buffer[:batch, 3 : 3 + length, :heads, :dim].transpose(1, 2)
+    else:
+        buffer = tensor.new_full((batch + 1, heads + 1, length + 7, dim + 8), torch.nan)
+        view = buffer[:batch, :heads, 3 : 3 + length, :dim]
     view.copy_(tensor)
     return view
+
+
+def buried_inputs(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`buried` for q, k, v and dout, whose memory orders depend on the sizes: over many calls, all combinations."""
+    q, k = tensors["q"], tensors["k"]
+    orders = random.Random(q.shape[2] + 1000 * k.shape[2] + q.shape[3] + q.shape[1]).choices([False, True], k=4)
+    by_token = dict(zip(("q", "k", "v", "dout"), orders, strict=True))
+    return {
+        name: buried(tensor, by_token=by_token[name]).detach() if name in by_token else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def assert_in_order_of(like: Tensor, made: Tensor, name: str) -> None:
+    """Raises unless a result lies in memory as an input does, heads of a token together or not, without gaps."""
+    by_token = like.shape[1] > 1 and like.shape[2] > 1 and 0 < like.stride(1) < like.stride(2)
+    whole = made.transpose(1, 2) if by_token else made
+    assert whole.is_contiguous(), f"{name} of strides {made.stride()} for strides {like.stride()}"
 
 
 def as_rows(values: Tensor) -> Tensor:

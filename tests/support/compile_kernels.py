@@ -158,6 +158,7 @@ def run_both(
     rows: int = 16,
     tokens: int = 1,
     rounds: int = 1,
+    by_token: bool = False,
 ) -> None:
     """Call the launchers of a backend, forward and backward.
 
@@ -173,6 +174,7 @@ def run_both(
     has_gpu_seed  whether kernels load the dropout seed; otherwise they get its value
     scores   score mods, in the words of `scores_of`
     rows, tokens, rounds  of selected key blocks: rows and tokens of a query block, and launches
+    by_token  q, k, v and dout are (batch, length, heads, head_dim) in memory
     """
     if mode == "rows":
         run_rows(head_dim, dtype, length)
@@ -189,6 +191,8 @@ def run_both(
         return
     q, dout = (torch.empty(2, heads, length if q_len is None else q_len, dim, dtype=dtype) for dim in dims)
     k, v = (torch.empty(2, 2, length, dim, dtype=dtype) for dim in dims)
+    if by_token:
+        q, k, v, dout = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v, dout))
     records = torch.zeros(1, 1, 8 if q_len is None else 1, 8, dtype=torch.int32)
     # so many tiles per row that dq has no separate launch; or so many per column that there are sums over query heads
     n_cols = -(-length // TILE)
@@ -735,6 +739,11 @@ def calls(arch: int) -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half} for head_dim in (3, 16, 40, 96, 100)]
     grid += [{"head_dim": head_dim, "dtype": torch.float16} for head_dim in (64, 128)]
     grid += [{"head_dim": 64, "dtype": half, **option} for option in ({"group": 4}, {"limited": True}, {"dlse": True})]
+    grid += [
+        {"head_dim": head_dim, "dtype": dtype, "by_token": True, **option}
+        for head_dim, dtype in itertools.product((64, 128, 256), (half, torch.float32))
+        for option in ({}, {"group": 4, "dropout_p": 0.1})
+    ]
     few = {"dtype": half, "q_len": 1, "group": 4}
     grid += [
         {"head_dim": 128, **few, **option} for option in ({"mode": "dense"}, {"mode": "causal"}, {"limited": True})
@@ -788,6 +797,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": head_dim, "dtype": half, "deterministic": True} for head_dim in (64, 128)]
     # head_dim 100: rows of 200 bytes, which TMA cannot load, are copied
     grid += [{"head_dim": 128, "dtype": torch.float16, "group": 4}, {"head_dim": 100, "dtype": half, "dlse": True}]
+    grid += [{"head_dim": head_dim, "dtype": half, "by_token": True} for head_dim in (64, 128)]
     # each kernel with splits
     grid += [{"head_dim": 64, "dtype": half, "mode": mode, "num_splits": 3} for mode in ("layout", "causal")]
     grid += [{"head_dim": 64, "dtype": half, "num_splits": 3, "limited": True}]

@@ -157,7 +157,7 @@ def main() -> None:
         mock.patch.object(split_kv, "num_sms", lambda _: 132),
         mock.patch.object(launcher, "MAX_TENSOR_MAPS", 2),
     ):
-        options = kernel_arguments.options_of(out, plan, 0.125, False, 0.0, None)
+        options = kernel_arguments.options_of(out, plan, 0.125, False, 0.0, None, out=out)
         specs = specs_of(out, out, out)
         (out_spec,) = specs_of(out).tensors
         tile_lists = kernel_arguments.tile_lists(plan, 0)
@@ -183,7 +183,7 @@ def main() -> None:
         check(recorder, dropout, arguments[0], arguments)
         recorder.calls.clear()
 
-        preprocess = backward_preprocess.preprocess_launch(out_spec, 256)
+        preprocess = backward_preprocess.preprocess_launch(out_spec, out_spec.strides[:3], 256)
         arguments = [(call[0], call[1], lse, None, torch.empty(2, 256, 2), None, None, None) for call in calls]
         check(recorder, preprocess, arguments[0], arguments)
         recorder.calls.clear()

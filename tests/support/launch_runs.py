@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blocksparse_flash import attention_with_lse, dispatch
 from tests.support import plain
-from tests.support.closeness import as_rows, assert_as_accurate, buried
+from tests.support.closeness import as_rows, assert_as_accurate, assert_in_order_of, buried_inputs
 from tests.support.launch_tables import Call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +68,8 @@ def _inputs(call: Call) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Ten
 def run(call: Call) -> list[Tensor]:
     """out, lse, dq, dk, dv, and the gradients of the score mods."""
     tensors, lengths, options = _inputs(call)
-    leaves = [buried(tensors[name]).requires_grad_() for name in ("q", "k", "v")]
+    tensors = buried_inputs(tensors)
+    leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
     score_mods = {name: tensor.detach().clone() for name, tensor in options.items()}
     trained = [score_mods[name].requires_grad_() for name in trained_mods(call, score_mods)]
     layout, variant = call.layout(), call.variant
@@ -91,8 +92,11 @@ def run(call: Call) -> list[Tensor]:
             softcap=variant.softcap,
             **score_mods,
         )
-    douts = (buried(tensors["dout"]), tensors["dlse"].to(lse.dtype))
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), [*leaves, *trained], douts)]
+    douts = (tensors["dout"], tensors["dlse"].to(lse.dtype))
+    grads = torch.autograd.grad((out, lse), [*leaves, *trained], douts)
+    for name, like, made in zip(("out", "dq", "dk", "dv"), (leaves[0], *leaves), (out, *grads[:3]), strict=True):
+        assert_in_order_of(like, made, name)
+    return [out.detach(), lse.detach(), *grads]
 
 
 def trained_mods(call: Call, mods: Iterable[str]) -> list[str]:

@@ -50,6 +50,7 @@ BY_SCORE = "tests/kernels/triton/test_block_selection.py -k 'selection_by_score 
 OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitmasks or scores'"
 BY_KEY_BLOCK = "tests/plan/test_selected_builder.py"
 MERGED = "tests/kernels/triton/test_merge_selected.py"
+MEMORY = "tests/runtime/test_memory.py"
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
 DIAGONAL = "tests/test_zoo.py -k a_diagonal_near"
 CACHED = "tests/nn/test_kv_cache.py"
@@ -1292,6 +1293,56 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("own + 1, COLS", "own, COLS"),
                 ("LOW_WORD - b_col.to(tl.int64)", "b_col.to(tl.int64)"),
             )
+        ),
+        *(
+            ("kernels/triton/index_scores.py", old, new, "tests/nn/test_shared_index.py -k kernel_finds")
+            for old, new in (
+                ("first_block * SIDE + step * BLOCK_N", "first_block * SIDE"),
+                ("* q_strides[0] + batch_head % n_heads", "* q_strides[0] + 0 * n_heads"),
+                ("SIDE <= first + query_start + BLOCK_T - 1", "SIDE <= query_start + BLOCK_T - 1"),
+                ("tl.maximum(b_best, tl.max", "(b_best * 0 + tl.max"),
+                ("(batch_head * n_queries + o_query[:, None]) * n_blocks", "(o_query[:, None]) * n_blocks"),
+            )
+        ),
+        *(
+            ("kernels/triton/tile.py", old, new, "tests/test_zoo.py -k triton-window")
+            for old, new in (
+                ("length * n_heads + batch_head % n_heads", "length * n_heads"),
+                ("* HEAD_DIM, n_heads * HEAD_DIM", "* HEAD_DIM, HEAD_DIM"),
+                ("to(tl.int64) * length * n_heads", "to(tl.int64) * length"),
+            )
+        ),
+        (
+            "kernels/triton/backward_preprocess.py",
+            "o_q.to(tl.int64)[:, None] * out_strides[2]",
+            "o_q.to(tl.int64)[:, None] * out_strides[1]",
+            "tests/test_zoo.py -k triton-window",
+        ),
+        (
+            "kernels/triton/merge_selected.py",
+            "[:, None] * dq_strides[2]",
+            "[:, None] * HEAD_DIM",
+            MERGED,
+        ),
+        (
+            "kernels/triton/merge_selected.py",
+            "[:, None] * out_strides[2]",
+            "[:, None] * V_DIM",
+            MERGED,
+        ),
+        (
+            "kernels/triton/merge_selected.py",
+            "[:, None] * dv_strides[2]",
+            "[:, None] * V_DIM",
+            MERGED,
+        ),
+        ("runtime/tensor_spec.py", "0 < strides[1] < strides[2]", "0 <= strides[1] < strides[2]", MEMORY),
+        ("runtime/tensor_spec.py", "shape[1] > 1 and shape[2] > 1 and", "shape[2] > 1 and", MEMORY),
+        (
+            "runtime/launch.py",
+            "(strides[0], strides[2], strides[1], 1)",
+            "(strides[0], strides[1], strides[2], 1)",
+            MEMORY,
         ),
         ("nn/mixture_of_blocks.py", "b (h group) n d", "b (group h) n d", "tests/nn/test_mixture_of_blocks.py"),
         ("nn/shared_index.py", "q.detach(), k.detach(), keys", "q, k, keys", "tests/nn/test_shared_index.py"),

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ... import philox
 from ...plan_format import PARTIAL, TILE
+from ...runtime.tensor_spec import in_order_of, new_in_order_of
 from ...score_mods import Scores
 from ..inputs import BackwardInputs
 from .score_mods import CallMods, Sizes, SpanMods, add_tiles
@@ -265,10 +266,9 @@ def _tiles(tensor: Tensor, dtype: torch.dtype, side: int = TILE, beyond: float =
 
 
 def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_tiles`: a fresh contiguous tensor of the shape and dtype of `like`."""
+    """The inverse of `_tiles`: a fresh tensor of the shape, dtype and memory order of `like`."""
     batch, heads, length, dim = like.shape
-    whole = tiles.view(batch, heads, -1, dim)[:, :, :length].to(like.dtype)
-    return whole.contiguous()
+    return in_order_of(like, tiles.view(batch, heads, -1, dim)[:, :, :length].to(like.dtype))
 
 
 def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> Tensor:
@@ -408,11 +408,12 @@ def forward(
     plan     the tensors of a plan.Plan on q's device, or [] for every pair
     causal   keeps kv_pos <= q_pos + kv_len - q_len; only without a plan
     kv_lengths (batch,), seed (1,) int64 or None; keys at and beyond a length are not read
-    returns  out (batch, heads, q_len, v_head_dim) in q's dtype, lse (batch, heads, q_len) float32 or float64
+    returns  out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, lse (batch, heads, q_len) float32 or
+             float64, contiguous
     """
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    out = new_in_order_of(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
     sinks = None if scores is None else scores.sinks
     if sinks is not None:
@@ -455,14 +456,15 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of `forward`'s q, k and v; the other arguments as there.
 
-    returns  dq, dk, dv of the shapes and dtypes of q, k, v, contiguous; with score mods also the gradients of sinks,
+    returns  dq, dk, dv of the shapes, dtypes and memory orders of q, k, v; with score mods also the gradients of sinks,
              slopes and biases, empty where not wanted
     """
     dout, dlse, q, k, v, out, lse = inputs
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     if sizes.is_empty:
         assert scores is None, "the reference handles calls without keys"
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        dq, dk, dv = (new_in_order_of(each, each.shape[3]).zero_() for each in (q, k, v))
+        return dq, dk, dv
     dtype = lse.dtype
     dout_out = (dout.to(dtype) * out.to(dtype)).sum(dim=-1)
     # half types: rowsum(p dp) instead, since the rounding of out dominates the gradients of rows with one or two keys

@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
-from ...runtime.tensor_spec import TensorSpecs
+from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
@@ -670,7 +670,7 @@ def backward_launches(
     n_padded = -(-q_len // TILE_SIDE) * TILE_SIDE
     n_tile_cols, n_batch_heads = -(-kv_len // TILE_SIDE), batch * n_work_heads
     # the memory has padded rows; the descriptors and sums see the first head_dim columns
-    dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
+    dq, dk, dv = (tma_padded_memory(each) for each in (q, k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     line = contiguous(torch.float32, batch * heads * n_padded).spec
     block, block_v = block_columns(columns), block_columns(columns_v)
@@ -730,7 +730,7 @@ def backward_launches(
         contiguous(torch.float32, split.floats(columns + columns_v, n_batch_heads)) if split.num_splits > 1 else None
     )
     return BackwardLaunches(
-        preprocess=preprocess_launch(dout, n_padded, cleared=0 if alone else columns),
+        preprocess=preprocess_launch(dout, options.out_strides, n_padded, cleared=0 if alone else columns),
         cols=Launch(hopper_backward_kernel, (min(n_programs, n_sms),), arguments, descriptor_factories),
         sum_splits=sum_splits(split, lists[0], dk_spec, dv_spec, arguments, (columns, columns_v)),
         convert_dk=convert_dk,
@@ -763,9 +763,10 @@ def backward(
     *,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type. Without dropout, which the choice of the backend excludes.
+    """dq, dk, dv, in q's dtype and the memory orders of q, k and v.
 
-    With score mods also the gradients of sinks, slopes and bias, empty where not `wanted` (a bool for each).
+    Without dropout, which the choice of the backend excludes. With score mods also the gradients of sinks, slopes and
+    bias, empty where not `wanted` (a bool for each).
     """
     dout, dlse, q, k, v, out, lse = inputs
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
@@ -779,7 +780,7 @@ def backward(
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths)
+    options = options_of(q, plan, scale, causal, dropout_p, lse, dlse, kv_lengths, out=out)
     by_cols, empty, n_sms = tile_lists(plan, 3), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
@@ -815,7 +816,7 @@ def backward(
     else:
         dq = ready.dq.run((q, k, v, dout), lse_line, delta_line, by_rows, kv_lengths, slopes, empty)
     if dim % 8 or dim_v % 8:
-        dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+        dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
     delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]

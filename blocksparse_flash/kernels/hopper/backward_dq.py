@@ -391,7 +391,7 @@ def dq_launches(
         columns,
     )
     chosen, rows, causal = dq_config(max(columns)), WARPGROUP_ROWS.value, options.causal
-    dq = tma_padded_memory(q.dtype, q.shape)
+    dq = tma_padded_memory(q)
     # the memory has padded rows; the descriptor sees the first head_dim columns
     dq_spec = dq.spec._replace(shape=q.shape)
     width, width_v = block_columns(cols), block_columns(cols_v)

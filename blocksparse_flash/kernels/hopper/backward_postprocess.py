@@ -21,12 +21,16 @@ def dq_layout():
     return gl.DistributedLinearLayout(in_thread, of_lanes, [[16, 0], [32, 0]], [], [64, 32])
 
 
-@gluon.jit(do_not_specialize=["n_padded", "q_len", "n_octets"])
-def postprocess_kernel(dq_sum_ptr, dq_ptr, scale, n_padded, q_len, n_octets, DIM: gl.constexpr):
+@gluon.jit(do_not_specialize=["n_heads", "n_padded", "q_len", "n_octets", "batch_octets", "head_octets", "row_octets"])
+def postprocess_kernel(
+    dq_sum_ptr, dq_ptr, scale, n_heads, n_padded, q_len, n_octets, batch_octets, head_octets, row_octets,
+    DIM: gl.constexpr,
+):  # fmt: skip
     """One piece of dQ per program of four warps.
 
     dq_sum_ptr  (batch * heads, n_padded, DIM) float32, in the order of `in_register_order`
-    dq_ptr      (batch, heads, q_len, 8 * n_octets)
+    dq_ptr      (batch, heads, q_len, 8 * n_octets); its strides are 8 * batch_octets, 8 * head_octets and
+                8 * row_octets elements, so that the compiler sees that rows are aligned
     """
     ROW_PIECES: gl.constexpr = DIM // PIECE_COLS
     i_piece = gl.program_id(0)
@@ -40,15 +44,18 @@ def postprocess_kernel(dq_sum_ptr, dq_ptr, scale, n_padded, q_len, n_octets, DIM
     layout: gl.constexpr = dq_layout()
     o_row = gl.arange(0, PIECE_ROWS, layout=gl.SliceLayout(1, layout))
     o_dim = i_piece % ROW_PIECES * PIECE_COLS + gl.arange(0, PIECE_COLS, layout=gl.SliceLayout(0, layout))
-    p_dq = dq_ptr + (batch_head.to(gl.int64) * q_len + q_start) * (8 * n_octets)
-    p_dq = p_dq + gl.expand_dims(o_row * (8 * n_octets), 1) + gl.expand_dims(o_dim, 0)
+    o_first = (batch_head // n_heads).to(gl.int64) * batch_octets + (batch_head % n_heads).to(gl.int64) * head_octets
+    p_dq = dq_ptr + (o_first + q_start.to(gl.int64) * row_octets) * 8
+    p_dq = p_dq + gl.expand_dims(o_row * (8 * row_octets), 1) + gl.expand_dims(o_dim, 0)
     m_dq = gl.expand_dims(o_row < q_len - q_start, 1) & gl.expand_dims(o_dim < 8 * n_octets, 0)
     gl.store(p_dq, gl.convert_layout(b_dq, layout), mask=m_dq)
 
 
 def postprocess_launch(dq_sum: TensorSpec, dq: TensorSpec, scale: float) -> Launch:
     """The launch of postprocess_kernel; its arguments are dq_sum and dq."""
-    n_heads, n_padded, dim = dq_sum.shape
-    n_pieces = n_heads * n_padded // PIECE_ROWS.value * (dim // PIECE_COLS.value)
-    sizes = {"n_padded": n_padded, "q_len": dq.shape[2], "n_octets": dq.shape[3] // 8}
+    n_batch_heads, n_padded, dim = dq_sum.shape
+    n_pieces = n_batch_heads * n_padded // PIECE_ROWS.value * (dim // PIECE_COLS.value)
+    names = "batch_octets", "head_octets", "row_octets"
+    octets = {name: stride // 8 for name, stride in zip(names, dq.strides[:3], strict=True)}
+    sizes = {"n_heads": dq.shape[1], "n_padded": n_padded, "q_len": dq.shape[2], "n_octets": dq.shape[3] // 8, **octets}
     return Launch(postprocess_kernel, (n_pieces,), {"scale": scale, **sizes, "DIM": dim, "num_warps": 4})

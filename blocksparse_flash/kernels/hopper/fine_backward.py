@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...plan_format import pieces_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
-from ...runtime.tensor_spec import TensorSpecs
+from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
@@ -504,6 +504,7 @@ def backward_launches(
     of_rows: Split,
     of_cols: Split,
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
+    out_strides: tuple[int, ...],
     scale: float,
     pieces: tuple[int, int],
     mods: ModSpecs = PLAIN,
@@ -514,6 +515,7 @@ def backward_launches(
     by_rows, by_cols  of the plan
     of_rows, of_cols  splits of its tile rows and tile columns
     others   of out, lse, dlse and kv_lengths
+    out_strides  (batch, head, row)
     pieces   of the plan, see plan_format.pieces_of
     mods     score mods
     """
@@ -522,7 +524,7 @@ def backward_launches(
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     side = SIDE.value
     n_padded, n_tile_cols = -(-q_len // side) * side, -(-kv_len // side)
-    dq, dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (q, k, v))
+    dq, dk, dv = (tma_padded_memory(each) for each in (q, k, v))
     block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
     # the memory has padded rows; the descriptors see the first head_dim columns
     dq_spec, dk_spec, dv_spec = (made.spec._replace(shape=each.shape) for made, each in ((dq, q), (dk, k), (dv, v)))
@@ -583,7 +585,7 @@ def backward_launches(
     # dq is summed as dk is, over query heads without groups
     row_sizes = {**dq_arguments, "kv_len": q_len, "GROUP": 1}
     return BackwardLaunches(
-        preprocess=preprocess_launch(dout, n_padded),
+        preprocess=preprocess_launch(dout, out_strides, n_padded),
         dkdv=Launch(fine_dkdv_kernel, (col_programs,), dkdv_arguments, col_descriptors),
         dq=Launch(fine_dq_kernel, (row_programs,), dq_arguments, row_descriptors),
         sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, dkdv_arguments, (dim, dim_v)),
@@ -607,7 +609,7 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type; with score mods also their gradients, as in backward.backward.
+    """dq, dk, dv, in q's dtype and the memory orders of q, k and v, and those of score mods: see backward.backward.
 
     plan  the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     """
@@ -627,7 +629,7 @@ def backward(
     of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (0, 3))
     lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
     slopes, mods = None if scores is None else scores.alibi_slopes, mod_specs_of(scores)
-    ready = backward_launches(specs, *lists, of_rows, of_cols, others, scale, pieces_of(plan), mods)
+    ready = backward_launches(specs, *lists, of_rows, of_cols, others, out.stride()[:3], scale, pieces_of(plan), mods)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     lse_line, delta_line = lse_delta.unbind()
@@ -647,7 +649,7 @@ def backward(
     if ready.sum_rows is not None:
         ready.sum_rows(row_splits, by_rows[0], dq, None)
     if dim % 8 or dim_v % 8:
-        dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+        dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
     delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...plan_format import pieces_of
-from ...runtime.launch import Launch, cache_key_of, contiguous, num_sms
+from ...runtime.launch import Launch, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
@@ -300,7 +300,7 @@ def forward_launches(
         "num_warps": 4,
         "maxnreg": chosen.registers,
     }
-    out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
+    out = memory_in_order_of(q, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, SIDE.value, dim)),
         "k_desc": DescriptorFactory(k, block_of_step(dim, pieces)),
@@ -331,7 +331,7 @@ def forward(
     scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, and lse (batch, heads, q_len) float32.
 
     plan   the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     specs  of q, k and v, if the caller has them already

@@ -39,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
-from ...runtime.tensor_spec import TensorSpecs
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, memory_in_order_of, num_sms
+from ...runtime.tensor_spec import TensorSpecs, in_order_of, new_in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
@@ -588,7 +588,8 @@ class ForwardLaunches(NamedTuple):
         self.kernel(q, k, v, out, pointers)
         if self.combine is not None:
             self.combine(splits, lists[0], out, lse)
-        return out.contiguous(), lse
+        # without the padding of rows
+        return out if out.shape[3] % 8 == 0 else in_order_of(out, out), lse
 
 
 @functools.lru_cache(maxsize=1024)
@@ -642,7 +643,7 @@ def forward_launches(
         "COLS_V": columns_v,
         "num_warps": 4,
     }
-    out = contiguous(q.dtype, batch, heads, q_len, v_dim, row=-(-v_dim // 8) * 8)
+    out = memory_in_order_of(q, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, rows, block_columns(columns))),
         "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, block_columns(columns))),
@@ -675,14 +676,14 @@ def forward(
     scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, and lse (batch, heads, q_len) float32.
 
     plan   the tensors of a Plan; empty without a layout
     specs  of q, k and v, if the caller has them already
     """
     assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     if q.numel() == 0:
-        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
+        return new_in_order_of(q, v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
     q_spec, k_spec, _ = specs.tensors

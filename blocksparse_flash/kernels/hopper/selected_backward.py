@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...plan_format import SelectedPlan
-from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
+from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import LOG2_E
@@ -412,6 +412,7 @@ def backward_launches(
     specs: TensorSpecs,
     shapes: SelectedShapes,
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
+    out_strides: tuple[int, ...],
     scale: float,
     index: int | None,
 ) -> BackwardLaunches:
@@ -420,10 +421,11 @@ def backward_launches(
     specs   of q, k, v and dout
     shapes  of the plan
     others  of out, lse and dlse
+    out_strides  (batch, head, row)
     index   of the device
     """
     q, k, v, dout = specs.tensors
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
+    (batch, heads, q_len, head_dim), (_, kv_heads, _, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     side, rows, is_single = SIDE.value, shapes.query_rows, len(shapes.rounds) == 1
     chosen = config(shapes.keys, dim)
@@ -452,27 +454,19 @@ def backward_launches(
         "dq_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),
     }
     n_programs = min(shapes.items * parts, chosen.programs * num_sms(index))
+    dq, dk, dv = (memory_in_order_of(spec, spec.shape[3]) for spec in (q, k, v))
+    totals = None if is_single else (dk._replace(dtype=torch.float32), dv._replace(dtype=torch.float32))
+    dk_sums, dv_sums = (memory.spec for memory in totals or (dk, dv))
     return BackwardLaunches(
-        preprocess=preprocess_launch(dout, n_padded),
+        preprocess=preprocess_launch(dout, out_strides, n_padded),
         kernel=Launch(selected_backward_kernel, (n_programs,), arguments, descriptor_factories),
-        sum_rows=sum_rows(shapes, parts, q_len, head_dim, dim),
-        sum_keys=sum_keys(
-            shapes, heads // kv_heads, kv_len, (head_dim, v_dim), (dim, dim_v), scale, adds=not is_single
-        ),
-        outputs=(
-            contiguous(q.dtype, batch, heads, q_len, head_dim),
-            contiguous(k.dtype, batch, kv_heads, kv_len, head_dim),
-            contiguous(v.dtype, batch, kv_heads, kv_len, v_dim),
-        ),
+        sum_rows=sum_rows(shapes, parts, dq.spec, dim),
+        sum_keys=sum_keys(shapes, heads // kv_heads, dk_sums, dv_sums, (dim, dim_v), scale, adds=not is_single),
+        outputs=(dq, dk, dv),
         lse_delta=contiguous(torch.float32, 2, batch * heads * n_padded),
         partial=partial,
         sums=contiguous(torch.float32, shapes.items * shapes.keys * (dim + dim_v)),
-        totals=None
-        if is_single
-        else (
-            contiguous(torch.float32, batch, kv_heads, kv_len, head_dim),
-            contiguous(torch.float32, batch, kv_heads, kv_len, v_dim),
-        ),
+        totals=totals,
     )
 
 
@@ -487,7 +481,7 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),  # noqa: ARG001 - of score mods
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type. plan: the tensors of a SelectedPlan."""
+    """dq, dk, dv, in q's dtype and the memory orders of q, k and v. plan: the tensors of a SelectedPlan."""
     assert seed is None and dropout_p == 0.0 and kv_lengths is None and scores is None, "such calls have other plans"
     assert not causal, "the plan contains it"
     dout, dlse, q, k, v, out, lse = inputs
@@ -497,7 +491,7 @@ def backward(
     lists, empty = SelectedPlan(*plan), allocator(q)
     shapes = shapes_of(plan, k.shape[2])
     others = tuple(cache_key_of(each) for each in (out, lse, dlse))
-    ready = backward_launches(specs, shapes, others, scale, q.device.index)
+    ready = backward_launches(specs, shapes, others, out.stride()[:3], scale, q.device.index)
     dq, dk, dv = [empty(*memory) for memory in ready.outputs]
     lse_delta, partial, sums = empty(*ready.lse_delta), empty(*ready.partial), empty(*ready.sums)
     totals = (dk, dv) if ready.totals is None else tuple(empty(*memory).zero_() for memory in ready.totals)

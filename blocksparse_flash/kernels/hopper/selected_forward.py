@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...plan_format import SelectedPlan
-from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
+from ...runtime.launch import Launch, Memory, allocator, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import scale_log2, sign
@@ -273,7 +273,7 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
     (batch, heads, q_len, head_dim), (_, kv_heads, _, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     n_rows, rows = shapes.slots * shapes.query_rows, shapes.query_rows
-    partial = contiguous(q.dtype, 1, 1, n_rows, dim_v)
+    partial, out = contiguous(q.dtype, 1, 1, n_rows, dim_v), memory_in_order_of(q, v_dim)
     arguments = {
         **shapes.arguments(heads),
         "group": heads // kv_heads,
@@ -290,12 +290,12 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
         "out_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),
     }
     return ForwardLaunches(
-        out=contiguous(q.dtype, batch, heads, q_len, v_dim),
+        out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         partial=partial,
         partial_lse=contiguous(torch.float32, n_rows),
         kernel=Launch(selected_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        merge=merge_rows(shapes, q_len, v_dim, dim_v),
+        merge=merge_rows(shapes, out.spec, dim_v),
     )
 
 
@@ -312,7 +312,7 @@ def forward(
     scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's dtype and lse (batch, heads, q_len) float32, both contiguous.
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, and lse (batch, heads, q_len) float32.
 
     plan   the tensors of a SelectedPlan
     specs  of q, k and v, if the caller has them already

@@ -91,17 +91,17 @@ def block_columns(columns: int) -> int:
     return columns // 3 if columns % 3 == 0 else columns
 
 
-def tma_padded_memory(dtype: torch.dtype, shape: tuple[int, ...]) -> launch.Memory:
-    """Memory for a tensor (batch, heads, length, head_dim), its rows padded so that TMA can write them.
+def tma_padded_memory(like: TensorSpec) -> launch.Memory:
+    """Memory for a tensor of the dtype, shape and memory order of another, its rows padded so that TMA can write them.
 
     Its shape includes the padding: callers take its first head_dim columns.
     """
-    return launch.contiguous(dtype, *shape[:-1], -(-shape[-1] // 8) * 8)
+    return launch.memory_in_order_of(like, -(-like.shape[-1] // 8) * 8)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that TMA can load."""
-    made = launch.allocator(tensor)(*tma_padded_memory(tensor.dtype, tensor.shape))
+    made = launch.allocator(tensor)(*tma_padded_memory(specs_of(tensor).tensors[0]))
     return made[..., : tensor.shape[-1]].copy_(tensor)
 
 

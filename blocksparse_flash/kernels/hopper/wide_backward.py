@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
-from ...runtime.tensor_spec import TensorSpecs
+from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
@@ -75,7 +75,7 @@ def backward_launches(
     n_tile_cols, n_padded, n_batch_heads = -(-kv_len // TILE), -(-q_len // TILE) * TILE, batch * kv_heads
     n_sms, causal, scale = num_sms(options.device), options.causal, options.scale
     # rows in memory are padded to 16 bytes; the descriptors cover the first head_dim columns, without the padding
-    dk, dv = (tma_padded_memory(each.dtype, each.shape) for each in (k, v))
+    dk, dv = (tma_padded_memory(each) for each in (k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
     line = contiguous(torch.float32, batch * heads * n_padded).spec
     keys, queries, width, width_v = KEYS.value, BLOCK_Q.value, block_columns(cols), block_columns(cols_v)
@@ -114,7 +114,7 @@ def backward_launches(
     n_work = of_cols.n_programs(n_tile_cols, n_batch_heads) * (TILE // keys)
     n_floats = of_cols.floats(cols + cols_v, n_batch_heads)
     return BackwardLaunches(
-        preprocess=preprocess_launch(dout, n_padded),
+        preprocess=preprocess_launch(dout, options.out_strides, n_padded),
         dkdv=Launch(wide_dkdv_kernel, (min(n_work, n_sms),), arguments, descriptor_factories),
         sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, arguments, columns),
         dq=dq_launches(specs, columns, by_rows, of_rows, options, mods),
@@ -135,13 +135,13 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's type; with score mods also their gradients, as in backward.backward."""
+    """dq, dk, dv, in q's dtype and the memory orders of q, k and v, and those of score mods: see backward.backward."""
     dout, dlse, q, k, v, out, lse = inputs
     dim, dim_v = q.shape[3], v.shape[3]
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    options = options_of(q, plan, scale, causal, 0.0, out, lse, dlse, kv_lengths)
+    options = options_of(q, plan, scale, causal, 0.0, lse, dlse, kv_lengths, out=out)
     by_rows, by_cols, empty, n_sms = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q), num_sms(options.device)
     of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, causal, n_sms) for first in (0, 3))
     slopes, mods = None if scores is None else scores.alibi_slopes, mod_specs_of(scores)
@@ -161,7 +161,7 @@ def backward(
         ready.sum_cols(splits, by_cols[0], dk, dv)
     dq = ready.dq.run((q, k, v, dout), lse_line, delta_line, by_rows, kv_lengths, slopes, empty)
     if dim % 8 or dim_v % 8:
-        dq, dk, dv = dq[..., :dim].contiguous(), dk[..., :dim].contiguous(), dv[..., :dim_v].contiguous()
+        dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
     delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]

@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.launch import Config, DescriptorFactory, Launch, Memory, allocator, axis_strides, contiguous, num_sms
+from ...runtime.launch import (
+    Config,
+    DescriptorFactory,
+    Launch,
+    Memory,
+    allocator,
+    axis_strides,
+    contiguous,
+    memory_in_order_of,
+    num_sms,
+)
 from ...runtime.tensor_spec import TensorSpecs, specs_of
 from ...score_mods import Scores, sums_shape
 from ..arguments import (
@@ -193,10 +203,10 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     tma = wants_descriptors(options.major, q, k, v, dout)
-    fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
+    fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options).with_orders(q, k, v)
     dim, dim_v = fixed.DIM, fixed.DIM_V
     n_padded = -(-q_len // PADDED_TO.value) * PADDED_TO.value
-    preprocess = preprocess_launch(dout, n_padded)
+    preprocess = preprocess_launch(dout, options.out_strides, n_padded)
     call = tuning_of(fixed, q.dtype.itemsize, options)
     keys_config, queries_config = config_keys(call).within(options.tile), config_queries(call).within(options.tile)
 
@@ -232,7 +242,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
         keys = launch_over(keys_kernel, keys_config, 1, kv_heads, kv_len, None)
     if batch * heads * q_len:
         queries = launch_over(queries_kernel, queries_config, 0, heads, q_len, shape)
-    memory = [contiguous(spec.dtype, *spec.shape) for spec in (q, k, v)]
+    memory = [memory_in_order_of(spec, spec.shape[3]) for spec in (q, k, v)]
     memory.append(contiguous(torch.float32, batch, heads, n_padded, 2))
     joint = None
     if keys is not None and queries is not None:
@@ -294,7 +304,7 @@ def backward(
     scores: Scores | None = None,
     wanted: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, contiguous and in q's dtype.
+    """dq, dk, dv, in q's dtype and the memory orders of q, k and v.
 
     With score mods also the gradients of sinks, slopes and biases, empty where not `wanted` (a bool for each).
     """
@@ -302,7 +312,7 @@ def backward(
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     seeds = seed_arguments(seed, dropout_p, q.device)
-    options = options_of(q, plan, scale, causal, dropout_p, out, lse, dlse, kv_lengths, seeds[0])
+    options = options_of(q, plan, scale, causal, dropout_p, lse, dlse, kv_lengths, seeds[0], out=out)
     slopes = rows = cols = pair_bias = sums = dslopes = dpair_bias = None
     if scores is not None:
         slopes, pair_bias = scores.alibi_slopes, scores.pair_bias

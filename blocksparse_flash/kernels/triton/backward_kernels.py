@@ -27,6 +27,7 @@ from .tile import (
     load_seed,
     load_tile,
     product,
+    result_rows,
     store_tile,
     tile_start,
 )
@@ -70,7 +71,7 @@ def keys_program(
     # inputs; tiles: the tile columns
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed,
     slopes_ptr, tables_ptr, pair_bias_ptr,
-    # outputs, contiguous
+    # outputs in the memory orders of k and v
     dk_ptr, dv_ptr,
     # sizes: n_heads KV heads, n_batch_heads = batch * n_heads, n_lines = tile columns (key blocks without a layout)
     strides, sizes, factors, C: tl.constexpr,
@@ -176,9 +177,10 @@ def keys_program(
             b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
 
     b_dk = b_dk * factors.scale
-    o_axis = batch_head.to(tl.int64) * kv_len
-    store_tile(dk_ptr + o_axis * C.HEAD_DIM, kv_start, kv_len, b_dk, C.HEAD_DIM, BLOCK_KV, DIM)
-    store_tile(dv_ptr + o_axis * C.V_DIM, kv_start, kv_len, b_dv, C.V_DIM, BLOCK_KV, DIM_V)
+    p_dk, dk_stride = result_rows(dk_ptr, batch_head, sizes.n_heads, kv_len, C.HEAD_DIM, C.K_BY_TOKEN)
+    store_tile(p_dk, dk_stride, kv_start, kv_len, b_dk, C.HEAD_DIM, BLOCK_KV, DIM)
+    p_dv, dv_stride = result_rows(dv_ptr, batch_head, sizes.n_heads, kv_len, C.V_DIM, C.V_BY_TOKEN)
+    store_tile(p_dv, dv_stride, kv_start, kv_len, b_dv, C.V_DIM, BLOCK_KV, DIM_V)
 
 
 @triton.jit
@@ -188,7 +190,7 @@ def queries_program(
     # inputs; tiles: the tile rows
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, tiles, kv_lengths_ptr, seed,
     slopes_ptr, tables_ptr, pair_bias_ptr,
-    # outputs, contiguous; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
+    # outputs, dq in the memory order of q; sums_ptr: bias sums of ds; dslopes_ptr: sum of -ds * distance per query
     dq_ptr, sums_ptr, dslopes_ptr,
     # sizes: n_batch_heads = batch * heads, n_lines = tile rows (blocks of queries without a layout)
     strides, sizes, factors, C: tl.constexpr,
@@ -279,11 +281,11 @@ def queries_program(
         if cap is not None:
             b_ds = b_ds * (1.0 - b_tanh * b_tanh)
         b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
-    o_axis = batch_head.to(tl.int64) * q_len
-    store_tile(dq_ptr + o_axis * C.HEAD_DIM, q_start, q_len, b_dq * factors.scale, C.HEAD_DIM, BLOCK_Q, DIM)
+    p_dq, dq_stride = result_rows(dq_ptr, batch_head, sizes.n_heads, q_len, C.HEAD_DIM, C.Q_BY_TOKEN)
+    store_tile(p_dq, dq_stride, q_start, q_len, b_dq * factors.scale, C.HEAD_DIM, BLOCK_Q, DIM)
     if dslopes_ptr is not None:
         o_q = q_start + tl.arange(0, BLOCK_Q)
-        tl.store(dslopes_ptr + o_axis + o_q, b_dslope, mask=o_q < q_len)
+        tl.store(dslopes_ptr + batch_head.to(tl.int64) * q_len + o_q, b_dslope, mask=o_q < q_len)
 
 
 @triton.jit(
@@ -294,7 +296,7 @@ def keys_kernel(
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
     slopes_ptr, tables_ptr, pair_bias_ptr,
-    # outputs, contiguous
+    # outputs
     dk_ptr, dv_ptr,
     # arguments.Strides
     strides,
@@ -321,7 +323,7 @@ def queries_kernel(
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr,
     records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
     slopes_ptr, tables_ptr, pair_bias_ptr,
-    # outputs, contiguous
+    # outputs
     dq_ptr, sums_ptr, dslopes_ptr,
     # arguments.Strides
     strides,
@@ -347,7 +349,7 @@ def joint_kernel(
     # inputs
     q_ref, k_ref, v_ref, dout_ref, lse_delta_ptr, col_records_ptr, col_indices_ptr, col_ids_ptr,
     row_records_ptr, row_indices_ptr, row_ids_ptr, words_ptr,
-    # outputs, contiguous
+    # outputs
     dq_ptr, dk_ptr, dv_ptr,
     # arguments.Strides, whose records are those of the tile columns
     strides, row_record_strides,

@@ -21,7 +21,7 @@ PADDED_TO = tl.constexpr(plan_format.TILE)
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def preprocess_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
-    dout_strides, n_heads, q_len, n_padded,
+    out_strides, dout_strides, n_heads, q_len, n_padded,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """lse and delta of each query, padded to n_padded queries per head so that no backward step needs bounds checks.
@@ -51,8 +51,10 @@ def preprocess_kernel(
     m_q = o_q < q_len
     m_tile = m_q[:, None] & (o_dim < V_DIM)[None, :]
     # [ROWS, DIM_V]
-    p_out = out_ptr + batch_head.to(tl.int64) * q_len * V_DIM + o_q.to(tl.int64)[:, None] * V_DIM + o_dim[None, :]
-    p_dout = head_base(dout_ptr, dout_strides, batch_head // n_heads, batch_head % n_heads)
+    i_batch, i_head = batch_head // n_heads, batch_head % n_heads
+    p_out = head_base(out_ptr, out_strides, i_batch, i_head)
+    p_out += o_q.to(tl.int64)[:, None] * out_strides[2] + o_dim[None, :]
+    p_dout = head_base(dout_ptr, dout_strides, i_batch, i_head)
     p_dout += o_q.to(tl.int64)[:, None] * dout_strides[2] + o_dim[None, :]
     b_out = tl.load(p_out, mask=m_tile, other=0.0).to(tl.float32)
     b_dout = tl.load(p_dout, mask=m_tile, other=0.0).to(tl.float32)
@@ -88,17 +90,20 @@ def load_lse_delta(lse_delta_pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.
 # fmt: on
 
 
-def preprocess_launch(dout: TensorSpec, n_padded: int, cleared: int = 0) -> Launch:
+def preprocess_launch(dout: TensorSpec, out_strides: tuple[int, ...] | None, n_padded: int, cleared: int = 0) -> Launch:
     """The launch of preprocess_kernel.
 
-    dout     spec of the gradient of out
-    cleared  values per query to set to 0
+    dout         spec of the gradient of out
+    out_strides  (batch, head, row) strides of out, whose last stride is 1
+    cleared      values per query to set to 0
     """
+    assert out_strides is not None
     batch, heads, q_len, v_dim = dout.shape
     return Launch(
         preprocess_kernel,
         (n_padded // PREPROCESS_ROWS * batch * heads,),
         {
+            "out_strides": out_strides,
             "dout_strides": dout.strides[:3],
             "n_heads": heads,
             "q_len": q_len,

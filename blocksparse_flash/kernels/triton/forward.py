@@ -17,8 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Config, DescriptorFactory, Launch, Memory, allocator, contiguous, num_sms
-from ...runtime.tensor_spec import TensorSpecs, specs_of
+from ...runtime.launch import (
+    Config,
+    DescriptorFactory,
+    Launch,
+    Memory,
+    allocator,
+    contiguous,
+    memory_in_order_of,
+    num_sms,
+)
+from ...runtime.tensor_spec import TensorSpecs, new_in_order_of, specs_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
@@ -56,6 +65,7 @@ from .tile import (
     load_seed,
     load_tile,
     product,
+    result_rows,
     softmax_step,
     store_tile,
     tile_start,
@@ -110,7 +120,7 @@ def forward_kernel(
     # inputs
     q_ref, k_ref, v_ref, records_ptr, indices_ptr, ids_ptr, words_ptr, kv_lengths_ptr, seed_ptr, seed: tl.int64,
     sinks_ptr, slopes_ptr, tables_ptr, pair_bias_ptr,
-    # outputs, contiguous
+    # outputs without gaps, out in the memory order of q
     out_ptr, lse_ptr,
     # arguments.Strides
     strides,
@@ -200,7 +210,8 @@ def forward_kernel(
     m_empty = b_sum == 0.0
     b_sum = tl.where(m_empty, 1.0, b_sum)
     b_out = b_out * (keep_scale / b_sum)[:, None]
-    store_tile(out_ptr + batch_head.to(tl.int64) * q_len * C.V_DIM, q_start, q_len, b_out, C.V_DIM, BLOCK_Q, DIM_V)
+    p_out, out_stride = result_rows(out_ptr, batch_head, n_heads, q_len, C.V_DIM, C.Q_BY_TOKEN)
+    store_tile(p_out, out_stride, q_start, q_len, b_out, C.V_DIM, BLOCK_Q, DIM_V)
     b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
     o_q = q_start + tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + o_q, b_lse, mask=o_q < q_len)
@@ -214,7 +225,7 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     record_shape, _ = lists
     tma = wants_descriptors(options.major, q, k, v)
-    fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options)
+    fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options).with_orders(q, k, v)
     dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
     narrow = options.tile < TILE_SIDE
     narrow = narrow or narrow_pays(q_len, batch * heads, options, has_layout=record_shape is not None)
@@ -240,7 +251,7 @@ def forward_launch(specs: TensorSpecs, lists: PlanSpecs, options: Options) -> tu
         descriptor_factories["k_ref"] = DescriptorFactory(k, (1, 1, chosen.block_kv, dim))
         descriptor_factories["v_ref"] = DescriptorFactory(v, (1, 1, chosen.block_kv, dim_v))
     return (
-        contiguous(q.dtype, batch, heads, q_len, v_dim),
+        memory_in_order_of(q, v_dim),
         contiguous(torch.float32, batch, heads, q_len),
         Launch(forward_kernel, (n_lines * split * batch * heads,), rest, descriptor_factories),
     )
@@ -259,14 +270,14 @@ def forward(
     scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, and lse (batch, heads, q_len) float32.
 
     specs  of q, k and v, if known
     """
     if split_kv.is_suitable(q.shape, k.shape[2], dropout_p):
         return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     if q.numel() == 0:
-        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
+        return new_in_order_of(q, v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
     seeds = seed_arguments(seed, dropout_p, q.device)
     options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seeds[0])
     added: tuple[torch.Tensor | None, ...] = (None, None, None, None)

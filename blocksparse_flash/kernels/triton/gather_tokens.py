@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Launch, allocator, axis_strides
-from ...runtime.tensor_spec import TensorSpecs, specs_of
+from ...runtime.launch import Launch, axis_strides
+from ...runtime.tensor_spec import TensorSpecs, new_in_order_of, specs_of
 from .gather_scatter import ELEMENTS, load_rows, locate, store_rows
 from .tile import head_base
 
@@ -57,17 +57,14 @@ def _gather_launch(specs: TensorSpecs, device: torch.device) -> Launch:  # noqa:
 
 
 def gather_tokens(source: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The tokens of a tensor in another order, contiguous.
+    """The tokens of a tensor in another order, in its memory order.
 
     source  (batch, heads, length, features)
     order   int32 (batch | 1, groups, new length), contiguous: the token of each place, -1 for zeros; groups divides
             heads
     """
+    target = new_in_order_of(source, source.shape[3], order.shape[2])
     if source.stride(3) != 1:
         source = source.contiguous()
-    shape = (*source.shape[:2], order.shape[2], source.shape[3])
-    _, heads, n_rows, features = shape
-    strides = (heads * n_rows * features, n_rows * features, features, 1)
-    target = allocator(source)(shape, strides, source.dtype)
     _gather_launch(specs_of(source, order, target), source.device)(source, order, target)
     return target

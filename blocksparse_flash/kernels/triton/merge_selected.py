@@ -11,8 +11,9 @@ import triton.language as tl
 
 from ...blocks.block_list import Size
 from ...runtime.launch import Launch
+from ...runtime.tensor_spec import TensorSpec
 from ..selected_shapes import SelectedShapes
-from .tile import log_sum
+from .tile import head_base, log_sum
 
 # keys per program of sum_keys_kernel
 SUM_KEYS = 16
@@ -25,7 +26,7 @@ def first_slot_of(indptr_ptr, first_line, n_rows):
     return tl.load(indptr_ptr + first_line + first_line // n_rows)
 
 
-@triton.jit(do_not_specialize=["first_line", "n_lines", "n_rows", "q_len"])
+@triton.jit(do_not_specialize=["first_line", "n_lines", "n_heads", "n_rows", "q_len"])
 def merge_rows_kernel(
     # the plan
     indptr_ptr, cols_ptr,
@@ -33,12 +34,13 @@ def merge_rows_kernel(
     partial_ptr, partial_lse_ptr,
     # outputs
     out_ptr, lse_ptr,
-    # first line of the round, lines of all heads, query blocks and queries per head
-    first_line, n_lines, n_rows, q_len,
+    # first line of the round; (batch, head, row) strides of out; lines of all heads, heads, query blocks and queries of
+    # a head
+    first_line, out_strides, n_lines, n_heads, n_rows, q_len,
     # compile time; ROWS of a query block, columns of out and of a partial result
     ROWS: tl.constexpr, V_DIM: tl.constexpr, DIM_V: tl.constexpr,
 ):
-    """out (batch * heads, q_len, V_DIM) and lse of one query block."""
+    """out and lse of one query block."""
     line = first_line + tl.program_id(0)
     if line < n_lines:
         axis, i_row = line // n_rows, line % n_rows
@@ -63,21 +65,23 @@ def merge_rows_kernel(
         b_sum = tl.where(is_empty, 1.0, b_sum)
         o_q = i_row * ROWS + o_row
         o_line = axis.to(tl.int64) * q_len + o_q
-        p_out = out_ptr + o_line[:, None] * V_DIM + o_dim[None, :]
+        p_out = head_base(out_ptr, out_strides, axis // n_heads, axis % n_heads)
+        p_out += o_q.to(tl.int64)[:, None] * out_strides[2] + o_dim[None, :]
         b_out = (b_out / b_sum[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(p_out, b_out, mask=(o_q < q_len)[:, None] & (o_dim < V_DIM)[None, :])
         b_lse = tl.where(is_empty, float("-inf"), log_sum(b_max, b_sum))
         tl.store(lse_ptr + o_line, b_lse, mask=o_q < q_len)
 
 
-@triton.jit(do_not_specialize=["first_line", "n_lines", "n_rows", "q_len"])
+@triton.jit(do_not_specialize=["first_line", "n_lines", "n_heads", "n_rows", "q_len"])
 def sum_rows_kernel(
-    indptr_ptr, cols_ptr, partial_ptr, dq_ptr, first_line, n_lines, n_rows, q_len,
+    indptr_ptr, cols_ptr, partial_ptr, dq_ptr, first_line, dq_strides, n_lines, n_heads, n_rows, q_len,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """dq (batch * heads, q_len, HEAD_DIM) of one query block.
+    """dq of one query block.
 
-    PARTS  partial results of each entry
+    dq_strides  (batch, head, row)
+    PARTS       partial results of each entry
     """
     line = first_line + tl.program_id(0)
     if line < n_lines:
@@ -92,7 +96,8 @@ def sum_rows_kernel(
             p_partial = partial_ptr + o_slot.to(tl.int64)[:, None] * DIM + o_dim[None, :]
             b_dq += tl.load(p_partial, mask=is_used & (o_dim >= 0)[None, :], other=0.0).to(tl.float32)
         o_q = i_row * ROWS + o_row
-        p_dq = dq_ptr + (axis.to(tl.int64) * q_len + o_q)[:, None] * HEAD_DIM + o_dim[None, :]
+        p_dq = head_base(dq_ptr, dq_strides, axis // n_heads, axis % n_heads)
+        p_dq += o_q.to(tl.int64)[:, None] * dq_strides[2] + o_dim[None, :]
         m_dq = (o_q < q_len)[:, None] & (o_dim < HEAD_DIM)[None, :]
         tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_dq)
 
@@ -107,18 +112,19 @@ def items_of(list_items_ptr, i_list, first_list, end_list):
     )
 
 
-@triton.jit(do_not_specialize=["first_line", "first_list", "end_list", "n_rows", "n_cols", "kv_len"])
+@triton.jit(do_not_specialize=["first_line", "first_list", "end_list", "kv_heads", "n_rows", "n_cols", "kv_len"])
 def sum_keys_kernel(
     # the plan; partial sums of work items
     list_items_ptr, sums_ptr,
     # outputs, to which it ADDs
     dk_ptr, dv_ptr,
-    first_line, first_list, end_list, n_rows, n_cols, kv_len, scale,
+    # (batch, head, row) strides behind the integers of the round
+    first_line, first_list, end_list, dk_strides, dv_strides, kv_heads, n_rows, n_cols, kv_len, scale,
     # compile time; GROUP: heads per KV head
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
 ):
-    """dk and dv (batch * kv_heads, kv_len, columns) of ROWS keys: the sum over the work items of their key block."""
+    """dk and dv of ROWS keys: the sum over the work items of their key block."""
     BLOCKS: tl.constexpr = KEYS // ROWS
     block, i_block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     kv_axis, i_col = block // n_cols, block % n_cols
@@ -126,9 +132,10 @@ def sum_keys_kernel(
     o_row = i_block * ROWS + tl.arange(0, ROWS)
     o_dim, o_dim_v = tl.arange(0, DIM), tl.arange(0, DIM_V)
     o_kv = i_col * KEYS + o_row
-    o_line = kv_axis.to(tl.int64) * kv_len + o_kv
-    p_dk = dk_ptr + o_line[:, None] * HEAD_DIM + o_dim[None, :]
-    p_dv = dv_ptr + o_line[:, None] * V_DIM + o_dim_v[None, :]
+    p_dk = head_base(dk_ptr, dk_strides, kv_axis // kv_heads, kv_axis % kv_heads)
+    p_dk += o_kv.to(tl.int64)[:, None] * dk_strides[2] + o_dim[None, :]
+    p_dv = head_base(dv_ptr, dv_strides, kv_axis // kv_heads, kv_axis % kv_heads)
+    p_dv += o_kv.to(tl.int64)[:, None] * dv_strides[2] + o_dim_v[None, :]
     m_dk = (o_kv < kv_len)[:, None] & (o_dim < HEAD_DIM)[None, :]
     m_dv = (o_kv < kv_len)[:, None] & (o_dim_v < V_DIM)[None, :]
     # lists of the round begin with those of the head of its first line
@@ -155,37 +162,44 @@ def sum_keys_kernel(
 # fmt: on
 
 
-def _lines(shapes: SelectedShapes, q_len: int) -> dict[str, int]:
-    return {"n_lines": shapes.n_lines, "n_rows": shapes.n_rows, "q_len": q_len, "ROWS": shapes.query_rows}
+def _lines(shapes: SelectedShapes, result: TensorSpec) -> dict[str, int]:
+    """Sizes of launches over the lines of a round; result: spec of out or dq."""
+    _, heads, q_len, _ = result.shape
+    return {"n_lines": shapes.n_lines, "n_heads": heads, "n_rows": shapes.n_rows, "q_len": q_len}
 
 
-def merge_rows(shapes: SelectedShapes, q_len: int, v_dim: int, dim_v: int) -> Launch:
-    """The launch of merge_rows_kernel for a round. v_dim, dim_v: columns of out and of a partial result."""
-    rest = {**_lines(shapes, q_len), "V_DIM": v_dim, "DIM_V": dim_v, "num_warps": 4}
-    return Launch(merge_rows_kernel, (shapes.round_lines,), rest)
+def merge_rows(shapes: SelectedShapes, out: TensorSpec, dim_v: int) -> Launch:
+    """The launch of merge_rows_kernel for a round. dim_v: columns of a partial result."""
+    rest = {**_lines(shapes, out), "out_strides": out.strides[:3], "ROWS": shapes.query_rows}
+    columns = {"V_DIM": out.shape[3], "DIM_V": dim_v}
+    return Launch(merge_rows_kernel, (shapes.round_lines,), {**rest, **columns, "num_warps": 4})
 
 
-def sum_rows(shapes: SelectedShapes, parts: int, q_len: int, head_dim: int, dim: int) -> Launch:
+def sum_rows(shapes: SelectedShapes, parts: int, dq: TensorSpec, dim: int) -> Launch:
     """The launch of sum_rows_kernel for a round.
 
-    parts          partial results of each entry
-    head_dim, dim  columns of dq and of a partial result
+    parts  partial results of each entry
+    dim    columns of a partial result
     """
-    rest = {**_lines(shapes, q_len), "HEAD_DIM": head_dim, "DIM": dim, "PARTS": parts, "num_warps": 4}
-    return Launch(sum_rows_kernel, (shapes.round_lines,), rest)
+    rest = {**_lines(shapes, dq), "dq_strides": dq.strides[:3], "ROWS": shapes.query_rows}
+    columns = {"HEAD_DIM": dq.shape[3], "DIM": dim}
+    return Launch(sum_rows_kernel, (shapes.round_lines,), {**rest, **columns, "PARTS": parts, "num_warps": 4})
 
 
 def sum_keys(
-    shapes: SelectedShapes, group: int, kv_len: int, dims: Size, padded_dims: Size, scale: float, *, adds: bool
+    shapes: SelectedShapes, group: int, dk: TensorSpec, dv: TensorSpec, padded_dims: Size, scale: float, *, adds: bool
 ) -> Launch:
     """The launch of sum_keys_kernel for a round.
 
     group        query heads per KV head
-    dims, padded_dims  columns of (dk, dv), and of the sums of work items
+    dk, dv       specs of the outputs
+    padded_dims  columns of the sums of work items, for dk and dv
     adds         to sums over rounds
     """
     n_programs = shapes.axes // group * shapes.n_cols * (shapes.keys // SUM_KEYS)
-    sizes = {"n_rows": shapes.n_rows, "n_cols": shapes.n_cols, "kv_len": kv_len, "scale": scale, "GROUP": group}
-    columns = dict(zip(("HEAD_DIM", "V_DIM", "DIM", "DIM_V"), (*dims, *padded_dims), strict=True))
-    rest = {**sizes, **columns, "KEYS": shapes.keys, "ROWS": SUM_KEYS, "ADD": adds, "num_warps": 4}
-    return Launch(sum_keys_kernel, (n_programs,), rest)
+    _, kv_heads, kv_len, head_dim = dk.shape
+    sizes = {"kv_heads": kv_heads, "n_rows": shapes.n_rows, "n_cols": shapes.n_cols, "kv_len": kv_len, "scale": scale}
+    strides = {"dk_strides": dk.strides[:3], "dv_strides": dv.strides[:3]}
+    columns = dict(zip(("HEAD_DIM", "V_DIM", "DIM", "DIM_V"), (head_dim, dv.shape[3], *padded_dims), strict=True))
+    rest = {**sizes, **strides, **columns, "GROUP": group, "KEYS": shapes.keys, "ROWS": SUM_KEYS, "ADD": adds}
+    return Launch(sum_keys_kernel, (n_programs,), {**rest, "num_warps": 4})

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Config, Launch, num_sms
-from ...runtime.tensor_spec import TensorSpecs, specs_of
+from ...runtime.tensor_spec import TensorSpecs, in_order_of, specs_of
 from ...score_mods import Scores
 from ..arguments import (
     Options,
@@ -142,7 +142,7 @@ def store_rows(
         b_out = b_out * (1.0 / b_sum)[:, None]
         b_lse = tl.where(m_empty, float("-inf"), (b_max + tl.math.log2(b_sum)) * LN_2)
         tl.store(lse_ptr + row + o_row, b_lse, mask=m_row)
-    store_tile(out_ptr + row * V_DIM, first, n_rows, b_out, V_DIM, ROWS, DIM_V)
+    store_tile(out_ptr + row * V_DIM, V_DIM, first, n_rows, b_out, V_DIM, ROWS, DIM_V)
 
 
 @triton.jit(do_not_specialize=["n_heads", "n_rows", "n_blocks", "n_splits", "q_len", "kv_len"])
@@ -368,7 +368,7 @@ def forward(
     scores: Scores | None = None,
     specs: TensorSpecs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads, q_len, v_head_dim) in q's type and lse (batch, heads, q_len) float32, both contiguous.
+    """out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, and lse (batch, heads, q_len) float32.
 
     specs  of q, k and v, if known
     """
@@ -387,10 +387,11 @@ def forward(
     inputs = (q, k, v, *lists, kv_lengths)
     if launches.combine is None:
         launches.split(*inputs, sinks, slopes, tables, pair_bias, out, lse)
-        return out, lse
+        return in_order_of(q, out), lse
     splits = out.new_empty(launches.n_splits, *out.shape, dtype=torch.float32)
     max_sum = lse.new_empty(launches.n_splits, *lse.shape, 2)
     # a sink counts once per row, not once per split
     launches.split(*inputs, None, slopes, tables, pair_bias, splits, max_sum)
     launches.combine(splits, max_sum, sinks, out, lse)
-    return out, lse
+    # a copy for several queries at most, which are few
+    return in_order_of(q, out), lse

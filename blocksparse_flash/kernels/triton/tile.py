@@ -60,11 +60,25 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(ptr, row, limit, b_tile, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Stores the rows of a tile below `limit` to one head of a contiguous tensor."""
+def result_rows(ptr, batch_head, n_heads, length, HEAD_DIM: tl.constexpr, BY_TOKEN: tl.constexpr):
+    """Pointer to one head of a result without gaps, and the elements from one of its rows to the next.
+
+    batch_head  i_batch * n_heads + i_head
+    BY_TOKEN    the result is (batch, length, heads, HEAD_DIM) in memory, else (batch, heads, length, HEAD_DIM)
+    """
+    if BY_TOKEN:
+        first_row = (batch_head // n_heads).to(tl.int64) * length * n_heads + batch_head % n_heads
+        return ptr + first_row * HEAD_DIM, n_heads * HEAD_DIM
+    else:
+        return ptr + batch_head.to(tl.int64) * length * HEAD_DIM, HEAD_DIM
+
+
+@triton.jit
+def store_tile(ptr, row_stride, row, limit, b_tile, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Stores the rows of a tile below `limit` to one head, whose rows are row_stride elements apart."""
     o_row = tl.arange(0, ROWS)
     o_dim = tl.arange(0, DIM)
-    p_tile = ptr + row.to(tl.int64) * HEAD_DIM + o_row[:, None] * HEAD_DIM + o_dim[None, :]
+    p_tile = ptr + row.to(tl.int64) * row_stride + o_row[:, None] * row_stride + o_dim[None, :]
     m_tile = (row + o_row < limit)[:, None] & (o_dim < HEAD_DIM)[None, :]
     tl.store(p_tile, b_tile.to(ptr.dtype.element_ty), mask=m_tile)
 

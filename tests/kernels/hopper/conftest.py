@@ -13,7 +13,7 @@ from blocksparse_flash import attention_with_lse, dispatch, ops
 from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.support import cases
-from tests.support.closeness import assert_as_accurate
+from tests.support.closeness import assert_as_accurate, buried_inputs
 
 if TYPE_CHECKING:
     # imports Triton
@@ -44,7 +44,7 @@ def check(monkeypatch):
         monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
-        tensors = {name: zoo.buried(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
+        tensors = buried_inputs(tensors)
         if backward:
             zoo.assert_accurate(zoo.run("hopper", layout, call, tensors, CPU), layout, call, CPU)
         else:

@@ -23,7 +23,7 @@ from blocksparse_flash.kernels import selected_shapes
 from blocksparse_flash.plan import selected_builder
 from blocksparse_flash.plan_format import BY_KEY_BLOCK, tile_of
 from tests.support import plain
-from tests.support.closeness import assert_as_accurate, buried
+from tests.support.closeness import assert_as_accurate, buried_inputs
 from tests.support.gluon_machine import ProtocolError
 from tests.support.gluon_simulator import Change, Simulation
 from tests.test_selection import dense_mask, drawn_indices, in_documents
@@ -119,7 +119,7 @@ def run(monkeypatch):
             for module in (selected_builder, selected_shapes) if case.item_rows is not None else ():
                 patched.setattr(module, "ITEM_ROWS", case.item_rows)
             *tensors, dlse = case.tensors()
-            q, k, v, dout = map(buried, tensors)
+            q, k, v, dout = buried_inputs(dict(zip(("q", "k", "v", "dout"), tensors, strict=True))).values()
             leaves = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
             bounds = None if case.documents is None else torch.tensor(case.documents)
             options: dict[str, Any] = {"block_size": case.block, "query_block_size": case.query_block}

@@ -15,6 +15,7 @@ from blocksparse_flash.kernels.selected_shapes import Round, SelectedShapes, sha
 from blocksparse_flash.kernels.triton import merge_selected
 from blocksparse_flash.plan import selected_builder
 from blocksparse_flash.plan_format import SelectedPlan
+from blocksparse_flash.runtime.tensor_spec import specs_of
 from tests.plan.test_selected_builder import Case, limited
 
 # query heads of q, each with a selection
@@ -63,12 +64,22 @@ def rows_of(whole: Tensor, line: int, shapes: SelectedShapes) -> Tensor:
     return whole[head, row * shapes.query_rows : (row + 1) * shapes.query_rows]
 
 
-def test_rows_are_merged_by_weight(plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device) -> None:
+def result(batch: int, heads: int, length: int, dim: int, device: torch.device, *, by_token: bool) -> Tensor:
+    """NaN (batch, heads, length, dim); by_token: (batch, length, heads, dim) in memory."""
+    if by_token:
+        return torch.full((batch, length, heads, dim), torch.nan, device=device).transpose(1, 2)
+    return torch.full((batch, heads, length, dim), torch.nan, device=device)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rows_are_merged_by_weight(
+    by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
+) -> None:
     """Rows without keys in some partial results or in all; lse so far apart that only the largest counts."""
     lists, shapes, case = plan
     q_len, n_rows, rows = case.frame.q_len, shapes.slots * shapes.query_rows, shapes.query_rows
-    launch = merge_selected.merge_rows(shapes, q_len, DIMS[1], PADDED[1])
-    out = torch.full((shapes.axes, q_len, DIMS[1]), torch.nan, device=device)
+    out = result(case.axes[0], HEADS, q_len, DIMS[1], device, by_token=by_token)
+    launch = merge_selected.merge_rows(shapes, specs_of(out).tensors[0], PADDED[1])
     lse = torch.full((shapes.axes, q_len), torch.nan, device=device)
     generator = torch.Generator().manual_seed(0)
     for this in shapes.rounds:
@@ -90,20 +101,21 @@ def test_rows_are_merged_by_weight(plan: tuple[SelectedPlan, SelectedShapes, Cas
             this.first_line,
         )  # fmt: skip
         for line, (wanted, wanted_lse) in expected.items():
-            for found, truth in ((out, wanted), (lse, wanted_lse)):
+            for found, truth in ((out.flatten(0, 1), wanted), (lse, wanted_lse)):
                 part = rows_of(found, line, shapes).cpu().double()
                 torch.testing.assert_close(part, truth[: len(part)], rtol=1e-5, atol=1e-6)
     assert not out.isnan().any() and not lse.isnan().any()
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_dq_is_added_over_entries_and_parts(
-    parts: int, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
+    parts: int, by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
 ) -> None:
     lists, shapes, case = plan
     q_len, rows = case.frame.q_len, shapes.query_rows
-    launch = merge_selected.sum_rows(shapes, parts, q_len, DIMS[0], PADDED[0])
-    dq = torch.full((shapes.axes, q_len, DIMS[0]), torch.nan, device=device)
+    dq = result(case.axes[0], HEADS, q_len, DIMS[0], device, by_token=by_token)
+    launch = merge_selected.sum_rows(shapes, parts, specs_of(dq).tensors[0], PADDED[0])
     for this in shapes.rounds:
         partial = torch.randn(shapes.slots, parts, rows, PADDED[0])
         entries = dict(entries_of(lists, shapes, this))
@@ -113,25 +125,33 @@ def test_dq_is_added_over_entries_and_parts(
         partial[~is_used] = torch.nan
         launch(lists.indptr, lists.cols, partial.view(-1, PADDED[0]).to(device), dq, this.first_line)
         for line, slots in entries.items():
-            part = rows_of(dq, line, shapes).cpu()
+            part = rows_of(dq.flatten(0, 1), line, shapes).cpu()
             expected = partial[slots].sum((0, 1))[: len(part), : DIMS[0]]
             torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
     assert not dq.isnan().any()
 
 
+@pytest.mark.parametrize("by_token", [False, True])
 def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
-    plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
+    by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
 ) -> None:
     lists, shapes, case = plan
     batch, scale, keys = case.axes[0], -0.3, shapes.keys
-    sizes = [(batch * HEADS // GROUP, case.kv_len, dim) for dim in DIMS]
     adds = len(shapes.rounds) > 1
-    launch = merge_selected.sum_keys(shapes, GROUP, case.kv_len, DIMS, PADDED, scale, adds=adds)
+    # dk by head, so that the orders differ
+    orders = (False, by_token)
+    found = [
+        result(batch, HEADS // GROUP, case.kv_len, dim, device, by_token=order)
+        for dim, order in zip(DIMS, orders, strict=True)
+    ]
+    launch = merge_selected.sum_keys(shapes, GROUP, *specs_of(*found).tensors, PADDED, scale, adds=adds)
     # added to what is there, or written
-    found = [torch.zeros(size) if adds else torch.full(size, torch.nan) for size in sizes]
-    found = [tensor.to(device) for tensor in found]
+    if adds:
+        for tensor in found:
+            tensor.zero_()
+    n_heads = batch * HEADS // GROUP
     padded = -(-case.kv_len // keys) * keys
-    expected = [torch.zeros(size[0], padded, columns) for size, columns in zip(sizes, PADDED, strict=True)]
+    expected = [torch.zeros(n_heads, padded, columns) for columns in PADDED]
     for this in shapes.rounds:
         first, end = (int(lists.list_items[i]) for i in (this.first_list, this.end_list))
         sums = torch.full((shapes.items, keys * sum(PADDED)), torch.nan)
@@ -145,5 +165,5 @@ def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
     for tensor, wanted in zip(found, expected, strict=True):
         assert wanted.any()
         torch.testing.assert_close(
-            tensor.cpu(), wanted[:, : case.kv_len, : tensor.shape[2]].contiguous(), rtol=1e-5, atol=1e-5
+            tensor.flatten(0, 1).cpu(), wanted[:, : case.kv_len, : tensor.shape[3]].contiguous(), rtol=1e-5, atol=1e-5
         )
