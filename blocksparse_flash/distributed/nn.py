@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..nn.arguments import rotary_base
 from ..nn.positions import rotary_table, rotate
+from ..nn.projections import heads_of
 from .context_plan import ContextPlan, check_plan
 from .functional import attention
 
@@ -64,8 +65,7 @@ class SelfAttention(nn.Module):
                 f"{self.plan.rank}, got {tuple(x.shape)}; plan.shard(x, dim=1) takes them from the whole sequence"
             )
         num_heads, kv_heads = self.plan.heads
-        heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
-        q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+        q, k, v = heads_of(self.qkv(x), (num_heads, kv_heads, kv_heads), self.head_dim)
         if self.rope is not None:
             table = rotary_table(self.plan.positions, self.rope, self.head_dim)
             q, k = rotate(q, table), rotate(k, table)

@@ -22,6 +22,7 @@ from .document_blocks import document_table
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
 from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
+from .projections import heads_of
 
 
 class SelfAttention(HoldsLayout):
@@ -139,8 +140,7 @@ class SelfAttention(HoldsLayout):
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but rope is None and would not use them: rope=10000.0 does")
         check_input(x, self.embed_dim)
-        heads = rearrange(self.qkv(x), "batch length (heads d) -> batch heads length d", d=self.head_dim)
-        q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = heads_of(self.qkv(x), (self.num_heads, self.kv_heads, self.kv_heads), self.head_dim)
         if self.rope is None:
             return q, k, v
         if cu_seqlens is not None and positions is None:

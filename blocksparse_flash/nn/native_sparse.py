@@ -20,6 +20,7 @@ from .arguments import Heads, check_input, check_tensor, positive_int, runs_kern
 from .block_choice import check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
+from .projections import heads_of
 
 # scores of compressed keys in memory at a time, for all heads: 256 MB as float32
 SCORES_OF_CHUNK = 1 << 26
@@ -412,9 +413,7 @@ class NativeSparseAttention(nn.Module):
         check_input(x, self.heads.embed_dim)
         d, rope, block_size = self.heads.head_dim, self.heads.rope, self.sizes["block_size"]
         q = rearrange(self.q(x), "batch length (heads d) -> batch heads length d", d=d)
-        compressed_k, compressed_v, k, v, window_k, window_v = rearrange(
-            self.kv(x), "batch length (branch heads d) -> branch batch heads length d", branch=6, d=d
-        ).unbind(0)
+        compressed_k, compressed_v, k, v, window_k, window_v = heads_of(self.kv(x), (self.heads.kv_heads,) * 6, d)
         documents = None
         if cu_seqlens is not None:
             documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
