@@ -348,8 +348,8 @@ def attention(
                error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
                each new kind of call, and why
     returns    (batch, heads, q_len, v_head_dim) in q's dtype, or autocast's; 0 for a query without keys. It lies in
-               memory as q does, and the gradients as q, k and v. So if q is the transpose of (batch, length, heads,
-               head_dim), `out.transpose(1, 2).flatten(2)` copies nothing. Not with backend "reference"
+               memory as q does, and the gradients as q, k and v, except with backend "reference" or no keys. So if
+               q is the transpose of (batch, length, heads, head_dim), `out.transpose(1, 2).flatten(2)` copies nothing
 
     Score mods change the scores s = scale q k^T, in the order below. Their tensors are on q's device and of any
     floating dtype, unless stated. They are computed in float32 and are differentiable. Backend "hopper" has no

@@ -103,7 +103,10 @@ def launch_backward(
     wanted: list[bool] | None = None,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and biases, the others empty."""
-    dout = inputs.dout
+    dout, out, lse = inputs.dout, inputs.out, inputs.lse
+    if out.stride(3) != 1 or not lse.is_contiguous():
+        # not those of the forward: the kernels read rows of out, and lse in its order
+        inputs = inputs._replace(out=out.contiguous(), lse=lse.contiguous())
     tile = tile_of(plan)
     backend = resolve(inputs.q, inputs.k, inputs.v, tile) if spec.backend == "auto" else spec.backend
     backward = _kernels(backend, spec.deterministic, tile)[1]

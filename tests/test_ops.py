@@ -55,6 +55,32 @@ def test_operators_pass_opcheck(case: str, backend: str, device: torch.device, l
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_the_backward_takes_results_of_other_strides(backend: str, device: torch.device) -> None:
+    """The operator may be called with an out and an lse that lie in memory in another way than from the forward."""
+    q, k, v = (tensor.detach() for tensor in tensors(device))
+    mods, rest = (None,) * 4, ([], [], None, None, *CallSpec(0.25, False, 0.0, 0.0, backend, False))
+    out, lse = torch.ops.blocksparse_flash.attention_forward(q, k, v, *mods, *rest)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+
+    def gradients(out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
+        return torch.ops.blocksparse_flash.attention_backward(dout, dlse, q, k, v, *mods, out, lse, *rest, [False] * 4)
+
+    expected = gradients(out, lse)
+    for other in (out.transpose(1, 2).contiguous().transpose(1, 2), out.mT.contiguous().mT):
+        found = gradients(other, lse.mT.contiguous().mT)
+        assert other.stride() != out.stride() and all(map(torch.equal, found[:3], expected[:3]))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 0, 5), (2, 2, 0)], ids=str)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_the_operator_takes_no_queries(backend: str, shape: tuple[int, int, int], device: torch.device) -> None:
+    q, k = torch.ones(*shape, 8, device=device), torch.ones(*shape[:2], 90, 8, device=device)
+    spec = CallSpec(0.25, False, 0.0, 0.0, backend, False)
+    out, lse = torch.ops.blocksparse_flash.attention_forward(q, k, k, *(None,) * 4, [], [], None, None, *spec)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+
+
 def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, torch.Tensor) else argument
 

@@ -54,8 +54,6 @@ def attend_backward(inputs: BackwardInputs, plan: list[Tensor], spec: CallSpec) 
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    # a chunk of heads is a strided view
-    inputs = inputs._replace(lse=inputs.lse.contiguous())
     dq, dk, dv = ops.launch_backward(inputs, plan, None, None, spec)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

@@ -1305,7 +1305,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             )
         ),
         *(
-            ("kernels/triton/tile.py", old, new, "tests/test_zoo.py -k triton-window")
+            ("kernels/triton/tile.py", old, new, "tests/test_zoo.py -k triton-dense")
             for old, new in (
                 ("length * n_heads + batch_head % n_heads", "length * n_heads"),
                 ("* HEAD_DIM, n_heads * HEAD_DIM", "* HEAD_DIM, HEAD_DIM"),

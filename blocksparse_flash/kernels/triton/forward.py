@@ -274,10 +274,10 @@ def forward(
 
     specs  of q, k and v, if known
     """
-    if split_kv.is_suitable(q.shape, k.shape[2], dropout_p):
-        return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     if q.numel() == 0:
         return new_in_order_of(q, v.shape[3]), q.new_empty(*q.shape[:3], dtype=torch.float32)
+    if split_kv.is_suitable(q.shape, k.shape[2], dropout_p):
+        return split_kv.forward(q, k, v, plan, kv_lengths, scale, causal, scores, specs)
     seeds = seed_arguments(seed, dropout_p, q.device)
     options = options_of(q, plan, scale, causal, dropout_p, kv_lengths, seeds[0])
     added: tuple[torch.Tensor | None, ...] = (None, None, None, None)
