@@ -105,7 +105,7 @@ def launch_backward(
     """dq, dk, dv and, with score mods, the `wanted` gradients of sinks, slopes and biases, the others empty."""
     dout, out, lse = inputs.dout, inputs.out, inputs.lse
     if out.stride(3) != 1 or not lse.is_contiguous():
-        # not those of the forward: the kernels read rows of out, and lse in its order
+        # not as the forward left them: the kernels need a last stride of 1 for out, and a contiguous lse
         inputs = inputs._replace(out=out.contiguous(), lse=lse.contiguous())
     tile = tile_of(plan)
     backend = resolve(inputs.q, inputs.k, inputs.v, tile) if spec.backend == "auto" else spec.backend

@@ -113,6 +113,12 @@ def buried_inputs(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def assert_in_input_order(inputs: Sequence[Tensor], out: Tensor, grads: Sequence[Tensor]) -> None:
+    """Raises unless out lies in memory as q does, and dq, dk and dv as q, k and v. inputs: q, k and v."""
+    for name, like, made in zip(("out", "dq", "dk", "dv"), (inputs[0], *inputs), (out, *grads), strict=True):
+        assert_in_order_of(like, made, name)
+
+
 def assert_in_order_of(like: Tensor, made: Tensor, name: str) -> None:
     """Raises unless a result lies in memory as an input does, heads of a token together or not, without gaps."""
     by_token = like.shape[1] > 1 and like.shape[2] > 1 and 0 < like.stride(1) < like.stride(2)
