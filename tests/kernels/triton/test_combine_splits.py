@@ -187,7 +187,7 @@ def test_split_lines_of_smaller_tiles_are_as_accurate(
 ) -> None:
     monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
     split_lines(forced(3, n_lines))
-    calls = zoo.fine_calls("hopper")
+    calls = zoo.fine_calls("hopper", tile)
     call = calls[(7 * index + n_lines) % len(calls)]
     zoo.assert_backend_is_accurate("hopper", zoo.cases.LAYOUTS[index], call, device)
 
