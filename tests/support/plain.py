@@ -80,8 +80,9 @@ def results(
     All values have the type of q, and are computed by autograd through the reference and by the backward of
     FlashAttention. In half types the latter runs twice, with the reference's out and with one from float32 weights. In
     other types both run twice, summing q k^T from the first and from the last component, and with score_mods in ORDERS
-    more orders. lse is computed in ORDERS more orders of that sum in every type: it has no other rounding, and with few
-    keys a single order may be exact by chance.
+    more orders; and out is also summed from the last key to the first, since small weights after large ones round more.
+    lse is computed in ORDERS more orders of q k^T in every type: it has no other rounding, and with few keys a
+    single order may be exact by chance.
     """
     score_mods = score_mods or {}
     all_options = options | _reference_options(score_mods, blocks)
@@ -106,11 +107,22 @@ def results(
                 result[2], result[3] = result[2][..., back], result[3][..., back]
                 found.append(result)
     outs, lses, *grads = map(list, zip(*found, strict=True))
+    if q.dtype in (torch.float32, torch.float64):
+        outs.append(_from_the_last_key(q.detach(), k.detach(), v.detach(), mask, **all_options))
     for order in _orders(q.shape[-1], q.device):
         lses.append(
             reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **all_options)[1]
         )
     return [outs, lses, *grads]
+
+
+def _from_the_last_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """The reference's out, with weights times values summed from the last key to the first."""
+    unit_vectors = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:2], -1, -1)
+    weights, _ = reference.attention(q, k, unit_vectors, mask, **options)
+    # values that no query attends to may be NaN
+    values = v.nan_to_num(0.0).repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1)
+    return weights.flip(-1) @ values.flip(-2)
 
 
 def _orders(head_dim: int, device: torch.device) -> list[Tensor]:
