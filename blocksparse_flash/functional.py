@@ -333,8 +333,8 @@ def attention(
     kv_lengths int32 or int64 (batch,), on q's device: keys and values from kv_lengths[b] on are not read, and may hold
                NaN. `causal` stays aligned to kv_len. Lengths out of range raise an error on the CPU, and are clamped on
                a GPU and under torch.compile
-    dropout_p  probability of dropping an attention weight, 0 <= dropout_p < 1, in steps of 2**-16; kept weights are
-               divided by 1 - dropout_p
+    dropout_p  probability of dropping an attention weight, 0 <= dropout_p < 1, rounded to a multiple of 1/2048
+               (from 1/2048 to 2047/2048 unless it is 0); kept weights are divided by 1 minus the rounded one
     seed       dropout seed: an int, or an int64 tensor of one element; None draws one from PyTorch's CPU generator,
                under torch.compile and in CUDA graphs from that of q's device. Each replay of a graph draws again, but
                repeats a seed given as an int or on the CPU. The same seed drops the same pairs for every layout,

@@ -4,13 +4,16 @@
 backend uses the same counters, so the mask depends only on the seed and the position, not on tiles or backends:
 
     key      (seed's low 32 bits, seed's high 32 bits)
-    counter  (kv_pos // 32 * 8 + kv_pos % 8, q_pos // 16 * 8 + q_pos % 8, head, batch)       head counts query heads
+    counter  (kv_pos // 64 * 8 + kv_pos % 8, q_pos // 16 * 8 + q_pos % 8, head, batch)       head counts query heads
     word     2 * (q_pos // 8 % 2) + kv_pos // 8 % 2 of the counter's four words
-    half     the lower 16 bits of the word where kv_pos // 16 is even, the upper ones where it is odd
-    kept     half >= threshold(dropout_p)
+    value    11 bits of the word, the first of them bit 31 - 7 * (kv_pos // 16 % 4)
+    kept     value >= threshold(dropout_p)
 
-After wgmma or mma.sync one thread holds all eight pairs of a counter (four of them in a transposed tile), so each
-thread uses what it draws and nothing goes through shared memory.
+After wgmma or mma.sync one thread holds all 16 pairs of a counter (four of them in a transposed tile), so each thread
+uses what it draws and nothing goes through shared memory.
+
+The last 4 bits of a value are the first 4 of the next value in its word. They decide only where the first 7 bits are
+those of the threshold, so two keys 16 apart are almost independent: their correlation is below 1/128.
 """
 
 from __future__ import annotations
@@ -22,21 +25,23 @@ ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 LOW_32 = 0xFFFFFFFF
-# values of a 16-bit half
-VALUES = 1 << 16
+VALUE_BITS = 11
+VALUES = 1 << VALUE_BITS
+# distance in bits between the values of a word
+VALUE_DISTANCE = 7
 
 
 def threshold(dropout_p: float) -> int:
-    """The smallest half that is kept: round(dropout_p * 2**16), at most 2**16 - 1, so that some weights are kept.
+    """The smallest value that is kept: round(dropout_p * 2048), at most 2047, and at least 1 unless dropout_p is 0.
 
-    >>> threshold(0.25) == 2**14
-    True
+    >>> threshold(0.25)
+    512
     """
-    return min(round(dropout_p * VALUES), VALUES - 1)
+    return min(max(round(dropout_p * VALUES), int(dropout_p > 0)), VALUES - 1)
 
 
 def kept_share(dropout_p: float) -> float:
-    """The probability of being kept, 1 - dropout_p to within 2**-17.
+    """The probability of being kept, 1 - dropout_p to the nearest multiple of 1/2048.
 
     Kept weights are divided by it to preserve the mean.
 
@@ -81,9 +86,9 @@ def keep_mask(
     """
     seed = seed.reshape(())
     key = (seed & LOW_32, (seed >> 32) & LOW_32)
-    of_kv, of_q = (kv_pos >> 5 << 3) + (kv_pos & 7), (q_pos >> 4 << 3) + (q_pos & 7)
+    of_kv, of_q = (kv_pos >> 6 << 3) + (kv_pos & 7), (q_pos >> 4 << 3) + (q_pos & 7)
     word_0, word_1, word_2, word_3 = philox_4x32((of_kv, of_q, head_idx, batch_idx), key)
     is_later_kv, is_later_q = (kv_pos & 8).bool(), (q_pos & 8).bool()
     word = torch.where(is_later_q, torch.where(is_later_kv, word_3, word_2), torch.where(is_later_kv, word_1, word_0))
-    half = torch.where((kv_pos & 16).bool(), word >> 16, word & (VALUES - 1))
-    return half >= threshold(dropout_p)
+    value = word >> (32 - VALUE_BITS) - VALUE_DISTANCE * (kv_pos >> 4 & 3) & VALUES - 1
+    return value >= threshold(dropout_p)

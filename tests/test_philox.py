@@ -37,32 +37,35 @@ def test_philox_gives_the_published_answers(name):
     assert tuple(word.item() for word in words) == expected
 
 
-def test_counter_word_and_half_are_as_documented():
-    # group 77 of 32 keys, group 41 of 16 queries; upper half of the word of the later 8 queries and the earlier 8 keys
-    seed, batch, head, q_pos, kv_pos = 0x299F31D0A4093822, 3, 5, 16 * 41 + 8 + 5, 32 * 77 + 16 + 6
+def test_counter_word_and_value_are_as_documented():
+    # group 77 of 64 keys and of them 48 to 63, group 41 of 16 queries; the later 8 queries and the earlier 8 keys
+    seed, batch, head, q_pos, kv_pos = 0x299F31D0A4093822, 3, 5, 16 * 41 + 8 + 5, 64 * 77 + 48 + 6
     words = philox.philox_4x32(as_int64(8 * 77 + 6, 8 * 41 + 5, head, batch), as_int64(0xA4093822, 0x299F31D0))
-    half = words[2].item() >> 16
+    # bits 10 to 0
+    value = words[2].item() % 2**11
     place = as_int64(batch, head, q_pos, kv_pos)
     kept = [
-        philox.keep_mask(torch.tensor([seed]), *place, dropout_p=(half + more) / 2**16).item() for more in (-1, 0, 1)
+        philox.keep_mask(torch.tensor([seed]), *place, dropout_p=(value + more) / 2**11).item() for more in (-1, 0, 1)
     ]
     assert kept == [True, True, False]
 
 
 @pytest.mark.parametrize("of_16", [0, 5, 8, 15])
-@pytest.mark.parametrize("of_32", range(32))
-def test_each_pair_uses_its_own_half(of_32, of_16):
-    words = philox.philox_4x32(as_int64(8 * 9 + of_32 % 8, 8 * 3 + of_16 % 8, 1, 0), as_int64(7, 0))
-    half = (words[2 * (of_16 // 8) + of_32 // 8 % 2].item() >> (of_32 // 16 * 16)) & 0xFFFF
-    place = as_int64(0, 1, 16 * 3 + of_16, 32 * 9 + of_32)
-    at, above = (philox.keep_mask(torch.tensor(7), *place, dropout_p=(half + more) / 2**16).item() for more in (0, 1))
+@pytest.mark.parametrize("of_64", range(64))
+def test_each_pair_uses_its_own_value(of_64, of_16):
+    words = philox.philox_4x32(as_int64(8 * 9 + of_64 % 8, 8 * 3 + of_16 % 8, 1, 0), as_int64(7, 0))
+    bits = f"{words[2 * (of_16 // 8) + of_64 // 8 % 2].item():032b}"
+    first = 7 * (of_64 // 16)
+    value = int(bits[first : first + 11], 2)
+    place = as_int64(0, 1, 16 * 3 + of_16, 64 * 9 + of_64)
+    at, above = (philox.keep_mask(torch.tensor(7), *place, dropout_p=(value + more) / 2**11).item() for more in (0, 1))
     assert (at, above) == (True, False)
 
 
 def test_a_negative_seed_is_its_two_complement_bits():
     words = philox.philox_4x32(as_int64(0, 0, 0, 0), as_int64(0xFFFFFFFF, 0xFFFFFFFF))
     for number, word in enumerate(words):
-        place = as_int64(0, 0, 8 * (number // 2), 16 + 8 * (number % 2))
+        place = as_int64(0, 0, 8 * (number // 2), 8 * (number % 2))
         kept = philox.keep_mask(torch.tensor([-1]), *place, dropout_p=0.5)
         assert kept.item() == (word.item() >= 2**31)
 
@@ -95,12 +98,24 @@ def test_neighbors_are_uncorrelated(distance):
         assert abs((shifted * original).mean().item()) < 6 / original.numel() ** 0.5
 
 
-def test_threshold_has_16_bits_and_kept_share_follows_it():
+def test_values_that_share_bits_are_almost_independent():
+    mask = keep(2024, 1, 1, 512, 1024, dropout_p=0.1)[0, 0].double() - 0.9
+    before, after = mask[:, :-16], mask[:, 16:]
+    correlation = (before * after).mean().item() / 0.09
+    assert abs(correlation) < 1 / 128 + 6 / before.numel() ** 0.5
+
+
+def test_threshold_has_11_bits_and_kept_share_follows_it():
     assert philox.threshold(0.0) == 0
-    assert philox.threshold(0.5) == 2**15
-    assert philox.threshold(1 - 2**-53) == 2**16 - 1
-    assert philox.kept_share(1 - 2**-53) == 2**-16
-    assert philox.kept_share(0.1) == 1 - round(0.1 * 2**16) / 2**16
+    assert philox.threshold(0.5) == 2**10
+    assert philox.threshold(1 - 2**-53) == 2**11 - 1
+    assert philox.kept_share(1 - 2**-53) == 2**-11
+    assert philox.kept_share(0.1) == 1 - 205 / 2**11
+
+
+def test_a_small_probability_is_not_ignored():
+    assert philox.threshold(1e-9) == 1
+    assert philox.kept_share(1e-9) == 1 - 2**-11
 
 
 def test_dropout_of_zero_keeps_everything():

@@ -51,6 +51,7 @@ OPERATIONS = "tests/plan/test_block_selection.py -k 'host and not triton or bitm
 BY_KEY_BLOCK = "tests/plan/test_selected_builder.py"
 MERGED = "tests/kernels/triton/test_merge_selected.py"
 MEMORY = "tests/runtime/test_memory.py"
+DROPOUT = 'tests/test_zoo.py -k "triton and dropout"'
 DENSE = _zoo("dense-113x203-float32-gqa-16", "dense-203x113")
 DIAGONAL = "tests/test_zoo.py -k a_diagonal_near"
 CACHED = "tests/nn/test_kv_cache.py"
@@ -882,10 +883,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/tile.py",
-            "m_kept.permute(0, 5, 1, 2, 6, 4, 3)",
-            "m_kept.permute(0, 5, 1, 2, 4, 6, 3)",
-            _zoo("global-float32"),
+            "permute(0, 5, 1, 2, 7, 6, 4, 3)",
+            "permute(0, 5, 1, 2, 6, 7, 4, 3)",
+            DROPOUT,
         ),
+        ("triton/tile.py", "(o_row // 8 % 4 * 7)", "(o_row // 8 % 4 * 8)", DROPOUT),
+        ("triton/tile.py", "(kv_start // 32 % 2 * 14)", "(kv_start // 32 % 2 * 7)", _zoo("global-float32")),
         (
             "triton/tile.py",
             "(batch_head % n_heads * GROUP)",
@@ -913,10 +916,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/backward_kernels.py",
-            "b_kept_p = tl.where(m_kept, b_p * factors.keep_scale, 0.0)",
-            "b_kept_p = tl.where(m_kept, b_p, 0.0)",
-            _zoo("global-float32"),
+            "b_dk, b_dv = b_dk * factors.keep_scale, b_dv * factors.keep_scale",
+            "b_dk, b_dv = b_dk * factors.keep_scale, b_dv",
+            DROPOUT,
         ),
+        ("triton/backward_kernels.py", "(b_delta * share)[None, :]", "b_delta[None, :]", DROPOUT),
+        ("triton/backward_kernels.py", "b_delta = b_delta / factors.keep_scale", "pass", DROPOUT),
+        ("triton/backward_kernels.py", "b_dslope = b_dslope * factors.keep_scale", "pass", DROPOUT),
+        ("triton/backward_kernels.py", "b_ds * factors.keep_scale if C.DROPOUT else b_ds", "b_ds", DROPOUT),
         ("triton/backward_kernels.py", "b_ds = b_p * (b_dp - b_delta[None, :])", "b_ds = b_p * b_dp", DENSE),
         ("triton/backward_kernels.py", "b_ds = b_p * (b_dp - b_delta[:, None])", "b_ds = b_p * b_dp", DENSE),
         (

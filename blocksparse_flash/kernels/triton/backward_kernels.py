@@ -30,6 +30,7 @@ from .tile import (
     result_rows,
     store_tile,
     tile_start,
+    where_kept,
 )
 
 
@@ -110,6 +111,9 @@ def keys_program(
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     factor = 1.0 if C.CHANGED else scale_log2
+    if C.DROPOUT:
+        # keep_scale is applied to the sums; until then delta is divided by it
+        share = 1.0 / factors.keep_scale
 
     for i_member in tl.range(0, C.GROUP):
         i_head = i_kv_head * C.GROUP + i_member
@@ -164,19 +168,21 @@ def keys_program(
                 m_kept = kept_pairs(
                     seed, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True
                 )
-                b_kept_p = tl.where(m_kept, b_p * factors.keep_scale, 0.0)
+                b_kept_p = where_kept(m_kept, b_p, share)
                 b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
-                b_dp = tl.where(m_kept, b_dp * factors.keep_scale, 0.0)
+                b_ds = b_kept_p * b_dp - b_p * (b_delta * share)[None, :]
             else:
                 b_dv, b_dv_lost = add_product(b_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
-            b_ds = b_p * (b_dp - b_delta[None, :])
+                b_ds = b_p * (b_dp - b_delta[None, :])
             if cap is not None:
                 b_ds = b_ds * (1.0 - b_tanh * b_tanh)
             b_dk, b_dk_lost = add_product(b_ds.to(b_q.dtype), b_q, b_dk, b_dk_lost, PRECISION)
 
     b_dk = b_dk * factors.scale
+    if C.DROPOUT:
+        b_dk, b_dv = b_dk * factors.keep_scale, b_dv * factors.keep_scale
     p_dk, dk_stride = result_rows(dk_ptr, batch_head, sizes.n_heads, kv_len, C.HEAD_DIM, C.K_BY_TOKEN)
     store_tile(p_dk, dk_stride, kv_start, kv_len, b_dk, C.HEAD_DIM, BLOCK_KV, DIM)
     p_dv, dv_stride = result_rows(dv_ptr, batch_head, sizes.n_heads, kv_len, C.V_DIM, C.V_BY_TOKEN)
@@ -225,6 +231,9 @@ def queries_program(
         dout_ref, strides.dout, i_batch, i_head, q_start, q_len, C.V_DIM, BLOCK_Q, DIM_V, TMA=C.TMA, LIMITED=False
     )
     b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, sizes.n_padded, BLOCK_Q)
+    if C.DROPOUT:
+        # keep_scale is applied to the sums
+        b_delta = b_delta / factors.keep_scale
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
     factor = 1.0 if C.CHANGED else scale_log2
@@ -269,22 +278,28 @@ def queries_program(
             m_kept = kept_pairs(
                 seed, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False
             )
-            b_dp = tl.where(m_kept, b_dp * factors.keep_scale, 0.0)
-        b_ds = b_p * (b_dp - b_delta[:, None])
+            b_ds = where_kept(m_kept, b_p, factors.keep_scale) * b_dp - b_p * b_delta[:, None]
+        else:
+            b_ds = b_p * (b_dp - b_delta[:, None])
         if dslopes_ptr is not None:
             b_dslope -= tl.sum(b_ds * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, False), 1)
         if sums_ptr is not None:
             store_sums(
-                sums_ptr, strides.sums, i_batch, i_head, i_step // STEPS, q_start, kv_start, b_ds,
+                sums_ptr, strides.sums, i_batch, i_head, i_step // STEPS, q_start, kv_start,
+                b_ds * factors.keep_scale if C.DROPOUT else b_ds,
                 C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
             )
         if cap is not None:
             b_ds = b_ds * (1.0 - b_tanh * b_tanh)
         b_dq, b_dq_lost = add_product(b_ds.to(b_k.dtype), b_k, b_dq, b_dq_lost, PRECISION)
+    if C.DROPOUT:
+        b_dq = b_dq * factors.keep_scale
     p_dq, dq_stride = result_rows(dq_ptr, batch_head, sizes.n_heads, q_len, C.HEAD_DIM, C.Q_BY_TOKEN)
     store_tile(p_dq, dq_stride, q_start, q_len, b_dq * factors.scale, C.HEAD_DIM, BLOCK_Q, DIM)
     if dslopes_ptr is not None:
         o_q = q_start + tl.arange(0, BLOCK_Q)
+        if C.DROPOUT:
+            b_dslope = b_dslope * factors.keep_scale
         tl.store(dslopes_ptr + batch_head.to(tl.int64) * q_len + o_q, b_dslope, mask=o_q < q_len)
 
 

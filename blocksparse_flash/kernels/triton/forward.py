@@ -69,6 +69,7 @@ from .tile import (
     softmax_step,
     store_tile,
     tile_start,
+    where_kept,
     with_sign,
     with_sink,
 )
@@ -198,7 +199,7 @@ def forward_kernel(
         b_p, b_max, b_sum, b_out, b_lost = softmax_step(b_scores, factor, b_max, b_sum, b_out, b_lost)
         if C.DROPOUT:
             m_kept = kept_pairs(b_seed, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-            b_p = tl.where(m_kept, b_p, 0.0)
+            b_p = where_kept(m_kept, b_p, keep_scale)
         # [BLOCK_KV, DIM_V]
         b_v = load_tile(
             v_ref, strides.v, i_batch, i_kv_head, kv_start, limit, C.V_DIM, BLOCK_KV, DIM_V, TMA=C.TMA, LIMITED=LIMITED

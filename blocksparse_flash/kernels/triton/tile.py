@@ -316,6 +316,23 @@ def load_seed(seed_ptr, seed):
 
 
 @triton.jit
+def philox(seed, o_kv, o_q, i_head, i_batch):
+    """The four words of Philox 4x32-7, uint32 of the shape to which o_kv and o_q broadcast; seed: int64.
+
+    tl.philox computes the halves of a product separately; here one instruction may compute both.
+    """
+    key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    b_zero = (o_kv + o_q).to(tl.uint32) * 0
+    b_0, b_1, b_2, b_3 = o_kv.to(tl.uint32) + b_zero, o_q.to(tl.uint32) + b_zero, b_zero + i_head, b_zero + i_batch
+    for _ in tl.static_range(7):
+        b_even, b_odd = b_0.to(tl.uint64) * 0xD2511F53, b_2.to(tl.uint64) * 0xCD9E8D57
+        b_0, b_1 = (b_odd >> 32).to(tl.uint32) ^ b_1 ^ key_0, b_odd.to(tl.uint32)
+        b_2, b_3 = (b_even >> 32).to(tl.uint32) ^ b_3 ^ key_1, b_even.to(tl.uint32)
+        key_0, key_1 = key_0 + 0x9E3779B9, key_1 + 0xBB67AE85
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
 def kept_pairs(
     seed, threshold, i_batch, i_head, q_start, kv_start,
     ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -326,31 +343,44 @@ def kept_pairs(
     threshold   of philox.py
     ROWS, COLS  multiples of 16 and 32
     """
-    # 8 counters for each 16 queries, and 8 for each 32 keys
+    # 8 counters for each 16 queries, and 8 for each 64 keys
     o_q = q_start // 2 + tl.arange(0, ROWS // 2)
     if TRANSPOSED:
-        # bit 4 of a key selects the warp here: both warps compute each counter and use half of it
-        o_col = tl.arange(0, COLS // 2)
-        o_kv = (kv_start // 4 + o_col // 16 * 8 + o_col % 8)[:, None]
-        o_q = o_q[None, :]
-        o_zero = tl.zeros([COLS // 2, ROWS // 2], tl.int32)
+        # bits 4 and 5 of a key select the warp here: four warps compute each counter, for one value of each word
+        o_row = kv_start // 2 + tl.arange(0, COLS // 2)
+        o_kv = o_row // 32 * 8 + o_row % 8
+        o_kv, o_q = o_kv[:, None], o_q[None, :]
     else:
-        o_kv = (kv_start // 4 + tl.arange(0, COLS // 4))[None, :]
-        o_q = o_q[:, None]
-        o_zero = tl.zeros([ROWS // 2, COLS // 4], tl.int32)
-    b_0, b_1, b_2, b_3 = tl.philox(seed, o_kv + o_zero, o_q + o_zero, i_head + o_zero, i_batch + o_zero, 7)
-    # [.., bit 3 of the key, bit 3 of the query]
+        # 32 keys use two of the four values
+        o_kv = kv_start // 64 * 8 + tl.arange(0, max(COLS, 64) // 8)
+        o_kv, o_q = o_kv[None, :], o_q[:, None]
+    b_0, b_1, b_2, b_3 = philox(seed, o_kv, o_q, i_head, i_batch)
+    # [.., bit 3 of the key, bit 3 of the query]; a value is the first 11 bits after a shift by 7 times its number
     b_words = tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3))
     if TRANSPOSED:
-        b_halves = (b_words >> (o_col // 8 % 2 * 16)[:, None, None, None].to(tl.uint32)) & 0xFFFF
-        m_kept = (b_halves >= threshold).reshape(COLS // 16, 8, ROWS // 16, 8, 2, 2)
-        m_kept = m_kept.permute(0, 4, 1, 2, 5, 3).reshape(COLS, ROWS)
-    else:
+        b_words = b_words << (o_row // 8 % 4 * 7)[:, None, None, None].to(tl.uint32)
+        b_words = b_words.reshape(COLS // 16, 8, ROWS // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3).reshape(COLS, ROWS)
+    elif COLS == 32:
+        b_words = b_words << (kv_start // 32 % 2 * 14).to(tl.uint32)
         # [.., bit 4 of the key]
-        m_kept = tl.join((b_words & 0xFFFF) >= threshold, (b_words >> 16) >= threshold)
-        m_kept = m_kept.reshape(ROWS // 16, 8, COLS // 32, 8, 2, 2, 2)
-        m_kept = m_kept.permute(0, 5, 1, 2, 6, 4, 3).reshape(ROWS, COLS)
-    return m_kept
+        b_words = tl.join(b_words, b_words << 7)
+        b_words = b_words.reshape(ROWS // 16, 8, 8, 2, 2, 2).permute(0, 4, 1, 5, 3, 2).reshape(ROWS, COLS)
+    else:
+        # [.., bit 4 of the key, bit 5 of the key]
+        b_words = tl.join(tl.join(b_words, b_words << 7), tl.join(b_words << 14, b_words << 21))
+        b_words = b_words.reshape(ROWS // 16, 8, COLS // 64, 8, 2, 2, 2, 2).permute(0, 5, 1, 2, 7, 6, 4, 3)
+        b_words = b_words.reshape(ROWS, COLS)
+    # the bits after a value do not matter
+    return b_words >= (threshold.to(tl.uint32) << 21)
+
+
+@triton.jit
+def where_kept(m_kept, b_p, factor):
+    """b_p where m_kept is true, else 0; factor: any finite number that LLVM does not know.
+
+    LLVM would select a constant zero after the conversion to 16 bits, where each half needs instructions of its own.
+    """
+    return tl.where(m_kept, b_p, factor * 0.0)
 
 
 # fmt: off
