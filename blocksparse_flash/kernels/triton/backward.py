@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ... import philox
 from ...runtime.launch import (
     Config,
     DescriptorFactory,
@@ -75,7 +76,7 @@ def config_keys(call: Tuning) -> Config:
     if dim <= 128 and modifies_scores:
         if major == 10:
             return Config(32, 32, 8 if dim <= 64 else 4, 2)
-        return Config(32, 64, 8, 2 if major == 9 else 1)
+        return Config(32, 32 if dropout and major == 8 else 64, 8, 2 if major == 9 else 1)
     if dim <= 128:
         if tma and dropout and major == 9:
             return Config(64 if 32 < dim <= 64 else 32, 64, 4, 2 if dim <= 32 else 3)
@@ -206,7 +207,7 @@ def backward_launches(specs: TensorSpecs, rows: PlanSpecs, cols: PlanSpecs, opti
     fixed = constants(head_dim, v_dim, heads // kv_heads, tma, options).with_orders(q, k, v)
     dim, dim_v = fixed.DIM, fixed.DIM_V
     n_padded = -(-q_len // PADDED_TO.value) * PADDED_TO.value
-    preprocess = preprocess_launch(dout, options.out_strides, n_padded)
+    preprocess = preprocess_launch(dout, options.out_strides, n_padded, dropout_p=options.dropout_p)
     call = tuning_of(fixed, q.dtype.itemsize, options)
     keys_config, queries_config = config_keys(call).within(options.tile), config_queries(call).within(options.tile)
 
@@ -343,4 +344,6 @@ def backward(
     if scores is None:
         return dq, dk, dv
     delta = lse_delta[:, :, : q.shape[2], 1]
+    if dropout_p > 0:
+        delta = delta / philox.kept_share(dropout_p)
     return dq, dk, dv, *scores.gradients(wanted, lse, delta, dslopes, sums, dpair_bias)

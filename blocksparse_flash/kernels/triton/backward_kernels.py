@@ -111,9 +111,6 @@ def keys_program(
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     factor = 1.0 if C.CHANGED else scale_log2
-    if C.DROPOUT:
-        # keep_scale is applied to the sums; until then delta is divided by it
-        share = 1.0 / factors.keep_scale
 
     for i_member in tl.range(0, C.GROUP):
         i_head = i_kv_head * C.GROUP + i_member
@@ -168,10 +165,10 @@ def keys_program(
                 m_kept = kept_pairs(
                     seed, factors.threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, True
                 )
-                b_kept_p = where_kept(m_kept, b_p, share)
+                b_kept_p = where_kept(m_kept, b_p, factors.keep_scale)
                 b_dv, b_dv_lost = add_product(b_kept_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
-                b_ds = b_kept_p * b_dp - b_p * (b_delta * share)[None, :]
+                b_ds = b_kept_p * b_dp - b_p * b_delta[None, :]
             else:
                 b_dv, b_dv_lost = add_product(b_p.to(b_dout.dtype), b_dout, b_dv, b_dv_lost, PRECISION)
                 b_dp = product(b_v, tl.trans(b_dout), PRECISION)
@@ -231,9 +228,6 @@ def queries_program(
         dout_ref, strides.dout, i_batch, i_head, q_start, q_len, C.V_DIM, BLOCK_Q, DIM_V, TMA=C.TMA, LIMITED=False
     )
     b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, sizes.n_padded, BLOCK_Q)
-    if C.DROPOUT:
-        # keep_scale is applied to the sums
-        b_delta = b_delta / factors.keep_scale
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
     factor = 1.0 if C.CHANGED else scale_log2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ... import plan_format
+from ... import philox, plan_format
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
 from ..schedule import padded_dim
@@ -21,13 +21,14 @@ PADDED_TO = tl.constexpr(plan_format.TILE)
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def preprocess_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
-    out_strides, dout_strides, n_heads, q_len, n_padded,
+    out_strides, dout_strides, n_heads, q_len, n_padded, kept_share,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
     """lse and delta of each query, padded to n_padded queries per head so that no backward step needs bounds checks.
 
     lse    in base 2; +inf past q_len and for a row without keys, so that p is 0
-    delta  rowsum(dout * out) - dlse, ignoring dlse for a row without keys; 0 past q_len
+    delta  kept_share * (rowsum(dout * out) - dlse), ignoring dlse for a row without keys; 0 past q_len. kept_share, 1
+           without dropout, is that of philox.py: the kernels divide the sums of p (kept dp - delta) by it
 
     lse_delta_pairs_ptr    (batch * heads, n_padded, 2): lse and delta interleaved, or None
     lines_ptr    (2, batch * heads, n_padded): all lse, then all delta, or None
@@ -65,6 +66,7 @@ def preprocess_kernel(
         # the lse of a row without keys is constant: its gradient is ignored
         b_dlse = tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
         b_delta -= tl.where(b_lse == float("-inf"), 0.0, b_dlse)
+    b_delta *= kept_share
     o_line = batch_head.to(tl.int64) * n_padded + o_q
     m_padded = o_q < n_padded
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
@@ -90,7 +92,9 @@ def load_lse_delta(lse_delta_pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.
 # fmt: on
 
 
-def preprocess_launch(dout: TensorSpec, out_strides: tuple[int, ...] | None, n_padded: int, cleared: int = 0) -> Launch:
+def preprocess_launch(
+    dout: TensorSpec, out_strides: tuple[int, ...] | None, n_padded: int, cleared: int = 0, dropout_p: float = 0.0
+) -> Launch:
     """The launch of preprocess_kernel.
 
     dout         spec of the gradient of out
@@ -108,6 +112,7 @@ def preprocess_launch(dout: TensorSpec, out_strides: tuple[int, ...] | None, n_p
             "n_heads": heads,
             "q_len": q_len,
             "n_padded": n_padded,
+            "kept_share": philox.kept_share(dropout_p),
             "V_DIM": v_dim,
             "DIM_V": padded_dim("triton", v_dim),
             "CLEARED": cleared,

@@ -157,11 +157,13 @@ def pair_bias_kernel(
             b_dp = product(b_dout, tl.trans(b_v), PRECISION)
             if C.DROPOUT:
                 m_kept = kept_pairs(b_seed, threshold, i_batch, i_head, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-                b_dp = tl.where(m_kept, b_dp * keep_scale, 0.0)
+                b_dp = tl.where(m_kept, b_dp, 0.0)
             b_sum += b_p * (b_dp - b_delta[:, None])
 
     o_q = q_start + tl.arange(0, BLOCK_Q)
     o_kv = kv_start + tl.arange(0, BLOCK_KV)
+    if C.DROPOUT:
+        b_sum *= keep_scale
     p_sum = dpair_bias_ptr + i_bias.to(tl.int64) * q_len * kv_len + o_q.to(tl.int64)[:, None] * kv_len + o_kv[None, :]
     m_sum = (o_q < q_len)[:, None] & (o_kv < kv_len)[None, :]
     tl.store(p_sum, b_sum.to(dpair_bias_ptr.dtype.element_ty), mask=m_sum)
