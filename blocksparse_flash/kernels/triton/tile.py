@@ -341,7 +341,7 @@ def kept_pairs(
 
     seed        int64
     threshold   of philox.py
-    ROWS, COLS  multiples of 16 and 32
+    ROWS, COLS  a multiple of 16, and 32 or a multiple of 64; q_start and kv_start are multiples of them
     """
     # 8 counters for each 16 queries, and 8 for each 64 keys
     o_q = q_start // 2 + tl.arange(0, ROWS // 2)
