@@ -84,8 +84,8 @@ def selection(lines: pd.DataFrame) -> str:
         return ""
     is_layer = lines["direction"] == "layer"
     return joined(
-        f"One {' and '.join(sorted(lines['device'].unique()))}, bf16, `python -m benchmarks.run.selection`, commit "
-        f"{' and '.join(lines['commit'].unique())}, {measurements.versions(lines, 'torch', 'triton')}. Causal calls; "
+        f"One {' and '.join(sorted(lines['device'].unique()))}, bf16, `python -m benchmarks.run.selection`, commits "
+        f"{', '.join(lines['commit'].unique())}, {measurements.versions(lines, 'torch', 'triton')}. Causal calls; "
         "pairs of numbers are forward / backward; `-`: not measured. Timing was interleaved.",
         _selection_calls(lines[~is_layer]),
         _selection_layers(lines[is_layer]),
