@@ -90,5 +90,6 @@ def keep_mask(
     word_0, word_1, word_2, word_3 = philox_4x32((of_kv, of_q, head_idx, batch_idx), key)
     is_later_kv, is_later_q = (kv_pos & 8).bool(), (q_pos & 8).bool()
     word = torch.where(is_later_q, torch.where(is_later_kv, word_3, word_2), torch.where(is_later_kv, word_1, word_0))
-    value = word >> (32 - VALUE_BITS) - VALUE_DISTANCE * (kv_pos >> 4 & 3) & VALUES - 1
+    below = (32 - VALUE_BITS) - VALUE_DISTANCE * ((kv_pos >> 4) & 3)
+    value = (word >> below) & (VALUES - 1)
     return value >= threshold(dropout_p)

@@ -887,8 +887,8 @@ MUTANTS: dict[str, list[Mutant]] = {
             "permute(0, 5, 1, 2, 6, 7, 4, 3)",
             DROPOUT,
         ),
-        ("triton/tile.py", "(o_row // 8 % 4 * 7)", "(o_row // 8 % 4 * 8)", DROPOUT),
-        ("triton/tile.py", "(kv_start // 32 % 2 * 14)", "(kv_start // 32 % 2 * 7)", _zoo("global-float32")),
+        ("triton/tile.py", "(o_row // 8 % 4 * VALUE", "(o_row // 8 % 2 * VALUE", DROPOUT),
+        ("triton/tile.py", "(kv_start // 32 % 2 * (2 *", "(kv_start // 32 % 2 * (1 *", _zoo("global-float32")),
         (
             "triton/tile.py",
             "(batch_head % n_heads * GROUP)",

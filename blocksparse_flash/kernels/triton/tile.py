@@ -6,7 +6,7 @@ Scores and the running maximum are in base 2 inside kernels; `lse` in memory use
 import triton
 import triton.language as tl
 
-from ... import plan_format
+from ... import philox, plan_format
 from .. import arguments
 
 # tokens per side of a 128 x 128 tile; Constants.TILE is that of the plan at hand. A bias cell always lies within one
@@ -22,6 +22,12 @@ NUMBER, BEGIN, N_TILES, N_PARTIAL = (
 POSITION, N_LONG = tl.constexpr(plan_format.POSITION), tl.constexpr(plan_format.N_LONG)
 LOG2_E = tl.constexpr(arguments.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
+# of the dropout mask, see philox.py
+ROUNDS, VALUE_BITS, VALUE_DISTANCE = (
+    tl.constexpr(i) for i in (philox.ROUNDS, philox.VALUE_BITS, philox.VALUE_DISTANCE)
+)
+MULTIPLIER_0, MULTIPLIER_1 = (tl.constexpr(i) for i in philox.MULTIPLIERS)
+KEY_STEP_0, KEY_STEP_1 = (tl.constexpr(i) for i in philox.KEY_STEPS)
 # Triton's interpreter lacks inline assembly and bfloat16 products
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -316,7 +322,7 @@ def load_seed(seed_ptr, seed):
 
 
 @triton.jit
-def philox(seed, o_kv, o_q, i_head, i_batch):
+def philox_words(seed, o_kv, o_q, i_head, i_batch):
     """The four words of Philox 4x32-7, uint32 of the shape to which o_kv and o_q broadcast; seed: int64.
 
     tl.philox computes the halves of a product separately; here one instruction may compute both.
@@ -324,11 +330,11 @@ def philox(seed, o_kv, o_q, i_head, i_batch):
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     b_zero = (o_kv + o_q).to(tl.uint32) * 0
     b_0, b_1, b_2, b_3 = o_kv.to(tl.uint32) + b_zero, o_q.to(tl.uint32) + b_zero, b_zero + i_head, b_zero + i_batch
-    for _ in tl.static_range(7):
-        b_even, b_odd = b_0.to(tl.uint64) * 0xD2511F53, b_2.to(tl.uint64) * 0xCD9E8D57
+    for _ in tl.static_range(ROUNDS):
+        b_even, b_odd = b_0.to(tl.uint64) * MULTIPLIER_0, b_2.to(tl.uint64) * MULTIPLIER_1
         b_0, b_1 = (b_odd >> 32).to(tl.uint32) ^ b_1 ^ key_0, b_odd.to(tl.uint32)
         b_2, b_3 = (b_even >> 32).to(tl.uint32) ^ b_3 ^ key_1, b_even.to(tl.uint32)
-        key_0, key_1 = key_0 + 0x9E3779B9, key_1 + 0xBB67AE85
+        key_0, key_1 = key_0 + KEY_STEP_0, key_1 + KEY_STEP_1
     return b_0, b_1, b_2, b_3
 
 
@@ -354,24 +360,25 @@ def kept_pairs(
         # 32 keys use two of the four values
         o_kv = kv_start // 64 * 8 + tl.arange(0, max(COLS, 64) // 8)
         o_kv, o_q = o_kv[None, :], o_q[:, None]
-    b_0, b_1, b_2, b_3 = philox(seed, o_kv, o_q, i_head, i_batch)
-    # [.., bit 3 of the key, bit 3 of the query]; a value is the first 11 bits after a shift by 7 times its number
+    b_0, b_1, b_2, b_3 = philox_words(seed, o_kv, o_q, i_head, i_batch)
+    # [.., bit 3 of the key, bit 3 of the query]; a shift moves a value to the first bits of its word
     b_words = tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3))
     if TRANSPOSED:
-        b_words = b_words << (o_row // 8 % 4 * 7)[:, None, None, None].to(tl.uint32)
+        b_words = b_words << (o_row // 8 % 4 * VALUE_DISTANCE)[:, None, None, None].to(tl.uint32)
         b_words = b_words.reshape(COLS // 16, 8, ROWS // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3).reshape(COLS, ROWS)
     elif COLS == 32:
-        b_words = b_words << (kv_start // 32 % 2 * 14).to(tl.uint32)
+        b_words = b_words << (kv_start // 32 % 2 * (2 * VALUE_DISTANCE)).to(tl.uint32)
         # [.., bit 4 of the key]
-        b_words = tl.join(b_words, b_words << 7)
+        b_words = tl.join(b_words, b_words << VALUE_DISTANCE)
         b_words = b_words.reshape(ROWS // 16, 8, 8, 2, 2, 2).permute(0, 4, 1, 5, 3, 2).reshape(ROWS, COLS)
     else:
         # [.., bit 4 of the key, bit 5 of the key]
-        b_words = tl.join(tl.join(b_words, b_words << 7), tl.join(b_words << 14, b_words << 21))
+        b_later = b_words << (2 * VALUE_DISTANCE)
+        b_words = tl.join(tl.join(b_words, b_words << VALUE_DISTANCE), tl.join(b_later, b_later << VALUE_DISTANCE))
         b_words = b_words.reshape(ROWS // 16, 8, COLS // 64, 8, 2, 2, 2, 2).permute(0, 5, 1, 2, 7, 6, 4, 3)
         b_words = b_words.reshape(ROWS, COLS)
     # the bits after a value do not matter
-    return b_words >= (threshold.to(tl.uint32) << 21)
+    return b_words >= (threshold.to(tl.uint32) << (32 - VALUE_BITS))
 
 
 @triton.jit
