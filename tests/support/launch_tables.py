@@ -114,6 +114,7 @@ PORTABLE_FINE = [
     Variant("fine", "fine", tile=FINE_TILE),
     Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
     Variant("fine-dropout", dropout_p=0.2, tile=FINE_TILE),
+    Variant("fine-dropout-softcap", dropout_p=0.2, softcap=3.0, tile=FINE_TILE),
     Variant("fine-pairs", "fine", has_pairs=True, tile=FINE_TILE),
     Variant("fine-sinks-softcap-slopes", "blocks-causal", has_sinks=True, softcap=3.0, has_slopes=True, tile=FINE_TILE),
 ]
@@ -121,7 +122,7 @@ PORTABLE_FINE = [
 NARROW = [Variant("narrow", v_dim=128), Variant("narrow-causal-group", "causal", group=2, v_dim=128)]
 ALL = [*PLAIN, *SCORE_MODS, *DROPOUT, *PORTABLE_FINE]
 # for head dimensions that are padded to others: every part of a kernel once
-FEW = [*(ALL[i] for i in (1, 2, 5, 12, 15)), *PORTABLE_FINE]
+FEW = [*(ALL[i] for i in (1, 2, 5, 12, 15)), DROPOUT[2], *PORTABLE_FINE]
 HOPPER = [
     *PLAIN,
     Variant("softcap-causal", "causal", softcap=3.0),
