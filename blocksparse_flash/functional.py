@@ -221,6 +221,32 @@ def _run_planned(call: _Call) -> tuple[Tensor, Tensor]:
     return ops.attention(q, k, v, plan, kv_lengths, seed, spec, mods=mods, bias_index=bias_index)
 
 
+def attention_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    causal: bool,
+    scale: float,
+    deterministic: bool | None,
+    backend: str,
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse where the rows of the layout are the query heads of each token, that share a KV head.
+
+    q, k, v  checked, of one dtype, as `attention`; torch neither traces nor transforms the call
+    layout   kv_heads heads of (q_len * heads / kv_heads) x kv_len, from a selection by token
+    returns  None if the kernels for the call need the rows packed: those that have no plan by key block
+    """
+    specs = specs_of(q, k, v)
+    chosen = dispatch.decide(backend, q, k, v, q.dtype, specs, "")
+    has_plan = dispatch.takes_key_blocks(chosen, q.shape[3], v.shape[3], has_options=False)
+    if not has_plan or not layout._lists_key_blocks(_plan_device(q), (q.shape[0], k.shape[1])):
+        return None
+    spec = CallSpec(scale, causal, 0.0, 0.0, chosen, dispatch.is_deterministic(deterministic))
+    return ops.attention(q, k, v, list(layout._selected_plan(causal)), None, None, spec, specs)
+
+
 def _plan_device(q: Tensor) -> torch.device:
     """The device for q's plan: q's own, except for a fake CUDA tensor on a machine without a GPU."""
     device = q.device

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from . import reference, validation
 from .blocks import checks
 from .blocks.block_list import Frame
-from .functional import attention_with_lse
+from .functional import attention_of_heads, attention_with_lse
 from .layout import BlockLayout
 from .packed import checked_boundaries
 from .plan import block_selection
@@ -89,9 +89,10 @@ def selected_attention(
     - the call is large: k blocks for each row are at least 2^22 blocks in all, where a block of more than 128 keys
       counts as several of 128.
 
-    Extra memory: a copy of q, about 50 bytes for each of these blocks of a token or query block while the plan is made,
-    partial results of at most 1 GB at a time, and in the backward float32 sums of dk and dv: at most 0.3 GB, and two
-    float32 copies of k and v, for each query head if heads do not share a selection.
+    Extra memory: about 50 bytes for each of these blocks of a token or query block while the plan is made, partial
+    results of at most 1 GB at a time, and in the backward float32 sums of dk and dv: at most 0.3 GB, and two float32
+    copies of k and v, for each query head if heads do not share a selection. q is copied, unless 8, 16 or 32 query
+    heads share a selection and query_block_size is 1, or none do.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and KV head
@@ -162,8 +163,14 @@ def selected_attention_with_lse(
             selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
         layout = BlockLayout._selected(selection, frame)
     is_direct = tracing.can_launch_directly(q, k, v)
-    rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
     options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
+    if is_direct and group == rows_per_token and query_block_size == 1:
+        with tracing.without_autocast(q.device):
+            tensors = [tensor.to(dtype) for tensor in (q, k, v)]
+            found = attention_of_heads(*tensors, layout, causal=causal, **options)
+        if found is not None:
+            return found
+    rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
     out, lse = attention_with_lse(rows, k, v, layout, causal=causal, **options)
     out = _copied(_Unpacked, out, group, rows_per_token, is_direct=is_direct)
     return out, _unpacked(lse[..., None], group, rows_per_token)[..., 0]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..plan_format import ITEM_ROWS, SelectedPlan, axes_of_round
+from ..runtime.tensor_spec import TensorSpec
 
 
 class Round(NamedTuple):
@@ -69,7 +70,7 @@ class SelectedShapes(NamedTuple):
         return self._round_axes * self.n_cols + self.slots * self.query_rows // ITEM_ROWS
 
     def arguments(self, heads: int) -> dict[str, int]:
-        """The arguments of the Hopper kernels that follow; heads: of q."""
+        """The arguments of the Hopper kernels that follow; heads: see `Rows`."""
         return {
             "n_heads": heads,
             "n_rows": self.n_rows,
@@ -79,6 +80,45 @@ class SelectedShapes(NamedTuple):
             "n_slots": self.slots,
             "ROWS_PER_TOKEN": self.rows_per_token,
         }
+
+
+class Rows(NamedTuple):
+    """Where the rows of query blocks lie in q and in tensors of its shape.
+
+    heads        that select: heads of q, or fewer, each of which has `query_rows` heads of q
+    query_rows   rows of a query block
+    n_queries    rows of a head that selects, without padding
+    is_of_heads  whether the rows of a query block are heads of one token; otherwise they are queries of one head
+    """
+
+    heads: int
+    query_rows: int
+    n_queries: int
+    is_of_heads: bool
+
+    def strides(self, strides: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """(batch, head that selects, query block, row) strides, from those of (batch, heads, queries)."""
+        batch, head, query = strides[:3]
+        if self.is_of_heads:
+            return batch, self.query_rows * head, query, head
+        return batch, head, self.query_rows * query, query
+
+    def by_block(self, spec: TensorSpec) -> TensorSpec:
+        """The spec of a (batch, heads, queries, columns) tensor with the rows of a query block along dimension 2."""
+        if not self.is_of_heads:
+            return spec
+        (batch, heads, queries, columns), (s_batch, s_head, s_query, s_column) = spec.shape, spec.strides
+        return spec._replace(shape=(batch, queries, heads, columns), strides=(s_batch, s_query, s_head, s_column))
+
+
+def rows_of(shapes: SelectedShapes, q_shape: Sequence[int]) -> Rows:
+    """The Rows of a q of (batch, heads, queries, columns): its heads are those that select, or query_rows for each."""
+    batch, heads, queries, _ = q_shape
+    rows = shapes.query_rows
+    if shapes.axes == batch * heads:
+        return Rows(heads, rows, queries, False)
+    assert shapes.axes * rows == batch * heads and shapes.n_rows == queries, "q has other heads than the plan"
+    return Rows(heads // rows, rows, queries * rows, True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -349,11 +349,15 @@ def run_key_blocks(
     """Attend to 16 selected key blocks for each query block, by a SelectedPlan.
 
     tensors  q, k, v and dout
-    sides    rows and tokens of a query block
+    sides    rows and tokens of a query block; with as many query heads per KV head as rows, these are its rows
     """
     q, k, v, dout = tensors
-    (batch, heads, q_len, _), kv_len, (rows, tokens) = q.shape, k.shape[2], sides
-    n_rows, n_tokens, parts = q_len // rows, q_len * tokens // rows, max(1, keys // TILE)
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _), (rows, tokens) = q.shape, k.shape, sides
+    parts = max(1, keys // TILE)
+    n_rows, n_tokens = q_len // rows, q_len * tokens // rows
+    if heads == kv_heads * rows:
+        # the rows of a query block are heads of one token
+        heads, n_rows, n_tokens = kv_heads, q_len, q_len
     documents = torch.empty(batch, 3, n_tokens, dtype=torch.int32) if rounds > 1 else None
     lines = selected_plan.Lines(
         axes=batch * heads, heads=heads, n_rows=n_rows, n_cols=kv_len * parts // keys, query_rows=rows,
@@ -836,6 +840,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     # selected blocks by key block
     options = [{"rows": 8}, {"rows": 32}, {"rounds": 3}, {"tokens": 4, "dlse": True}, *SIGNS]
+    options += [{"rows": 8, "group": 8}, {"rows": 16, "group": 16, "by_token": True}, {"rows": 32, "group": 32}]
     grid += [
         {"head_dim": head_dim, "dtype": half, "mode": mode, **option}
         for head_dim, mode in itertools.product((64, 128), ("keys64", "keys128"))

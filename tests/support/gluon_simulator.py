@@ -75,8 +75,8 @@ class Descriptor:
     """A TMA descriptor. Outside the tensor, TMA reads zeros and writes nothing."""
 
     def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any) -> None:
-        # memory from the base's address on; if rows are padded, the tensor has only their first columns
-        self.base, self.block_shape, self.layout = base.as_strided(shape, strides), block_shape, layout
+        self.base, self.shape, self.strides = base, shape, strides
+        self.block_shape, self.layout = block_shape, layout
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,12 +89,13 @@ class Descriptor:
 
     def inside(self, start: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """The part of the block at `start` that is inside the tensor: as a view, and as slices of the block."""
-        sides = [(int(i), n, size) for i, n, size in zip(start, self.block_shape, self.base.shape, strict=True)]
+        sides = [(int(i), n, size) for i, n, size in zip(start, self.block_shape, self.shape, strict=True)]
         # tiles that fill a step of a gathered plan lie before the tensor
         assert all(i >= 0 or i <= -n for i, n, _ in sides), sides
         spans = [(max(i, 0), min(n, max(0, size - i)) if i >= 0 else 0) for i, n, size in sides]
-        view = self.base[tuple(slice(i, i + n) for i, n in spans)]
-        return view, tuple(slice(0, n) for _, n in spans)
+        # memory from the base's address on, whose shape may be another: a cached descriptor takes any tensor
+        whole = self.base.as_strided(self.shape, self.strides)
+        return whole[tuple(slice(i, i + n) for i, n in spans)], tuple(slice(0, n) for _, n in spans)
 
 
 # ---- the language ----

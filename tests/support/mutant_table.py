@@ -802,6 +802,9 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("b_sum = b_sum * b_decay + b_weight", "b_sum = b_sum + b_weight"),
                 ("(b_out / b_sum[:, None])", "b_out"),
                 ('float("-inf"), log_sum(b_max, b_sum)', "0.0, log_sum(b_max, b_sum)"),
+                ("to(tl.int64) * strides[2]", "to(tl.int64) * strides[3]"),
+                ("to(tl.int64) * strides[3]", "to(tl.int64) * strides[2]"),
+                ("is_query = i_row * ROWS + o_row < n_queries", "is_query = o_row >= 0"),
                 ("tl.range(begin * PARTS, end * PARTS,", "tl.range(begin * PARTS, end * PARTS - 1,"),
                 ("tl.load(cols_ptr + i_part // PARTS) >= 0", "tl.load(cols_ptr + i_part // PARTS) >= -1"),
                 ("(i_part - first_slot * PARTS)", "(i_part - first_slot)"),
@@ -1325,18 +1328,6 @@ MUTANTS: dict[str, list[Mutant]] = {
             "o_q.to(tl.int64)[:, None] * out_strides[2]",
             "o_q.to(tl.int64)[:, None] * out_strides[1]",
             "tests/test_zoo.py -k triton-window",
-        ),
-        (
-            "kernels/triton/merge_selected.py",
-            "[:, None] * dq_strides[2]",
-            "[:, None] * HEAD_DIM",
-            MERGED,
-        ),
-        (
-            "kernels/triton/merge_selected.py",
-            "[:, None] * out_strides[2]",
-            "[:, None] * V_DIM",
-            MERGED,
         ),
         (
             "kernels/triton/merge_selected.py",

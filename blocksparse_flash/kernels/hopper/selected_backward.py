@@ -34,7 +34,7 @@ from ...score_mods import Scores
 from ..arguments import LOG2_E
 from ..inputs import BackwardInputs
 from ..schedule import padded_dim
-from ..selected_shapes import SelectedShapes, shapes_of
+from ..selected_shapes import SelectedShapes, rows_of, shapes_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.merge_selected import sum_keys, sum_rows
 from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, named_barrier, thread_barrier
@@ -45,6 +45,7 @@ from .selected_tiles import (
     ITEM_INTS,
     Sizes,
     allocate_keys,
+    blocks_of,
     first_slot_of,
     is_masked,
     item_range,
@@ -56,7 +57,6 @@ from .selected_tiles import (
     row_ranges,
     slots_of,
     slots_of_part,
-    starts_of,
     steps_of,
     store_blocks,
     write_item,
@@ -123,7 +123,10 @@ class Buffers(NamedTuple):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS: gl.constexpr, BLOCKS: gl.constexpr):
+def load(
+    q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS: gl.constexpr, BLOCKS: gl.constexpr,
+    OF_HEADS: gl.constexpr,
+):  # fmt: skip
     """Entry point of the producer warp. PARTS: programs of a work item."""
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first_item, n_items = item_range(ptrs, sizes)
@@ -140,9 +143,9 @@ def load(q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS: gl.co
         load_keys(k_desc, pipelines.k, i_tile, i_batch, i_head // sizes.group, kv_start)
         load_keys(v_desc, pipelines.v, i_tile, i_batch, i_head // sizes.group, kv_start)
         for i_step in range(steps_of(item, BLOCKS)):
-            starts = starts_of(ptrs, item, i_step, BLOCKS)
-            load_blocks(q_desc, pipelines.q, n_loaded, i_batch, i_head, starts)
-            load_blocks(dout_desc, pipelines.dout, n_loaded, i_batch, i_head, starts)
+            blocks = blocks_of(ptrs, item, i_step, BLOCKS)
+            load_blocks(q_desc, pipelines.q, n_loaded, i_batch, i_head, blocks, OF_HEADS)
+            load_blocks(dout_desc, pipelines.dout, n_loaded, i_batch, i_head, blocks, OF_HEADS)
             n_loaded += 1
         i_tile += 1
     write_end(pipelines.items, i_tile, ITEM_INTS)
@@ -159,7 +162,11 @@ def load_lse_delta(ptrs, sizes, item, i_step, BLOCKS: gl.constexpr):
     b_entry = item.begin + i_step * BLOCKS + o_row // ROWS
     # the list is padded
     b_block = gl.load(ptrs.entries_ptr + (2 * b_entry + 1)) & INDEX_BITS
-    o_line = item.axis.to(gl.int64) * sizes.n_padded + (b_block * ROWS + o_row % ROWS)
+    batch_stride, head_stride, block_stride, row_stride = sizes.lse_strides
+    o_head = (item.axis // sizes.n_heads).to(gl.int64) * batch_stride
+    o_head += (item.axis % sizes.n_heads).to(gl.int64) * head_stride
+    # 32 bits are enough within a head that selects
+    o_line = o_head + (b_block * block_stride + o_row % ROWS * row_stride)
     is_listed = b_entry < item.end
     b_lse = gl.load(ptrs.lse_ptr + o_line, mask=is_listed, other=0.0)
     return b_lse, gl.load(ptrs.delta_ptr + o_line, mask=is_listed, other=0.0)
@@ -238,14 +245,14 @@ def add_step(
     consumer_release(dout, stage)
     b_zero_dq = gl.zeros([SIDE, DQ_COLUMNS], gl.float32, accumulator(DQ_COLUMNS))
     dq_token = warpgroup_mma(ds.permute((1, 0)), k_columns, b_zero_dq, use_acc=False, is_async=True)
-    slots = slots_of_part(slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS), i_part, PARTS)
     b_dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    # opaque again: otherwise the ptxas of Triton 3.7 overwrites values that it stores here before they are read
-    # (tests/support/scoreboards.py)
+    # opaque again, and slots after the store: otherwise the ptxas of Triton 3.6 or 3.7 overwrites values that it stores
+    # here before they are read (tests/support/scoreboards.py)
     stage = opaque(stage)
     tile_of(q.buffers, stage).slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1).store((b_dq * scale).to(dtype))
     fence_async_shared()
     thread_barrier()
+    slots = slots_of_part(slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS), i_part, PARTS)
     dq_tile = q.buffers.index(stage).slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 3)
     store_blocks(dq_desc, dq_tile, slots, WARPGROUP * DQ_COLUMNS)
     return b_dk, b_dv
@@ -313,7 +320,7 @@ def mma(
 @gluon.jit(
     do_not_specialize=[
         "i_launch", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
-        "range_batches", "n_padded", "n_slots",
+        "range_batches", "n_slots",
     ]
 )  # fmt: skip
 def selected_backward_kernel(
@@ -322,9 +329,10 @@ def selected_backward_kernel(
     # the launch, see Sizes
     i_launch, first_line, first_list, end_list,
     # see Sizes
-    n_heads, group, n_rows, n_cols, n_tokens, range_batches, n_padded, n_slots, scale_log2, scale,
-    # compile time; PARTS: programs of a work item; DS_LAYOUT of ds in shared memory
-    PARTS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr, DS_LAYOUT: gl.constexpr, CONFIG: gl.constexpr,
+    n_heads, group, n_rows, n_cols, n_tokens, range_batches, lse_strides, n_slots, scale_log2, scale,
+    # compile time; PARTS: programs of a work item; OF_HEADS: see load_blocks; DS_LAYOUT of ds in shared memory
+    PARTS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr, OF_HEADS: gl.constexpr, DS_LAYOUT: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = SIDE // q_desc.block_type.shape[2]
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
@@ -349,7 +357,7 @@ def selected_backward_kernel(
     fence_async_shared()
     sizes = Sizes(
         n_heads=n_heads, group=group, n_rows=n_rows, n_cols=n_cols, n_tokens=n_tokens, range_batches=range_batches,
-        n_padded=n_padded, i_launch=i_launch, first_line=first_line, first_list=first_list, end_list=end_list,
+        lse_strides=lse_strides, i_launch=i_launch, first_line=first_line, first_list=first_list, end_list=end_list,
         n_slots=n_slots,
     )  # fmt: skip
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
@@ -361,7 +369,7 @@ def selected_backward_kernel(
                     mma,
                     (dq_desc, pipelines, buffers, ptrs, sizes, scale_log2, scale, 0, 1, PARTS, BLOCKS, ROWS_PER_TOKEN),
                 ),
-                (load, (q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS, BLOCKS)),
+                (load, (q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS, BLOCKS, OF_HEADS)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -377,7 +385,7 @@ def selected_backward_kernel(
                     mma,
                     (dq_desc, pipelines, buffers, ptrs, sizes, scale_log2, scale, 1, 2, PARTS, BLOCKS, ROWS_PER_TOKEN),
                 ),
-                (load, (q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS, BLOCKS)),
+                (load, (q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, PARTS, BLOCKS, OF_HEADS)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -433,10 +441,13 @@ def backward_launches(
     parts = shapes.keys // keys
     n_padded = -(-q_len // side) * side
     partial = contiguous(q.dtype, 1, 1, shapes.slots * parts * rows, dim)
+    layout = rows_of(shapes, q.shape)
+    group = layout.heads // kv_heads
     arguments = {
-        **shapes.arguments(heads),
-        "group": heads // kv_heads,
-        "n_padded": n_padded,
+        **shapes.arguments(layout.heads),
+        "group": group,
+        "lse_strides": layout.strides((heads * n_padded, n_padded, 1)),
+        "OF_HEADS": layout.is_of_heads,
         "scale_log2": scale * LOG2_E,
         "scale": scale,
         "PARTS": parts,
@@ -447,10 +458,10 @@ def backward_launches(
     if chosen.max_registers is not None:
         arguments["maxnreg"] = chosen.max_registers
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, rows, SWIZZLE_COLS.value)),
+        "q_desc": DescriptorFactory(layout.by_block(q), (1, 1, rows, SWIZZLE_COLS.value)),
         "k_desc": DescriptorFactory(k, (1, 1, keys, dim)),
         "v_desc": DescriptorFactory(v, (1, 1, keys, dim_v)),
-        "dout_desc": DescriptorFactory(dout, (1, 1, rows, SWIZZLE_COLS.value)),
+        "dout_desc": DescriptorFactory(layout.by_block(dout), (1, 1, rows, SWIZZLE_COLS.value)),
         "dq_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),
     }
     n_programs = min(shapes.items * parts, chosen.programs * num_sms(index))
@@ -461,7 +472,7 @@ def backward_launches(
         preprocess=preprocess_launch(dout, out_strides, n_padded),
         kernel=Launch(selected_backward_kernel, (n_programs,), arguments, descriptor_factories),
         sum_rows=sum_rows(shapes, parts, dq.spec, dim),
-        sum_keys=sum_keys(shapes, heads // kv_heads, dk_sums, dv_sums, (dim, dim_v), scale, adds=not is_single),
+        sum_keys=sum_keys(shapes, group, dk_sums, dv_sums, (dim, dim_v), scale, adds=not is_single),
         outputs=(dq, dk, dv),
         lse_delta=contiguous(torch.float32, 2, batch * heads * n_padded),
         partial=partial,

@@ -38,7 +38,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import scale_log2, sign
 from ..schedule import padded_dim
-from ..selected_shapes import SelectedShapes, shapes_of
+from ..selected_shapes import SelectedShapes, rows_of, shapes_of
 from ..triton.merge_selected import merge_rows
 from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, thread_barrier
 from .fine_tiles import SIDE, SWIZZLE_COLS
@@ -47,6 +47,7 @@ from .selected_tiles import (
     ITEM_INTS,
     Sizes,
     allocate_keys,
+    blocks_of,
     first_slot_of,
     is_masked,
     item_range,
@@ -58,7 +59,6 @@ from .selected_tiles import (
     read_item,
     row_ranges,
     slots_of,
-    starts_of,
     steps_of,
     store_blocks,
     write_item,
@@ -115,7 +115,7 @@ def masked_scores(
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS: gl.constexpr):
+def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS: gl.constexpr, OF_HEADS: gl.constexpr):
     """Entry point of the producer warp."""
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first_item, n_items = item_range(ptrs, sizes)
@@ -130,8 +130,8 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS: gl.constexpr):
         load_keys(k_desc, pipelines.k, i_tile, i_batch, i_head // sizes.group, item.i_col * KEYS)
         load_keys(v_desc, pipelines.v, i_tile, i_batch, i_head // sizes.group, item.i_col * KEYS)
         for i_step in range(steps_of(item, BLOCKS)):
-            starts = starts_of(ptrs, item, i_step, BLOCKS)
-            load_blocks(q_desc, pipelines.q, n_loaded, i_batch, i_head, starts)
+            blocks = blocks_of(ptrs, item, i_step, BLOCKS)
+            load_blocks(q_desc, pipelines.q, n_loaded, i_batch, i_head, blocks, OF_HEADS)
             n_loaded += 1
         i_tile += 1
     write_end(pipelines.items, i_tile, ITEM_INTS)
@@ -219,8 +219,8 @@ def selected_forward_kernel(
     i_launch, first_line, first_list, end_list,
     # see Sizes; factor: see arguments.scale_log2
     n_heads, group, n_rows, n_cols, n_tokens, range_batches, n_slots, factor,
-    # compile time; SIGN of the scale
-    ROWS_PER_TOKEN: gl.constexpr, SIGN: gl.constexpr,
+    # compile time; OF_HEADS: see load_blocks; SIGN of the scale
+    ROWS_PER_TOKEN: gl.constexpr, OF_HEADS: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = SIDE // q_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
@@ -232,12 +232,13 @@ def selected_forward_kernel(
     fence_async_shared()
     sizes = Sizes(
         n_heads=n_heads, group=group, n_rows=n_rows, n_cols=n_cols, n_tokens=n_tokens, range_batches=range_batches,
-        n_padded=0, i_launch=i_launch, first_line=first_line, first_list=first_list, end_list=end_list, n_slots=n_slots,
+        lse_strides=None, i_launch=i_launch, first_line=first_line, first_list=first_list, end_list=end_list,
+        n_slots=n_slots,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (mma, (out_desc, out_buffer, pipelines, ptrs, sizes, factor, BLOCKS, ROWS_PER_TOKEN, SIGN)),
-            (load, (q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS)),
+            (load, (q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS, OF_HEADS)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -274,9 +275,11 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     n_rows, rows = shapes.slots * shapes.query_rows, shapes.query_rows
     partial, out = contiguous(q.dtype, 1, 1, n_rows, dim_v), memory_in_order_of(q, v_dim)
+    layout = rows_of(shapes, q.shape)
     arguments = {
-        **shapes.arguments(heads),
-        "group": heads // kv_heads,
+        **shapes.arguments(layout.heads),
+        "group": layout.heads // kv_heads,
+        "OF_HEADS": layout.is_of_heads,
         "factor": scale_log2(scale),
         "SIGN": sign(scale),
         "num_warps": 4,
@@ -284,7 +287,7 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
     }
     n_programs = min(shapes.items, PROGRAMS_PER_SM * num_sms(index))
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, rows, SWIZZLE_COLS.value)),
+        "q_desc": DescriptorFactory(layout.by_block(q), (1, 1, rows, SWIZZLE_COLS.value)),
         "k_desc": DescriptorFactory(k, (1, 1, shapes.keys, dim)),
         "v_desc": DescriptorFactory(v, (1, 1, shapes.keys, dim_v)),
         "out_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),

@@ -30,7 +30,7 @@ class Pointers(NamedTuple):
     """Global memory.
 
     indptr_ptr, entries_ptr, list_items_ptr, items_ptr, ranges_ptr  the plan
-    lse_ptr    forward: lse of each row of a partial result, in base 2; backward: lse of each query, see n_padded
+    lse_ptr    forward: lse of each row of a partial result, in base 2; backward: lse of each query, see lse_strides
     delta_ptr  see hopper/backward.py; None in the forward
     sums_ptr   partial sums of dk and dv; None in the forward
     counters_ptr  counter of the work items of each launch, 0
@@ -50,13 +50,13 @@ class Pointers(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of a call.
 
-    n_heads        heads of q
-    group          query heads per KV head
+    n_heads        heads that select, see selected_shapes.Rows
+    group          heads that select per KV head
     n_rows         query blocks per head
     n_cols         key blocks per head
     n_tokens       tokens per head
     range_batches  tokens of `ranges` from one batch to the next: 0 or n_tokens
-    n_padded       queries per head in lse and delta of the backward
+    lse_strides    of lse and delta of the backward, see selected_shapes.Rows
     i_launch       number of the launch
     first_line     its first line
     first_list, end_list  its lists
@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
     n_cols: Any
     n_tokens: Any
     range_batches: Any
-    n_padded: Any
+    lse_strides: Any
     i_launch: Any
     first_line: Any
     first_list: Any
@@ -156,19 +156,26 @@ def load_keys(desc, pipeline, i_tile, i_batch, i_kv_head, start):
 
 
 @gluon.jit
-def load_blocks(desc, pipeline, i_load, i_batch, i_head, starts):
-    """Loads the rows of the query blocks of a step into the next stage of a pipeline; zeros for none."""
-    ROWS: gl.constexpr = SIDE // len(starts)
+def load_blocks(desc, pipeline, i_load, i_batch, i_head, blocks, OF_HEADS: gl.constexpr):
+    """Loads the rows of the query blocks of a step into the next stage of a pipeline; zeros for none.
+
+    desc      of (batch, heads, queries, columns); with OF_HEADS of (batch, queries, heads, columns)
+    OF_HEADS  whether the rows of a query block are heads of one token, see selected_shapes.Rows
+    """
+    ROWS: gl.constexpr = SIDE // len(blocks)
     STAGES: gl.constexpr = pipeline.buffers.shape[0]
     COLUMNS: gl.constexpr = pipeline.buffers.shape[4]
     stage = i_load % STAGES
     producer_acquire(pipeline, stage, i_load // STAGES)
     full, buffer = pipeline.full.index(stage), pipeline.buffers.index(stage)
-    mbarrier.expect(full, len(starts) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes)
-    for i_block in gl.static_range(len(starts)):
+    mbarrier.expect(full, len(blocks) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes)
+    for i_block in gl.static_range(len(blocks)):
         for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
             part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)
-            tma_load(desc, [i_batch, i_head, starts[i_block], column], full, part)
+            if OF_HEADS:
+                tma_load(desc, [i_batch, blocks[i_block], i_head * ROWS, column], full, part)
+            else:
+                tma_load(desc, [i_batch, i_head, blocks[i_block] * ROWS, column], full, part)
 
 
 # ---- consumer warpgroups ----
@@ -213,16 +220,15 @@ def first_entry_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def starts_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
-    """First row of each query block of a step; negative for none."""
-    ROWS: gl.constexpr = SIDE // BLOCKS
+def blocks_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
+    """The query blocks of a step; -1 for none."""
     p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
-    starts = ()
+    blocks = ()
     for i_block in gl.static_range(BLOCKS):
         # the list is padded
         block = gl.load(p_entry + (2 * i_block + 1)) & INDEX_BITS
-        starts = starts + (gl.where(i_block < n_left, block * ROWS, -ROWS),)  # type: ignore[assignment]  # noqa: RUF005
-    return starts
+        blocks = blocks + (gl.where(i_block < n_left, block, -1),)  # type: ignore[assignment]  # noqa: RUF005
+    return blocks
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from ...blocks.block_list import Size
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
-from ..selected_shapes import SelectedShapes
+from ..selected_shapes import Rows, SelectedShapes, rows_of
 from .tile import head_base, log_sum
 
 # keys per program of sum_keys_kernel
@@ -26,7 +26,14 @@ def first_slot_of(indptr_ptr, first_line, n_rows):
     return tl.load(indptr_ptr + first_line + first_line // n_rows)
 
 
-@triton.jit(do_not_specialize=["first_line", "n_lines", "n_heads", "n_rows", "q_len"])
+@triton.jit
+def row_pointers(ptr, strides, i_batch, i_head, i_block, o_row):
+    """Pointers to rows of a query block. strides: see selected_shapes.Rows."""
+    p_block = head_base(ptr, strides, i_batch, i_head) + i_block.to(tl.int64) * strides[2]
+    return p_block + o_row.to(tl.int64) * strides[3]
+
+
+@triton.jit(do_not_specialize=["first_line", "n_lines", "n_heads", "n_rows", "n_queries"])
 def merge_rows_kernel(
     # the plan
     indptr_ptr, cols_ptr,
@@ -34,9 +41,9 @@ def merge_rows_kernel(
     partial_ptr, partial_lse_ptr,
     # outputs
     out_ptr, lse_ptr,
-    # first line of the round; (batch, head, row) strides of out; lines of all heads, heads, query blocks and queries of
-    # a head
-    first_line, out_strides, n_lines, n_heads, n_rows, q_len,
+    # first line of the round; strides and n_queries: see selected_shapes.Rows; lines of all heads, heads that select,
+    # and query blocks of one
+    first_line, out_strides, lse_strides, n_lines, n_heads, n_rows, n_queries,
     # compile time; ROWS of a query block, columns of out and of a partial result
     ROWS: tl.constexpr, V_DIM: tl.constexpr, DIM_V: tl.constexpr,
 ):
@@ -63,24 +70,22 @@ def merge_rows_kernel(
             b_max = b_new_max
         is_empty = b_sum == 0.0
         b_sum = tl.where(is_empty, 1.0, b_sum)
-        o_q = i_row * ROWS + o_row
-        o_line = axis.to(tl.int64) * q_len + o_q
-        p_out = head_base(out_ptr, out_strides, axis // n_heads, axis % n_heads)
-        p_out += o_q.to(tl.int64)[:, None] * out_strides[2] + o_dim[None, :]
+        is_query = i_row * ROWS + o_row < n_queries
+        p_out = row_pointers(out_ptr, out_strides, axis // n_heads, axis % n_heads, i_row, o_row)
         b_out = (b_out / b_sum[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(p_out, b_out, mask=(o_q < q_len)[:, None] & (o_dim < V_DIM)[None, :])
-        b_lse = tl.where(is_empty, float("-inf"), log_sum(b_max, b_sum))
-        tl.store(lse_ptr + o_line, b_lse, mask=o_q < q_len)
+        tl.store(p_out[:, None] + o_dim[None, :], b_out, mask=is_query[:, None] & (o_dim < V_DIM)[None, :])
+        p_lse = row_pointers(lse_ptr, lse_strides, axis // n_heads, axis % n_heads, i_row, o_row)
+        tl.store(p_lse, tl.where(is_empty, float("-inf"), log_sum(b_max, b_sum)), mask=is_query)
 
 
-@triton.jit(do_not_specialize=["first_line", "n_lines", "n_heads", "n_rows", "q_len"])
+@triton.jit(do_not_specialize=["first_line", "n_lines", "n_heads", "n_rows", "n_queries"])
 def sum_rows_kernel(
-    indptr_ptr, cols_ptr, partial_ptr, dq_ptr, first_line, dq_strides, n_lines, n_heads, n_rows, q_len,
+    indptr_ptr, cols_ptr, partial_ptr, dq_ptr, first_line, dq_strides, n_lines, n_heads, n_rows, n_queries,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):
     """dq of one query block.
 
-    dq_strides  (batch, head, row)
+    dq_strides, n_queries  see selected_shapes.Rows
     PARTS       partial results of each entry
     """
     line = first_line + tl.program_id(0)
@@ -95,11 +100,9 @@ def sum_rows_kernel(
             o_slot = (i_part - first_slot * PARTS) * ROWS + o_row
             p_partial = partial_ptr + o_slot.to(tl.int64)[:, None] * DIM + o_dim[None, :]
             b_dq += tl.load(p_partial, mask=is_used & (o_dim >= 0)[None, :], other=0.0).to(tl.float32)
-        o_q = i_row * ROWS + o_row
-        p_dq = head_base(dq_ptr, dq_strides, axis // n_heads, axis % n_heads)
-        p_dq += o_q.to(tl.int64)[:, None] * dq_strides[2] + o_dim[None, :]
-        m_dq = (o_q < q_len)[:, None] & (o_dim < HEAD_DIM)[None, :]
-        tl.store(p_dq, b_dq.to(dq_ptr.dtype.element_ty), mask=m_dq)
+        p_dq = row_pointers(dq_ptr, dq_strides, axis // n_heads, axis % n_heads, i_row, o_row)
+        m_dq = (i_row * ROWS + o_row < n_queries)[:, None] & (o_dim < HEAD_DIM)[None, :]
+        tl.store(p_dq[:, None] + o_dim[None, :], b_dq.to(dq_ptr.dtype.element_ty), mask=m_dq)
 
 
 @triton.jit
@@ -162,17 +165,20 @@ def sum_keys_kernel(
 # fmt: on
 
 
-def _lines(shapes: SelectedShapes, result: TensorSpec) -> dict[str, int]:
-    """Sizes of launches over the lines of a round; result: spec of out or dq."""
-    _, heads, q_len, _ = result.shape
-    return {"n_lines": shapes.n_lines, "n_heads": heads, "n_rows": shapes.n_rows, "q_len": q_len}
+def _lines(shapes: SelectedShapes, layout: Rows) -> dict[str, int]:
+    """Sizes of launches over the lines of a round."""
+    sizes = {"n_lines": shapes.n_lines, "n_heads": layout.heads, "n_rows": shapes.n_rows}
+    return {**sizes, "n_queries": layout.n_queries, "ROWS": shapes.query_rows}
 
 
 def merge_rows(shapes: SelectedShapes, out: TensorSpec, dim_v: int) -> Launch:
     """The launch of merge_rows_kernel for a round. dim_v: columns of a partial result."""
-    rest = {**_lines(shapes, out), "out_strides": out.strides[:3], "ROWS": shapes.query_rows}
-    columns = {"V_DIM": out.shape[3], "DIM_V": dim_v}
-    return Launch(merge_rows_kernel, (shapes.round_lines,), {**rest, **columns, "num_warps": 4})
+    _, heads, q_len, v_dim = out.shape
+    layout = rows_of(shapes, out.shape)
+    strides = {"out_strides": layout.strides(out.strides), "lse_strides": layout.strides((heads * q_len, q_len, 1))}
+    columns = {"V_DIM": v_dim, "DIM_V": dim_v}
+    rest = {**_lines(shapes, layout), **strides, **columns, "num_warps": 4}
+    return Launch(merge_rows_kernel, (shapes.round_lines,), rest)
 
 
 def sum_rows(shapes: SelectedShapes, parts: int, dq: TensorSpec, dim: int) -> Launch:
@@ -181,9 +187,9 @@ def sum_rows(shapes: SelectedShapes, parts: int, dq: TensorSpec, dim: int) -> La
     parts  partial results of each entry
     dim    columns of a partial result
     """
-    rest = {**_lines(shapes, dq), "dq_strides": dq.strides[:3], "ROWS": shapes.query_rows}
-    columns = {"HEAD_DIM": dq.shape[3], "DIM": dim}
-    return Launch(sum_rows_kernel, (shapes.round_lines,), {**rest, **columns, "PARTS": parts, "num_warps": 4})
+    layout = rows_of(shapes, dq.shape)
+    rest = {**_lines(shapes, layout), "dq_strides": layout.strides(dq.strides), "HEAD_DIM": dq.shape[3], "DIM": dim}
+    return Launch(sum_rows_kernel, (shapes.round_lines,), {**rest, "PARTS": parts, "num_warps": 4})
 
 
 def sum_keys(

@@ -195,6 +195,8 @@ CASES = {
     "negative scale": Case(q_len=16, scale=-0.3),
     "scale 0": Case(q_len=16, scale=0.0),
     "large scores": Case(q_len=16, scale=3.0, k=3),
+    # query heads of a token, of several KV heads and batches
+    "many blocks of heads": Case(kv_heads=2, group=8, q_len=9, kv_len=1000, k=11, dims=(64, 40), batch=2),
     # rounds: of a few query blocks, of several heads, of one; the last one is ragged
     "rounds": Case(kv_heads=2, q_len=24, round_rows=8 * 2 * 5),
     "rounds of parts": Case(kv_heads=2, q_len=11, block=256, kv_len=600, round_rows=8 * 4 * 7),
@@ -337,16 +339,16 @@ TILE_FAULTS = {
         TILES, "    producer_acquire(pipeline, stage, i_tile // STAGES)\n", ""
     ),
     "bytes of one query block expected": Change(
-        TILES, "len(starts) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes", "desc.block_type.nbytes"
+        TILES, "len(blocks) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes", "desc.block_type.nbytes"
     ),
     "query blocks in the place of the first": Change(
         TILES,
-        "part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            tma_load",
-        "part = buffer.slice(0, ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            tma_load",
+        "part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            if OF_HEADS",
+        "part = buffer.slice(0, ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            if OF_HEADS",
     ),
-    "the first query block loaded for all": Change(
-        TILES, "[i_batch, i_head, starts[i_block], column]", "[i_batch, i_head, starts[0], column]"
-    ),
+    "the first query block loaded for all": Change(TILES, "blocks[i_block] * ROWS", "blocks[0] * ROWS"),
+    "the first token loaded for all": Change(TILES, "blocks[i_block], i_head * ROWS", "blocks[0], i_head * ROWS"),
+    "heads of the first KV head": Change(TILES, "i_head * ROWS, column", "0 * i_head, column"),
     "buffer acquired in the wrong phase": Change(
         TILES,
         "producer_acquire(pipeline, stage, i_load // STAGES)",
@@ -414,7 +416,7 @@ FORWARD_FAULTS = {
         "for i_step in range(n_steps - 1):\n            i_load",
     ),
     "queries of the first step for all": Change(
-        FORWARD, "starts = starts_of(ptrs, item, i_step, BLOCKS)", "starts = starts_of(ptrs, item, 0, BLOCKS)"
+        FORWARD, "blocks = blocks_of(ptrs, item, i_step, BLOCKS)", "blocks = blocks_of(ptrs, item, 0, BLOCKS)"
     ),
     "keys of the query head": Change(
         FORWARD,
@@ -456,7 +458,7 @@ BACKWARD_FAULTS = {
     "steps of each work item counted anew": Change(BACKWARD, "        n_done += n_steps\n", ""),
     "ds multiplied without a fence": Change(BACKWARD, "    fence_async_shared()\n    b_dv, b_dk", "    b_dv, b_dk"),
     "dq stored without a fence": Change(
-        BACKWARD, "    fence_async_shared()\n    thread_barrier()\n    dq_tile", "    thread_barrier()\n    dq_tile"
+        BACKWARD, "    fence_async_shared()\n    thread_barrier()\n    slots", "    thread_barrier()\n    slots"
     ),
     "ds multiplied before the other warpgroup has stored its half": Change(
         BACKWARD, '        named_barrier("sync", DS_BARRIER, WARPGROUPS)\n', "        thread_barrier()\n"
@@ -502,7 +504,10 @@ BACKWARD_FAULTS = {
         "load_lse_delta(ptrs, sizes, item, i_step + 1, BLOCKS)",
         "load_lse_delta(ptrs, sizes, item, i_step, BLOCKS)",
     ),
-    "lse of the first head": Change(BACKWARD, "item.axis.to(gl.int64) * sizes.n_padded", "item.axis.to(gl.int64) * 0"),
+    "lse of the first head": Change(BACKWARD, "(item.axis % sizes.n_heads).to", "(0 * item.axis).to"),
+    "lse of the first batch": Change(BACKWARD, "(item.axis // sizes.n_heads).to", "(0 * item.axis).to"),
+    "lse of the first query block": Change(BACKWARD, "b_block * block_stride", "b_block * 0"),
+    "lse of the first row": Change(BACKWARD, "o_row % ROWS * row_stride", "o_row % ROWS * 0"),
     "one buffer of lse": Change(
         BACKWARD, "i_next_line = WARPGROUP * 2 + (i_step + 1) % 2", "i_next_line = WARPGROUP * 2"
     ),
@@ -548,6 +553,7 @@ RUNS = [
     Run(BY_HEAD._replace(round_rows=8 * 2 * 20), 7, n_sms=2),
     Run(CASES["documents of a block"]._replace(scale=-0.3), 8),
     Run(CASES["16 rows of 16 tokens"]._replace(causal=False), 9),
+    Run(CASES["many blocks of heads"], 11),
     # of the four query blocks that select the first key block, the document ends in the last one
     Run(
         Case(group=1, query_block=32, q_len=180, kv_len=180, k=8, causal=False, documents=((0, 161),)), 10,
