@@ -695,6 +695,25 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ),
             ]
         ),
+        # rows of query blocks: heads of a token, or queries of a head
+        *(
+            ("kernels/selected_shapes.py", old, new, "tests/kernels/hopper/test_selected.py -k 'accurate and many'")
+            for old, new in [
+                ("return batch, head, self.query_rows * query, query", "return batch, head, query, query"),
+                ("return batch, self.query_rows * head, query, head", "return batch, head, query, head"),
+                ("Rows(heads // rows, rows, queries * rows, True)", "Rows(heads // rows, rows, queries, True)"),
+                ("Rows(heads // rows, rows, queries * rows, True)", "Rows(heads, rows, queries * rows, True)"),
+            ]
+        ),
+        *(
+            ("selection.py", old, new, "tests/kernels/hopper/test_selected.py -k in_place")
+            for old, new in [
+                ("group == rows_per_token and query_block_size == 1", "query_block_size == 1"),
+                ("group == rows_per_token and query_block_size == 1", "group == rows_per_token"),
+                ("tensors = [tensor.to(dtype) for", "tensors = [tensor.to(q.dtype) for"),
+                ("if is_direct and group == rows_per_token", "if False and group == rows_per_token"),
+            ]
+        ),
     ),
     "eager": _of(
         f"{PACKAGE}/kernels",

@@ -305,6 +305,44 @@ def test_calls_have_plans_by_key_block_where_the_kernels_take_them(monkeypatch, 
     assert [tile == BY_KEY_BLOCK for tile in tiles] == [expected and pays and backend == "hopper"]
 
 
+@pytest.mark.parametrize(
+    ("is_packed", "changes"),
+    [
+        (False, {}),
+        (False, {"group": 32}),
+        (False, {"kv_heads": 2, "group": 16, "batch": 2}),
+        (True, {"group": 5}),
+        (True, {"group": 4, "query_block": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_heads_of_a_token_are_read_in_place(monkeypatch, is_packed, changes, autocast):
+    """q reaches the kernels as it is, in the dtype of autocast, where all its heads that share a selection are rows."""
+    case, given = Case()._replace(**changes), []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        given.append((q, k, v))
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(ops, "_kernels", lambda *_: (forward, None))
+    monkeypatch.setattr(dispatch, "choose", lambda *_: "hopper")
+    monkeypatch.setattr(selected_builder, "pays", lambda *_: True)
+    q, k, v = case.tensors()[:3]
+    if autocast:
+        q, k, v = q.float(), k.float(), v.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, lse = selected_attention_with_lse(
+            q, k, v, case.indices, block_size=case.block, query_block_size=case.query_block, backend="hopper"
+        )
+    ((of_q, of_k, of_v),) = given
+    assert of_q.dtype == of_k.dtype == of_v.dtype == out.dtype == (torch.bfloat16 if autocast else torch.float16)
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3]
+    assert (of_q.shape != q.shape) == is_packed
+    if not is_packed and not autocast:
+        assert of_q.data_ptr() == q.data_ptr() and of_q.stride() == q.stride()
+
+
 # ---- seeded faults ----
 
 
