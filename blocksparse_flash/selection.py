@@ -166,8 +166,8 @@ def selected_attention_with_lse(
     options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
     if is_direct and group == rows_per_token and query_block_size == 1:
         with tracing.without_autocast(q.device):
-            tensors = [tensor.to(dtype) for tensor in (q, k, v)]
-            found = attention_of_heads(*tensors, layout, causal=causal, **options)
+            of_q, of_k, of_v = (tensor.to(dtype) for tensor in (q, k, v))
+            found = attention_of_heads(of_q, of_k, of_v, layout, causal=causal, **options)
         if found is not None:
             return found
     rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
