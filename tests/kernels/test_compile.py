@@ -175,7 +175,8 @@ KNOWN_SPILLS = {
     ("keys64 selected_backward_kernel", 128, False, False): 620,
     ("keys64 selected_forward_kernel", 128, False, False): 72,
     ("keys128 selected_backward_kernel", 64, False, False): 76,
-    ("keys128 selected_backward_kernel", 128, False, False): 820,
+    # most with query blocks of 8 rows and Triton 3.8; of 16 rows 660 to 700
+    ("keys128 selected_backward_kernel", 128, False, False): 864,
     ("keys128 selected_forward_kernel", 128, False, False): 72,
     ("keys256 selected_backward_kernel", 64, False, False): 156,
     ("keys256 selected_backward_kernel", 128, False, False): 32,
@@ -192,7 +193,7 @@ SPILLS_BESIDE_PRODUCTS = {
     "gathered fine_forward_kernel": {6: 20, 7: 20, 8: 22, 9: 6},
     "keys64 selected_backward_kernel": {6: 44, 7: 43, 8: 43, 9: 38},
     "keys64 selected_forward_kernel": {6: 0, 7: 0, 8: 0, 9: 1},
-    "keys128 selected_backward_kernel": {6: 49, 7: 47, 8: 48, 9: 39},
+    "keys128 selected_backward_kernel": {6: 50, 7: 54, 8: 54, 9: 39},
     "keys128 selected_forward_kernel": {6: 0, 7: 0, 8: 0, 9: 1},
     "keys256 selected_backward_kernel": {6: 8, 7: 6, 8: 8, 9: 1},
 }
@@ -467,7 +468,7 @@ GOOD = {
         ({"registers": 255, "warps": 16}, "registers"),
         ({"registers": 136, "programs": 2}, "2 programs"),
         ({"registers": 128, "shared": 115713, "programs": 2}, "2 programs"),
-        ({"spills": 821, "kernel": "selected_backward_kernel", "call": {**CALL, "mode": "keys128"}}, "spills"),
+        ({"spills": 865, "kernel": "selected_backward_kernel", "call": {**CALL, "mode": "keys128"}}, "spills"),
         (
             {
                 "spills": 8,
