@@ -234,17 +234,18 @@ def attention_of_heads(
 ) -> tuple[Tensor, Tensor] | None:
     """out and lse where the rows of the layout are the query heads of each token, that share a KV head.
 
-    q, k, v  checked, of one dtype, as `attention`; torch neither traces nor transforms the call
+    q, k, v  checked, of one dtype, as `attention`
     layout   kv_heads heads of (q_len * heads / kv_heads) x kv_len, from a selection by token
     returns  None if the kernels for the call need the rows packed: those that have no plan by key block
     """
-    specs = specs_of(q, k, v)
+    specs = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v) else None
     chosen = dispatch.decide(backend, q, k, v, q.dtype, specs, "")
     has_plan = dispatch.takes_key_blocks(chosen, q.shape[3], v.shape[3], has_options=False)
     if not has_plan or not layout._lists_key_blocks(_plan_device(q), (q.shape[0], k.shape[1])):
         return None
     spec = CallSpec(scale, causal, 0.0, 0.0, chosen, dispatch.is_deterministic(deterministic))
-    return ops.attention(q, k, v, list(layout._selected_plan(causal)), None, None, spec, specs)
+    plan = _constants(layout._selected_plan(causal), q, specs)
+    return ops.attention(q, k, v, plan, None, None, spec, specs)
 
 
 def _plan_device(q: Tensor) -> torch.device:

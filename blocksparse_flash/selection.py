@@ -162,14 +162,14 @@ def selected_attention_with_lse(
             documents = block_selection.document_of_tokens(bounds, q.shape[2])
             selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
         layout = BlockLayout._selected(selection, frame)
-    is_direct = tracing.can_launch_directly(q, k, v)
     options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
-    if is_direct and group == rows_per_token and query_block_size == 1:
+    if group == rows_per_token and query_block_size == 1:
         with tracing.without_autocast(q.device):
             of_q, of_k, of_v = (tensor.to(dtype) for tensor in (q, k, v))
             found = attention_of_heads(of_q, of_k, of_v, layout, causal=causal, **options)
         if found is not None:
             return found
+    is_direct = tracing.can_launch_directly(q, k, v)
     rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
     out, lse = attention_with_lse(rows, k, v, layout, causal=causal, **options)
     out = _copied(_Unpacked, out, group, rows_per_token, is_direct=is_direct)

@@ -5,6 +5,7 @@ Whole calls of selected_attention: the plan and the kernels of triton/merge_sele
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -317,8 +318,12 @@ def test_calls_have_plans_by_key_block_where_the_kernels_take_them(monkeypatch, 
     ids=str,
 )
 @pytest.mark.parametrize("autocast", [False, True])
-def test_heads_of_a_token_are_read_in_place(monkeypatch, is_packed, changes, autocast):
-    """q reaches the kernels as it is, in the dtype of autocast, where all its heads that share a selection are rows."""
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_heads_of_a_token_are_read_in_place(monkeypatch, is_packed, changes, autocast, is_profiled):
+    """q reaches the kernels as it is, in the dtype of autocast, where all its heads that share a selection are rows.
+
+    Under a profiler too, where calls go through the operator.
+    """
     case, given = Case()._replace(**changes), []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -331,7 +336,10 @@ def test_heads_of_a_token_are_read_in_place(monkeypatch, is_packed, changes, aut
     q, k, v = case.tensors()[:3]
     if autocast:
         q, k, v = q.float(), k.float(), v.float()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        torch.profiler.profile() if is_profiled else contextlib.nullcontext(),
+    ):
         out, lse = selected_attention_with_lse(
             q, k, v, case.indices, block_size=case.block, query_block_size=case.query_block, backend="hopper"
         )
