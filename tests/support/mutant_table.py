@@ -711,7 +711,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("group == rows_per_token and query_block_size == 1", "query_block_size == 1"),
                 ("group == rows_per_token and query_block_size == 1", "group == rows_per_token"),
                 ("of_v = (tensor.to(dtype) for", "of_v = (tensor.to(q.dtype) for"),
-                ("if is_direct and group == rows_per_token", "if False and group == rows_per_token"),
+                ("if group == rows_per_token", "if False and group == rows_per_token"),
             ]
         ),
     ),
