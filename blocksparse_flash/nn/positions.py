@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import tracing
+from ..runtime.tensor_spec import in_order_of
 from ..score_mods import slopes_of
 from .arguments import check_input, check_positions, positive_int, rotary_base, runs_kernels
 
@@ -83,8 +84,8 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
         return rotated
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
-    # of heads of two features, cat returns others than the contiguous strides that attention needs
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).contiguous()
+    # of heads of two features, cat returns others than the strides that attention needs
+    return in_order_of(heads, torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
 
 
 class LearnedPositions(nn.Module):

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.tensor_spec import new_in_order_of
+
 # elements per program
 ELEMENTS = 4096
 
@@ -45,17 +47,14 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_inverse
     """x (batch, heads, length, head_dim) rotated by the angles, or back.
 
     cos, sin  float32 (length, head_dim / 2) or (batch | 1, 1, length, head_dim / 2)
-    returns   a contiguous tensor; the inverse has the strides of tokens before heads: (batch, length, heads, head_dim)
+    returns   a tensor in the memory order of x
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     batch, heads, length, head_dim = x.shape
     half = head_dim // 2
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if is_inverse:
-        # the gradient of a projection is read token by token
-        out = x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    out = new_in_order_of(x, head_dim)
     if out.numel():
         block = triton.next_power_of_2(half)
         rows = max(1, min(ELEMENTS // (2 * block), triton.next_power_of_2(length)))
