@@ -101,27 +101,28 @@ def _selection_calls(lines: pd.DataFrame) -> str:
             for key, unit in (("ms", 1), ("tflops", 1), ("peak_bytes", 1e9), ("host_us", 1))
         }
         tiles = f"{OURS} tiles"
-        times, in_tiles, dense = (values.get((name, "ms"), {}) for name in (OURS, tiles, "dense"))
+        times, in_tiles, dense, fla = (values.get((name, "ms"), {}) for name in (OURS, tiles, "dense", "fla"))
         plan = f"{times['plan']:.2f} ({values[OURS, 'host_us']['plan']:.0f} us)" if "plan" in times else "-"
         rows.append([
             f"{n:,}", f"{heads} on {kv_heads:.0f}", str(head_dim), f"{block_size:.0f}", str(choice),
             ", ".join(select(found, provider=OURS)["plan"].unique()),
-            _cell(times, "{:.1f}"), _cell(in_tiles, "{:.1f}"), _cell(dense, "{:.1f}"),
+            _cell(times, "{:.1f}"), _cell(in_tiles, "{:.1f}"), _cell(dense, "{:.1f}"), _cell(fla, "{:.1f}"),
             _cell(values.get((OURS, "tflops"), {}), "{:.0f}"), _cell(values.get((OURS, "peak_bytes"), {}), "{:.1f}"),
             _cell(values.get((tiles, "peak_bytes"), {}), "{:.1f}"), plan,
         ])  # fmt: skip
     if not rows:
         return ""
     header = [
-        "tokens", "heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms", "TFLOP/s", "GB",
-        "in tiles, GB", "plan, ms (host)",
+        "tokens", "heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms", "fla, ms",
+        "TFLOP/s", "GB", "in tiles, GB", "plan, ms (host)",
     ]  # fmt: skip
     return joined(
         "`selected_attention` with 16 blocks for each token and KV head, its own and earlier ones. `random`: each "
         "token chooses alone; `alike`: 64 neighbors share 70% of their blocks. `in tiles`: the same call without plans "
-        "by key block; `-` where the call itself has none. `dense`: causal attention of all pairs. TFLOP/s count the "
-        "selected pairs. GB: memory that a call adds. The last column is the layout and plan alone: the time on the "
-        "GPU, and until the host has launched them. The forward includes them.",
+        "by key block; `-` where the call itself has none. `dense`: causal attention of all pairs. `fla`: the selected "
+        "branch of flash-linear-attention's NSA. TFLOP/s count the selected pairs. GB: memory that a call adds. The "
+        "last column is the layout and plan alone: the time on the GPU, and until the host has launched them. The "
+        "forward includes them.",
         table(header, rows),
     )
 

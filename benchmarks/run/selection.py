@@ -1,11 +1,12 @@
 """Speed of blocks selected by token: `python -m benchmarks.run.selection` on a CUDA GPU, one JSON line per figure.
 
 Calls of `selected_attention`, bf16, causal, 16 blocks per token and KV head. A token selects its own block and earlier
-ones: in "random" each token chooses alone, in "alike" 64 neighbors share 70 % of their blocks. Three providers take
-turns: "blocksparse_flash" as users call it, "blocksparse_flash tiles" without plans by key block (`plan` says which
-plan a line has), and "dense", causal attention of all pairs. Outputs and gradients are compared with float32 on sampled
-rows before timing. TFLOP/s count the pairs that attend. The direction "plan" is the layout and plan of a call alone:
-`ms` on the GPU, `host_us` until the host has launched them.
+ones: in "random" each token chooses alone, in "alike" 64 neighbors share 70 % of their blocks. Providers take turns:
+"blocksparse_flash" as users call it, "blocksparse_flash tiles" without plans by key block (`plan` says which plan a
+line has), "dense", causal attention of all pairs, and where it is installed (pip install fla-core) "fla", the selected
+branch of its NSA. Outputs and gradients are compared with float32 on sampled rows before timing. TFLOP/s count the
+pairs that attend. The direction "plan" is the layout and plan of a call alone: `ms` on the GPU, `host_us` until the
+host has launched them.
 
 Layers ("layer", forward and backward) have the same heads and random bf16 weights; they are not compared.
 
@@ -34,7 +35,7 @@ from blocksparse_flash.runtime.tensor_spec import specs_of
 from . import measure
 from .correctness import TOLERANCE, relative_error
 from .overhead import microseconds
-from .peers import Call
+from .peers import Call, is_installed, tokens_first_call
 from .small import on_gpu, take_turns
 
 KEYS = [*measure.KEYS, "kv_heads", "block_size", "plan", "host_us"]
@@ -45,6 +46,8 @@ NEIGHBORS, N_SHARED = 64, 11
 # sampled queries of each head
 ROWS = 32
 EMBED_DIM = 2048
+# the fewest query heads per KV head of fla's kernels
+FLA_GROUP = 16
 # repetitions of each call: as many as fit into this time, within bounds
 BUDGET_MS, FEWEST, MOST = 1500, 5, 15
 # cycles, some 2 ms: these calls make layouts and plans
@@ -213,20 +216,36 @@ def in_tiles(call: Call) -> Call:
     return made
 
 
-def inputs_of(case: Case, device: str) -> tuple[list[Tensor], Tensor]:
-    """([q, k, v], dout), bf16."""
+def fla(case: Case, indices: Tensor) -> Call:
+    """The selected branch of flash-linear-attention's NSA, which has tokens before heads."""
+    from fla.ops.nsa import parallel_nsa
+
+    of_tokens = indices.transpose(1, 2).contiguous()
+    options = {"block_indices": of_tokens, "block_counts": of_tokens.shape[3], "block_size": case.block_size}
+    return tokens_first_call(parallel_nsa, **options)
+
+
+def has_fla(case: Case) -> bool:
+    """Whether fla is installed and has kernels for the case."""
+    return is_installed("fla") and case.heads // case.kv_heads >= FLA_GROUP
+
+
+def inputs_of(case: Case, device: str, *, tokens_first: bool = False) -> tuple[list[Tensor], Tensor]:
+    """([q, k, v], dout), bf16. tokens_first: in memory, of which they are views."""
     generator = torch.Generator(device=device).manual_seed(0)
     q, dout, k, v = (
         torch.randn(1, heads, case.length, case.head_dim, device=device, dtype=torch.bfloat16, generator=generator)
         for heads in (case.heads, case.heads, case.kv_heads, case.kv_heads)
     )
+    if tokens_first:
+        q, dout, k, v = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, dout, k, v))
     return [each.requires_grad_() for each in (q, k, v)], dout
 
 
 def compare(case: Case, out: Path, device: str = "cuda") -> None:
     """A line for each provider and direction of a case."""
-    inputs, dout = inputs_of(case, device)
-    q, k, v = inputs
+    of_heads_first = inputs_of(case, device)
+    q, k, v = of_heads_first[0]
     indices = selected(case, device)
     planners = {
         "blocksparse_flash": Planner(case, indices, may_list_key_blocks=True),
@@ -240,9 +259,14 @@ def compare(case: Case, out: Path, device: str = "cuda") -> None:
     if planners["blocksparse_flash"].name == TILES:
         # both would be the same call
         del calls["blocksparse_flash tiles"]
+    if has_fla(case):
+        calls["fla"] = fla(case, indices)
+    backends = {name: planner.backend for name, planner in planners.items()}
+    backends |= {"dense": explain(q, k, v, causal=True).backend, "fla": "triton"}
     ready: list[tuple[dict[str, Any], dict[str, Callable[[], Any]]]] = []
     for provider, call in calls.items():
         chosen = None if provider == "dense" else indices
+        inputs, dout = inputs_of(case, device, tokens_first=True) if provider == "fla" else of_heads_first
         setup_ms = measure.first_call_milliseconds(functools.partial(call, *inputs))
         errors = worst_errors(call, case, chosen, inputs)
         if not all(error <= TOLERANCE for error in errors.values()):
@@ -250,7 +274,7 @@ def compare(case: Case, out: Path, device: str = "cuda") -> None:
         planner, pairs = planners.get(provider), n_pairs(case, chosen)
         line = {
             "bench": "selection", "provider": provider, **case.facts, "density": pairs / case.heads / case.length**2,
-            "backend": explain(q, k, v, causal=True).backend if planner is None else planner.backend,
+            "backend": backends[provider],
             "plan": None if planner is None else planner.name, "setup_ms": setup_ms, "host_us": None,
             **measure.environment(),
         }  # fmt: skip

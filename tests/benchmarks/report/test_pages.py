@@ -476,7 +476,7 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
     assert models.shapes(frame([])) == ""
 
 
-def test_selection_is_compared_with_tiles_and_dense_attention() -> None:
+def test_selection_is_compared_with_tiles_dense_attention_and_fla() -> None:
     def of_case(provider: str, direction: str, ms: float, plan: str | None = "key blocks", n: int = 8192) -> Any:
         facts = {"kv_heads": 1, "block_size": 128, "plan": plan, "host_us": 250.0 if direction == "plan" else None}
         sizes = {"peak_bytes": 2_000_000_000, "tflops": 300.0, "pattern": "random", "n": n}
@@ -484,9 +484,11 @@ def test_selection_is_compared_with_tiles_and_dense_attention() -> None:
 
     calls = [
         of_case(name, direction, factor * ms, plan)
-        for name, plan, factor in ((OURS, "key blocks", 1), (f"{OURS} tiles", "tiles", 2), ("dense", None, 4))
+        for name, plan, factor in (
+            (OURS, "key blocks", 1), (f"{OURS} tiles", "tiles", 2), ("dense", None, 4), ("fla", None, 6),
+        )
         for direction, ms in (("fwd", 3.0), ("bwd", 8.0))
-    ]
+    ]  # fmt: skip
     calls += [of_case(OURS, "plan", 0.5), of_case(OURS, "fwd", 1.0, "tiles", 4096)]
     layers = [
         of((OURS, "auto"), bench="selection", direction="layer", pattern=name, ms=ms, n=n) | {"kv_heads": 1}
@@ -495,10 +497,11 @@ def test_selection_is_compared_with_tiles_and_dense_attention() -> None:
         )
     ]  # fmt: skip
     both = models.selection(frame([*calls, *layers]))
-    times = "3.0 / 8.0 | 6.0 / 16.0 | 12.0 / 32.0 | 300 / 300 | 2.0 / 2.0 | 2.0 / 2.0 | 0.50 (250 us)"
+    times = "3.0 / 8.0 | 6.0 / 16.0 | 12.0 / 32.0 | 18.0 / 48.0"
+    rest = "300 / 300 | 2.0 / 2.0 | 2.0 / 2.0 | 0.50 (250 us)"
     of_calls = [
-        "| 4,096 | 4 on 1 | 64 | 128 | random | tiles | 1.0 / - | - | - | 300 / - | 2.0 / - | - | - |",
-        f"| 8,192 | 4 on 1 | 64 | 128 | random | key blocks | {times} |",
+        "| 4,096 | 4 on 1 | 64 | 128 | random | tiles | 1.0 / - | - | - | - | 300 / - | 2.0 / - | - | - |",
+        f"| 8,192 | 4 on 1 | 64 | 128 | random | key blocks | {times} | {rest} |",
     ]
     of_layers = ["| 4,096 | - | 9.0 |", "| 8,192 | 60.0 | 20.0 (3.00) |"]
     assert rows_of(both) == [*of_calls, *of_layers]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -101,6 +103,30 @@ def test_calls_by_key_block_are_timed_in_tiles_too(monkeypatch: pytest.MonkeyPat
     lines = written(tmp_path / "selection.jsonl")
     plans = [("blocksparse_flash", "key blocks"), ("blocksparse_flash tiles", "tiles"), ("dense", None)]
     assert [(line["provider"], line["plan"]) for line in lines] == [*plans, *plans, *plans[:2]]
+
+
+@pytest.mark.usefixtures("untimed")
+def test_fla_takes_turns_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a stand-in for its kernels, given tokens before heads."""
+    case = Case(320, 16, "random", 32, 2, 16)
+
+    def parallel_nsa(
+        q: Tensor, k: Tensor, v: Tensor, *, block_indices: Tensor, block_counts: int, block_size: int
+    ) -> Tensor:
+        assert q.is_contiguous() and q.shape == (1, 320, 32, 16) and block_indices.shape == (1, 320, 2, block_counts)
+        of_heads = (each.transpose(1, 2) for each in (q, k, v, block_indices))
+        return selected_attention(*of_heads, block_size=block_size).transpose(1, 2)
+
+    modules = {"fla": ModuleType("fla"), "fla.ops": ModuleType("fla.ops"), "fla.ops.nsa": ModuleType("fla.ops.nsa")}
+    monkeypatch.setattr(modules["fla.ops.nsa"], "parallel_nsa", parallel_nsa, raising=False)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(benchmark, "is_installed", lambda name: name == "fla")
+    benchmark.compare(case, tmp_path / "selection.jsonl", "cpu")
+    lines = [line for line in written(tmp_path / "selection.jsonl") if line["provider"] == "fla"]
+    assert [(line["direction"], line["backend"]) for line in lines] == [("fwd", "triton"), ("bwd", "triton")]
+    # fewer than 16 heads on one
+    assert not benchmark.has_fla(SMALL[0])
 
 
 def test_tiles_are_asked_for_during_the_call_alone() -> None:
