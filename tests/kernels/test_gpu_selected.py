@@ -281,6 +281,20 @@ def test_auto_takes_plans_by_key_block_where_they_pay(
         assert len(plans) == expected
 
 
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_profiled_calls_run_the_same_kernels(backend: str, plans: list[list[Tensor]]) -> None:
+    """Through the operator, on the heads in place."""
+    call = Call()
+    torch.manual_seed(0)
+    tensors, indices = call.tensors(), call.indices()
+    direct = step(tensors, indices, backend, **call.options)
+    with torch.profiler.profile() as profiler:
+        profiled = step(tensors, indices, backend, **call.options)
+    assert len(plans) == 2 and all(map(torch.equal, direct, profiled))
+    names = [event.name for event in profiler.events()]
+    assert any("attention_backward" in name for name in names) and not any("_Packed" in name for name in names)
+
+
 # ---- reproducibility, CUDA graphs, synchronization ----
 
 
