@@ -22,7 +22,7 @@ from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_c
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 # what "auto" may choose on a GPU, fastest first
 AUTO_ON_GPU = ("hopper", "triton")
-# Gluon, the language of the Hopper kernels, changes from release to release; these were tested
+# Gluon, the language of the Hopper kernels, changes from release to release
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 # "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. At 2^24 a
 # dense forward takes 201 us on `hopper`, 264 us on `triton`; at 2^23, 77 and 68 us (H200, 16 heads of 128, bf16)
@@ -89,7 +89,7 @@ def _why_not_on_gpu(backend: str, index: int | None) -> str | None:
     if triton.knobs.runtime.interpret:
         return "Triton's interpreter, which TRITON_INTERPRET=1 asks for, does not support Gluon"
     if ".".join(triton.__version__.split(".")[:2]) not in TRITONS_WITH_HOPPER:
-        return f"it was tested with Triton {', '.join(TRITONS_WITH_HOPPER)}, this is {triton.__version__}"
+        return f"it supports Triton {', '.join(TRITONS_WITH_HOPPER)}, this is {triton.__version__}"
     return None
 
 

@@ -107,14 +107,14 @@ class SelectedPlan(NamedTuple):
 
     An entry is a pair of a query block and a key block that it selects; the kernels compute a partial result for each.
     Lines are the query blocks of all heads of all batches. A round is a number of consecutive lines, whose partial
-    results fit into memory: one launch computes a round. A list has the entries of one head and one key block, in one
-    round; lists are ordered by round, head and key block. Work items are parts of lists of at most ITEM_ROWS rows, each
-    for one program.
+    results fit into memory; each kernel is launched once a round. A list has the entries of one head and one key block,
+    in one round; lists are ordered by round, head and key block. A work item is a chunk of one list, of at most
+    ITEM_ROWS rows.
 
-    By query block, for merging:
+    By query block (CSR), for merging:
     indptr      (batch * heads, query blocks + 1)  entries of each line: indptr[i] to indptr[i + 1] of its head
-    cols        (capacity,)          its key block; -1 if not used, or before or after all keys of its tokens
-    By key block, for computing:
+    cols        (capacity,)          its key block; -1 if it is not used or no pair attends
+    By key block (CSC), for computing:
     entries     (capacity + padding, 2)  the entries in the order of lists: position in cols, which is also the place of
                                      the partial result; query block, minus PARTIAL if some pair does not attend
     list_items  (lists + 1,)         first work item of each list

@@ -19,7 +19,7 @@ from .plan_format import TILE
 from .runtime import tracing
 from .runtime.tensor_spec import is_tma_loadable
 
-# queries that select together
+# allowed values of query_block_size
 QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -68,15 +68,16 @@ def selected_attention(
     Query heads that share a selection are packed, and groups are padded to a power of two. Boundaries on a GPU are not
     copied to the host: invalid ones trigger a device-side assert.
 
-    In tiles: the 64 rows of a tile hold all heads of 64 / group tokens, and the kernel loads each block that any of
-    these tokens selects. Time grows with the number of blocks that the tokens of a tile select, counted once each. A
-    call is therefore fast if groups are large, or if neighboring tokens select the same blocks, as query_block_size
-    makes them. Extra memory: a copy of q, 16 bytes for each tile that could be listed, and on a GPU the bitmasks of
-    tiles. If only 1 or 2 rows (query_block_size x padded group) share a selection, bitmasks take one bit per pair and
-    query head. For 4 rows they take up to 200 MB, and less for more rows, if block_size is at least 64 and head_dim at
-    most 128; otherwise up to one bit per pair and query head. With packed documents, each tile row that has tokens of
-    several documents takes one more bit for each of its queries and each key; there are at most as many such rows as
-    documents. More than 8 GB of bitmasks raise a ValueError.
+    In tiles: the 64 rows of a tile (128 for head dimensions above 128, and for large blocks) hold all heads of 64 /
+    group tokens, and the kernel loads each block that any of these tokens selects. Time grows with the number of
+    blocks that the tokens of a tile select, counted once each. A call is therefore fast if groups are large, or if
+    neighboring tokens select the same blocks, as query_block_size makes them. Extra memory: a copy of q, 16 bytes
+    for each tile that could be listed, and on a GPU the bitmasks of tiles. If only 1 or 2 rows (query_block_size x
+    padded group) share a selection, bitmasks take one bit per pair and query head. For 4 rows they take up to 200
+    MB, and less for more rows, if block_size is at least 64 and head_dim at most 128; otherwise up to one bit per
+    pair and query head. With packed documents, each tile row that has tokens of several documents takes one more
+    bit for each of its queries and each key; there are at most as many such rows as documents. More than 8 GB of
+    bitmasks raise a ValueError.
 
     By key block, which is faster for many calls on backend "hopper": the kernels multiply each key block by the rows
     that select it, and merge the partial results. Time grows with the number of selected blocks, whatever neighbors
@@ -86,13 +87,14 @@ def selected_attention(
     - block_size is 64 or a multiple of 128, and both head dimensions are at most 128,
     - each batch and KV head has a selection of its own, or each batch and query head,
     - a query selects at most a quarter of the keys: kv_len >= 4 * k * block_size, and
-    - the call is large: k blocks for each row are at least 2^22 blocks in all, where a block of more than 128 keys
-      counts as several of 128.
+    - the call is large: indices.numel() * rows * max(1, block_size // 128) is at least 2^22.
 
-    Extra memory: about 50 bytes for each of these blocks of a token or query block while the plan is made, partial
-    results of at most 1 GB at a time, and in the backward float32 sums of dk and dv: at most 0.3 GB, and two float32
-    copies of k and v, for each query head if heads do not share a selection. q is copied, unless 8, 16 or 32 query
-    heads share a selection and query_block_size is 1, or none do.
+    Extra memory: about 50 bytes for each entry of `indices` (and each 128 keys of its block) while the plan is made; at
+    most 1 GB of partial results; in the backward up to 0.3 GB, and two float32 copies of k and v (of each query head,
+    if heads do not share a selection). q is copied, unless 8, 16 or 32 query heads share a selection and
+    query_block_size is 1, or none do.
+
+    There are no kv_lengths, no dropout and no score mods.
 
     >>> q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     >>> indices = torch.randint(4, (1, 2, 64, 2))  # 2 blocks of 16 keys, for each token and KV head
@@ -193,7 +195,7 @@ def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
 
 
 class _Packed(torch.autograd.Function):
-    """`_packed` in words of 8 bytes, whose copy takes a third of the time."""
+    """`_packed`, copied as int64: three times as fast."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:

@@ -1,5 +1,9 @@
 """`python -m benchmarks.report` rewrites the generated sections, tables and pictures."""
 
-from .pages import main
+import argparse
 
-main()
+from . import pages
+
+# there are no options, but --help must not rewrite anything
+argparse.ArgumentParser(description=pages.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+pages.main()

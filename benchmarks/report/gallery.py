@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from collections.abc import Mapping
@@ -193,4 +194,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # there are no options, but --help must not rewrite anything
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -143,8 +143,9 @@ def _selection_layers(lines: pd.DataFrame) -> str:
     first = lines.iloc[0]
     return joined(
         f"Layers with {first['heads']} query heads on {first['kv_heads']:.0f} of dimension {first['head_dim']}, width "
-        "2,048, rotary positions, and the sizes in `benchmarks/run/selection.py`: milliseconds of forward and "
-        "backward, in brackets the speed-up over `SelfAttention`, which is dense and causal.",
+        "2,048 and rotary positions: milliseconds of forward and backward, in brackets the speed-up over "
+        "`SelfAttention`, which is dense and causal. A token selects 16 blocks of 64 and has a window of 512 (NSA), 8 "
+        "blocks of 256 (MoBA), or 16 blocks of 128, with the loss of the indexer (shared index).",
         table(["tokens", *map(code, names)], rows),
     )
 

@@ -13,16 +13,16 @@ from ..runtime.tensor_spec import TensorSpec
 
 
 class Round(NamedTuple):
-    """One launch: its number, its first line, and its lists."""
+    """One round: its number, its first line, and its lists."""
 
-    i_launch: int
+    i_round: int
     first_line: int
     first_list: int
     end_list: int
 
 
 class SelectedShapes(NamedTuple):
-    """Sizes of a SelectedPlan, and of its launches.
+    """Sizes of a SelectedPlan, and of its rounds.
 
     axes            batch * heads
     n_rows, n_cols  query blocks and key blocks of a head
@@ -55,7 +55,7 @@ class SelectedShapes(NamedTuple):
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """The launches: one for each round."""
+        """The rounds, in order."""
         lists, n_rounds = self._round_axes * self.n_cols, -(-self.n_lines // self.round_lines)
         return tuple(Round(i, i * self.round_lines, i * lists, (i + 1) * lists) for i in range(n_rounds))
 
@@ -66,7 +66,7 @@ class SelectedShapes(NamedTuple):
 
     @property
     def items(self) -> int:
-        """The most work items of a round: a list has one more than those that are full."""
+        """Upper bound of the work items of a round: the full ones, and one partly filled item per list."""
         return self._round_axes * self.n_cols + self.slots * self.query_rows // ITEM_ROWS
 
     def arguments(self, heads: int) -> dict[str, int]:
@@ -85,9 +85,9 @@ class SelectedShapes(NamedTuple):
 class Rows(NamedTuple):
     """Where the rows of query blocks lie in q and in tensors of its shape.
 
-    heads        that select: heads of q, or fewer, each of which has `query_rows` heads of q
+    heads        selections per batch: the heads of q, or one for each `query_rows` of them
     query_rows   rows of a query block
-    n_queries    rows of a head that selects, without padding
+    n_queries    rows of a selection, without padding
     is_of_heads  whether the rows of a query block are heads of one token; otherwise they are queries of one head
     """
 
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
     is_of_heads: bool
 
     def strides(self, strides: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """(batch, head that selects, query block, row) strides, from those of (batch, heads, queries)."""
+        """(batch, selection, query block, row) strides, from those of (batch, heads, queries)."""
         batch, head, query = strides[:3]
         if self.is_of_heads:
             return batch, self.query_rows * head, query, head

@@ -348,7 +348,7 @@ class NativeSparseAttention(nn.Module):
     embed_dim   features per token, a multiple of num_heads unless head_dim is given
     num_heads   query heads
     kv_heads    key and value heads of each branch, a divisor of num_heads; query heads that share keys also share the
-                selection. None means num_heads, but the selected branch is fast only if 4 to 64 query heads share one
+                selection. None means num_heads, but the selected branch is fast only if 5 to 32 query heads share one
     k_blocks, block_size, compressed_size, stride, window_size, always  as `native_sparse_attention`
     rope        base of rotary positions, such as 10000.0; None adds no positions. Compressed keys are rotated after the
                 compression, to the position of the first token of their block

@@ -1,7 +1,7 @@
-"""Plans of blocks that small query blocks select, listed by key block: a SelectedPlan, made on the device.
+"""Builds a SelectedPlan on the device: the blocks that small query blocks select, sorted by key block.
 
 For a query block of a few rows, tiles waste most of their pairs: a tile of 64 rows has several query blocks, which
-select different key blocks. Listed by key block, only selected pairs are computed (see hopper/selected_forward.py).
+select different key blocks. Sorted by key block, only selected pairs are computed (see hopper/selected_forward.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from .block_selection import Selection, is_on_gpu
 QUERY_ROWS, SMALLEST_KEY_BLOCK = (8, 16, 32), 64
 # rows of partial results in a round: at head_dim 128 they take 1 GB
 ROUND_ROWS = 1 << 22
-# a SelectedPlan is for selections of at most a quarter of the blocks, with this many rows of partial results. Times of
-# a training step in tiles over those with it, H200, by token, 64 heads on 4, 16 blocks of 128: of 64 blocks (8,192
-# tokens) 1.36 if tokens select alone and 1.03 if neighbors share 70 % of their blocks, of 512 2.2 and 1.34; 8 of 32
-# blocks (4,096 tokens) 0.85 (hopper/TUNING.md)
-FEWEST_BLOCKS, FEWEST_ROWS = 4, 1 << 22
+# a SelectedPlan is for selections of at most a quarter of the keys, with this many rows of partial results; fewer are
+# faster in tiles (hopper/TUNING.md)
+MIN_KEYS_RATIO, MIN_PARTIAL_ROWS = 4, 1 << 22
 # offsets into the list of entries are 32-bit
-MOST_ENTRIES = 1 << 30
+MAX_ENTRIES = 1 << 30
 # kernels read entries and items past the end of a list
 PADDING = 32
 
@@ -40,8 +38,8 @@ def pays(block_size: Size, n_lines: int, kv_len: int, k: int) -> bool:
     """Whether a SelectedPlan is faster than tiles. n_lines: query blocks of all heads; k: as in `suits`."""
     query_rows, keys = block_size
     capacity = n_lines * k * max(1, keys // TILE)
-    has_room = capacity < MOST_ENTRIES
-    return has_room and kv_len >= FEWEST_BLOCKS * k * keys and capacity * query_rows >= FEWEST_ROWS
+    has_room = capacity < MAX_ENTRIES
+    return has_room and kv_len >= MIN_KEYS_RATIO * k * keys and capacity * query_rows >= MIN_PARTIAL_ROWS
 
 
 def token_ranges(selection: Selection, n_tokens: int, kv_len: int, *, causal: bool) -> Tensor:

@@ -203,7 +203,7 @@ def check_rounds(plan: SelectedPlan, case: Case, of_position: dict[int, int]) ->
     firsts = [each.first_line for each in shapes.rounds]
     assert firsts[0] == shapes.rounds[0].first_list == 0 and shapes.rounds[-1].end_list == len(list_items) - 1
     for i, (this, end) in enumerate(zip(shapes.rounds, [*firsts[1:], shapes.n_lines], strict=True)):
-        assert this.i_launch == i and 0 < end - this.first_line <= shapes.round_lines
+        assert this.i_round == i and 0 < end - this.first_line <= shapes.round_lines
         assert i == 0 or this.first_list == shapes.rounds[i - 1].end_list
         positions = {position for position, line in of_position.items() if this.first_line <= line < end}
         assert not positions or max(positions) - min(positions) < shapes.slots

@@ -661,7 +661,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("head = i_round * round_lines // n_rows + within", "head = first_axis[0] + within"),
                 ("(row - PARTIAL * (~is_full)", "(row - PARTIAL * is_full"),
                 ("has_sides and k > 0 and n_rows < PARTIAL", "has_sides and k > 0 and n_rows <= PARTIAL"),
-                ("kv_len >= FEWEST_BLOCKS * k * keys", "kv_len > FEWEST_BLOCKS * k * keys"),
+                ("kv_len >= MIN_KEYS_RATIO * k * keys", "kv_len > MIN_KEYS_RATIO * k * keys"),
             ]
         ),
         *(

@@ -74,7 +74,8 @@ class Config(NamedTuple):
     warpgroups  consumers: each has 64 keys of a work item, and its part of the columns of dq
     stages, kv_stages  buffers of q and dO, and of k and v
     max_registers  per thread, on average over all warps; None: as many as there are
-    consumer_registers, producer_registers  per thread
+    consumer_registers  per thread of the second consumer; None without one
+    producer_registers  per thread
     programs    that share an SM
     """
 
@@ -82,14 +83,14 @@ class Config(NamedTuple):
     stages: int
     kv_stages: int
     max_registers: int | None
-    consumer_registers: int
+    consumer_registers: int | None
     producer_registers: int
     programs: int
 
 
 # for key blocks of 128 keys at head_dim 128; and for others, where a program has 64 keys
 WIDE = Config(2, 3, 1, None, 240, 24, 1)
-NARROW = Config(1, 2, 1, 128, 232, 24, 2)
+NARROW = Config(1, 2, 1, 128, None, 24, 2)
 
 
 def config(keys: int, dim: int) -> Config:
@@ -110,7 +111,7 @@ class Pipelines(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory of the consumers.
 
-    ds          [WARPGROUPS, keys, 64] of this step and of the one before
+    ds          [WARPGROUPS, keys, 64]; two consumers use the buffers in turn, for this step and the one before
     lse, delta  [WARPGROUPS * 2, 64] of the rows of this step and of the next, one copy for each warpgroup
     """
 
@@ -319,7 +320,7 @@ def mma(
 
 @gluon.jit(
     do_not_specialize=[
-        "i_launch", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
+        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
         "range_batches", "n_slots",
     ]
 )  # fmt: skip
@@ -327,7 +328,7 @@ def selected_backward_kernel(
     # TMA descriptors; Pointers
     q_desc, k_desc, v_desc, dout_desc, dq_desc, ptrs,
     # the launch, see Sizes
-    i_launch, first_line, first_list, end_list,
+    i_round, first_line, first_list, end_list,
     # see Sizes
     n_heads, group, n_rows, n_cols, n_tokens, range_batches, lse_strides, n_slots, scale_log2, scale,
     # compile time; PARTS: programs of a work item; OF_HEADS: see load_blocks; DS_LAYOUT of ds in shared memory
@@ -357,7 +358,7 @@ def selected_backward_kernel(
     fence_async_shared()
     sizes = Sizes(
         n_heads=n_heads, group=group, n_rows=n_rows, n_cols=n_cols, n_tokens=n_tokens, range_batches=range_batches,
-        lse_strides=lse_strides, i_launch=i_launch, first_line=first_line, first_list=first_list, end_list=end_list,
+        lse_strides=lse_strides, i_round=i_round, first_line=first_line, first_list=first_list, end_list=end_list,
         n_slots=n_slots,
     )  # fmt: skip
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
@@ -401,7 +402,7 @@ class BackwardLaunches(NamedTuple):
     outputs    dq, dk and dv
     lse_delta  lse and delta of each query, (2, batch * heads * n_padded)
     partial, sums  the workspace of a round
-    totals     float32 sums of dk and dv over rounds; None of a single one
+    totals     float32 sums of dk and dv over rounds; None if there is one round
     """
 
     preprocess: Launch

@@ -1,17 +1,17 @@
 """Hopper forward for blocks that small query blocks select, in Gluon (sm90).
 
 Shapes as in forward.py; head_dim up to 128. A query block has 8, 16 or 32 rows: the query heads that share a selection,
-of one token or more. Tiles of 64 rows would have several query blocks, whose selections differ, and would load and
-multiply each key block that any of them selects. So a work item is one key block, and the query blocks that select it;
-a program iterates over them, 64 rows per step:
+of one token or more. A tile of 64 rows spans several query blocks, so it would load and multiply each key block that
+any of them selects. Here a work item is one key block and query blocks that select it; a program iterates over them, 64
+rows per step:
 
     producer warp                          consumer warpgroup
     work item, k, v -> shared memory       wait for k and v
     q of a step -> shared memory           wait for q | s = q k^T, release q | softmax | out = p v | store out and lse
 
 The out of a step are partial results, one for each query block: normalized, rounded to q's dtype and written to a
-workspace. triton/merge_selected.py merges those of each query block by their lse. Query blocks are processed in rounds,
-two launches each, whose partial results fit into the workspace. Results are bitwise reproducible.
+workspace. triton/merge_selected.py combines those of each query block by their lse, as in split-KV. Query blocks are
+processed in rounds, two launches each, whose partial results fit into the workspace. Results are bitwise reproducible.
 
 What limits it on an H200 is in TUNING.md: 8 KB of L2 traffic for each MFLOP.
 """
@@ -208,7 +208,7 @@ def mma(
 
 @gluon.jit(
     do_not_specialize=[
-        "i_launch", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
+        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
         "range_batches", "n_slots",
     ]
 )  # fmt: skip
@@ -216,7 +216,7 @@ def selected_forward_kernel(
     # TMA descriptors; Pointers
     q_desc, k_desc, v_desc, out_desc, ptrs,
     # the launch, see Sizes
-    i_launch, first_line, first_list, end_list,
+    i_round, first_line, first_list, end_list,
     # see Sizes; factor: see arguments.scale_log2
     n_heads, group, n_rows, n_cols, n_tokens, range_batches, n_slots, factor,
     # compile time; OF_HEADS: see load_blocks; SIGN of the scale
@@ -232,7 +232,7 @@ def selected_forward_kernel(
     fence_async_shared()
     sizes = Sizes(
         n_heads=n_heads, group=group, n_rows=n_rows, n_cols=n_cols, n_tokens=n_tokens, range_batches=range_batches,
-        lse_strides=None, i_launch=i_launch, first_line=first_line, first_list=first_list, end_list=end_list,
+        lse_strides=None, i_round=i_round, first_line=first_line, first_list=first_list, end_list=end_list,
         n_slots=n_slots,
     )  # fmt: skip
     gl.warp_specialize(
@@ -273,8 +273,8 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, _, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    n_rows, rows = shapes.slots * shapes.query_rows, shapes.query_rows
-    partial, out = contiguous(q.dtype, 1, 1, n_rows, dim_v), memory_in_order_of(q, v_dim)
+    n_partial_rows, rows = shapes.slots * shapes.query_rows, shapes.query_rows
+    partial, out = contiguous(q.dtype, 1, 1, n_partial_rows, dim_v), memory_in_order_of(q, v_dim)
     layout = rows_of(shapes, q.shape)
     arguments = {
         **shapes.arguments(layout.heads),
@@ -296,7 +296,7 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
         out=out,
         lse=contiguous(torch.float32, batch, heads, q_len),
         partial=partial,
-        partial_lse=contiguous(torch.float32, n_rows),
+        partial_lse=contiguous(torch.float32, n_partial_rows),
         kernel=Launch(selected_forward_kernel, (n_programs,), arguments, descriptor_factories),
         merge=merge_rows(shapes, out.spec, dim_v),
     )

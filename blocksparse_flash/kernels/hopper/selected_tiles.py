@@ -1,8 +1,8 @@
 """Work items and steps of the Hopper kernels for blocks that small query blocks select (plan_format.SelectedPlan).
 
-A work item is one key block of a KV head, and query blocks that select it. A step has the 64 rows of 8, 4 or 2 query
-blocks, which TMA loads into their places in a buffer. Programs are persistent: the producer warp takes work items from
-a counter, and consumers read them from shared memory.
+A work item is one key block, and some of the query blocks of one head that select it. A step has the 64 rows of 8, 4 or
+2 query blocks, which TMA loads into their places in a buffer. Programs are persistent: the producer warp draws work
+items from the tile scheduler, and passes them to the consumers through shared memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pointers(NamedTuple):
     lse_ptr    forward: lse of each row of a partial result, in base 2; backward: lse of each query, see lse_strides
     delta_ptr  see hopper/backward.py; None in the forward
     sums_ptr   partial sums of dk and dv; None in the forward
-    counters_ptr  counter of the work items of each launch, 0
+    counters_ptr  counter of the work items of each round, 0
     """
 
     indptr_ptr: Any
@@ -50,14 +50,14 @@ class Pointers(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of a call.
 
-    n_heads        heads that select, see selected_shapes.Rows
-    group          heads that select per KV head
+    n_heads        selections per batch, see selected_shapes.Rows
+    group          selections per KV head
     n_rows         query blocks per head
     n_cols         key blocks per head
     n_tokens       tokens per head
     range_batches  tokens of `ranges` from one batch to the next: 0 or n_tokens
     lse_strides    of lse and delta of the backward, see selected_shapes.Rows
-    i_launch       number of the launch
+    i_round        number of the round
     first_line     its first line
     first_list, end_list  its lists
     n_slots        partial results that the workspace holds
@@ -70,7 +70,7 @@ class Sizes(NamedTuple):
     n_tokens: Any
     range_batches: Any
     lse_strides: Any
-    i_launch: Any
+    i_round: Any
     first_line: Any
     first_list: Any
     end_list: Any
@@ -83,7 +83,7 @@ class WorkItem(NamedTuple):
     axis        batch * heads + head of the queries; END: no more work items
     i_col       key block
     begin, end  entries
-    i_part      its number in the launch, times the programs that share it, plus the number of this one among them
+    i_part      number of the work item in the round * PARTS + number of this program among the PARTS that share it
     """
 
     axis: Any
@@ -115,22 +115,22 @@ def allocate_keys(k_desc, v_desc, KV_STAGES: gl.constexpr, CONSUMERS: gl.constex
 
 @gluon.jit
 def item_range(ptrs, sizes):
-    """(first work item of the launch, number of its work items)."""
+    """(first work item of the round, number of its work items)."""
     first_item = gl.load(ptrs.list_items_ptr + sizes.first_list)
     return first_item, gl.load(ptrs.list_items_ptr + sizes.end_list) - first_item
 
 
 @gluon.jit
 def write_item(ptrs, sizes, items, i_tile, first_item, i_part, PARTS: gl.constexpr):
-    """Reads a work item of the launch, and writes it for the consumers as the i_tile-th one of the program.
+    """Reads a work item of the round, and writes it for the consumers as the i_tile-th one of the program.
 
     i_part  see WorkItem; PARTS programs share a work item
     """
     p_item = ptrs.items_ptr + (first_item + i_part // PARTS) * 4
-    line, begin = gl.load(p_item), gl.load(p_item + 1)
+    head_col, begin = gl.load(p_item), gl.load(p_item + 1)
     item = WorkItem(
-        axis=line // sizes.n_cols,
-        i_col=line % sizes.n_cols,
+        axis=head_col // sizes.n_cols,
+        i_col=head_col % sizes.n_cols,
         begin=begin,
         end=begin + gl.load(p_item + 2),
         i_part=i_part,
@@ -141,8 +141,8 @@ def write_item(ptrs, sizes, items, i_tile, first_item, i_part, PARTS: gl.constex
 
 @gluon.jit
 def next_item(ptrs, sizes):
-    """The next work item of this program; its first one is its number."""
-    return gl.atomic_add(ptrs.counters_ptr + sizes.i_launch, 1) + gl.num_programs(0)
+    """The next work item of this program, from the tile scheduler; the first one is the program id."""
+    return gl.atomic_add(ptrs.counters_ptr + sizes.i_round, 1) + gl.num_programs(0)
 
 
 @gluon.jit
@@ -204,7 +204,7 @@ def steps_of(item, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def first_slot_of(ptrs, sizes):
-    """The entry of the first partial result of the launch."""
+    """The entry of the first partial result of the round."""
     return gl.load(ptrs.indptr_ptr + (sizes.first_line + sizes.first_line // sizes.n_rows))
 
 

@@ -1,4 +1,4 @@
-"""Merging the partial results of selected blocks: out and lse by their lse; dq, and dk and dv, by sums.
+"""Combines the partial results of selected blocks: out and lse by log-sum-exp, dq, dk and dv by summation.
 
 The partial results of a round lie in a workspace, see hopper/selected_forward.py. Each is added in a fixed order, so
 results are bitwise reproducible.
@@ -41,8 +41,8 @@ def merge_rows_kernel(
     partial_ptr, partial_lse_ptr,
     # outputs
     out_ptr, lse_ptr,
-    # first line of the round; strides and n_queries: see selected_shapes.Rows; lines of all heads, heads that select,
-    # and query blocks of one
+    # first line of the round; strides and n_queries: see selected_shapes.Rows; lines of all heads, selections per
+    # batch, and query blocks of one
     first_line, out_strides, lse_strides, n_lines, n_heads, n_rows, n_queries,
     # compile time; ROWS of a query block, columns of out and of a partial result
     ROWS: tl.constexpr, V_DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -148,7 +148,7 @@ def sum_keys_kernel(
         i_list = first_list + (kv_axis * GROUP + i_head - first_axis) * n_cols + i_col
         begin, end = items_of(list_items_ptr, i_list, first_list, end_list)
         n_items += end - begin
-    # sums that stay the same are not read and written
+    # skip sums that do not change
     if n_items > 0 or not ADD:
         b_dk, b_dv = tl.zeros([ROWS, DIM], tl.float32), tl.zeros([ROWS, DIM_V], tl.float32)
         if ADD:

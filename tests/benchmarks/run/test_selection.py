@@ -97,7 +97,7 @@ def test_calls_by_key_block_are_timed_in_tiles_too(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dispatch, "takes_key_blocks", lambda *_, **__: True)
     monkeypatch.setattr(benchmark, "selected_attention", call)
-    monkeypatch.setattr(selected_builder, "FEWEST_ROWS", 0)
+    monkeypatch.setattr(selected_builder, "MIN_PARTIAL_ROWS", 0)
     monkeypatch.setattr(benchmark, "N_BLOCKS", 2)
     benchmark.compare(Case(512, 64, "random", 16, 2, 16), tmp_path / "selection.jsonl", "cpu")
     lines = written(tmp_path / "selection.jsonl")

@@ -371,7 +371,7 @@ TILE_FAULTS = {
         "sizes.end_list) - first_item - 1",
     ),
     "next work item after those of two launches": Change(TILES, "+ gl.num_programs(0)", "+ 2 * gl.num_programs(0)"),
-    "counter of the first launch": Change(TILES, "ptrs.counters_ptr + sizes.i_launch", "ptrs.counters_ptr"),
+    "counter of the first round": Change(TILES, "ptrs.counters_ptr + sizes.i_round", "ptrs.counters_ptr"),
     "work item released twice": Change(
         TILES,
         "    consumer_release(items, stage)\n",
