@@ -128,12 +128,8 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     """Turn the seed into a tensor, choose the order of the tokens, and call the operator or the reference."""
     q, k, v, layout, kv_lengths, seed, spec, scores, specs = call
     is_reference = spec.backend == "reference"
-    if specs is None and not is_reference and tracing.is_transformed(q, k, v, kv_lengths, seed, *(scores or ())):
-        raise RuntimeError(
-            f'backend "{spec.backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and others: '
-            "differentiate it by torch.autograd.grad, and make a mapped axis part of the batch or heads; "
-            'or use backend="reference", which supports all transforms'
-        )
+    if specs is None and not is_reference:
+        tracing.refuse_transforms(spec.backend, q, k, v, kv_lengths, seed, *(scores or ()))
     if scores is not None:
         scores = _for_kernels(scores, q)
     if q.numel() == 0 or k.numel() == 0:

@@ -345,7 +345,8 @@ class BlockLayout(LayoutPlans):
     @property
     def nnz(self) -> int:
         """Stored blocks, full and partial, over all batches and heads of the layout."""
-        return int(self._tensors.indptr[-1, -1, -1])
+        with tracing.outside_transforms(self._anchor):
+            return int(self._tensors.indptr[-1, -1, -1])
 
     @property
     def capacity(self) -> int:
@@ -689,7 +690,9 @@ class BlockLayout(LayoutPlans):
         """The layout of a canonical block list, unchecked."""
         checks.check_nnz(len(found.keys))
         rows = block_list.by_rows(found, frame)
-        layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
+        # layers keep layouts for later calls
+        with tracing.outside_transforms():
+            layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
         if layout._tensors.indptr.is_cpu:
             layout._cache["rows"] = rows
         return layout
@@ -746,7 +749,8 @@ class BlockLayout(LayoutPlans):
             checks.check_same(frame, within._frame, "within")
             checks.joint(frame[:2], within.shape[:2], "within")
             keys = set_operations.keys_over(within._block_list().keys, within._frame, frame[:2])
-        found = predicates.evaluate(fn, keys, frame, dedup_key, by_head=by_head, shows_progress=shows_progress)
+        with tracing.outside_transforms():
+            found = predicates.evaluate(fn, keys, frame, dedup_key, by_head=by_head, shows_progress=shows_progress)
         if within is None:
             return cls._from_block_list(found, frame)
         return cls._from_block_list(found, frame, within.device) & within

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import reference, validation
+from . import dispatch, ops, reference, validation
 from .blocks import checks
 from .blocks.block_list import Frame
 from .functional import attention_of_heads, attention_with_lse
@@ -17,7 +17,6 @@ from .packed import checked_boundaries
 from .plan import block_selection
 from .plan_format import TILE
 from .runtime import tracing
-from .runtime.tensor_spec import is_tma_loadable
 
 # allowed values of query_block_size
 QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -60,10 +59,12 @@ def selected_attention(
                  of several documents. Tokens after the last document attend to nothing. Default: one document
     scale, deterministic, backend  as `attention`
     returns      (batch, heads, q_len, v_head_dim); 0 for a query that selects no key
-    raises       TypeError, ValueError
+    raises       TypeError, ValueError; RuntimeError in a graph of torch.export or torch.jit, and under torch.func
+                 transforms, which only backend="reference" supports
 
     The layout and its plan are made on the device of q, without synchronization, also within a CUDA graph. The
-    selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
+    selection has no gradient. torch.compile calls this function outside of its graphs (a graph break); graphs of
+    make_fx have the selection as an input.
 
     Query heads that share a selection are packed, and groups are padded to a power of two. Boundaries on a GPU are not
     copied to the host: invalid ones trigger a device-side assert.
@@ -130,52 +131,71 @@ def selected_attention_with_lse(
              that selects no key
     """
     # all that `attention` would refuse below, before anything is computed
-    dtype, scale = validation.check(
+    dtype, checked_scale = validation.check(
         q, k, v, None, causal, scale, None, 0.0, None, deterministic, validation.autocast_dtype(q)
     )
     _check_sides(block_size, query_block_size)
+    checks.check_tensor("indices", indices, "; torch.tensor(indices) makes one")
+    # real ones are constants of the graph that fake q, k and v belong to
+    (indices,) = tracing.as_graph_constants([indices], q)
     _check_indices(indices, q, k, query_block_size)
-    if 0 in q.shape[:2]:
-        # no queries select, and layouts have at least one batch and head
-        indices = indices.new_zeros(1, 1, indices.shape[2], 0)
     bounds = None if cu_seqlens is None else checked_boundaries(cu_seqlens, q, k)
-    heads, kv_heads = q.shape[1], k.shape[1]
-    # query heads that select together
-    group = heads // max(1, kv_heads) if indices.shape[1] in (1, kv_heads) else 1
-    rows_per_token = 1 << (group - 1).bit_length()
-    if bounds is not None and len(bounds) > indices.shape[0]:
-        indices = indices.expand(len(bounds), -1, -1, -1)
-    frame = Frame(1, 1, q.shape[2] * rows_per_token, k.shape[2], (rows_per_token * query_block_size, block_size))
-    frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
-    block_selection.check_cols(indices, frame)
-    if backend == "reference" or not q.numel() or not k.numel():
-        mask = _dense(indices, q.shape[2], k.shape[2], block_size, query_block_size)
-        mask = mask.repeat_interleave(heads // mask.shape[1], 1)
-        if bounds is not None:
-            _, first, stop = block_selection.document_of_tokens(bounds, q.shape[2])[:, :, None, :, None].unbind(1)
-            kv_pos = torch.arange(k.shape[2], device=k.device)
-            mask = mask & (kv_pos >= first) & (kv_pos < stop)
-        with tracing.without_autocast(q.device):
-            q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
-            return reference.attention(q, k, v, mask, causal=causal, scale=scale)
+    if backend != "reference":
+        tracing.refuse_transforms(backend, q, k, v, indices, bounds)
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        raise RuntimeError(
+            "selected_attention cannot be in a graph of torch.export or torch.jit, since each call makes a plan: leave "
+            "it out of the graph"
+        )
+    # symbolic sizes become constants: plans have fixed sizes
+    heads, q_len, kv_heads, kv_len = map(int, (*q.shape[1:3], *k.shape[1:3]))
+    # a larger block is the only one
+    block_size = min(block_size, max(TILE, -(-kv_len // TILE) * TILE))
+    # fake tensors may come without their mode
+    with tracing.mode_of(q):
+        if 0 in q.shape[:2]:
+            # no queries select, and layouts have at least one batch and head
+            indices = indices.new_zeros(1, 1, indices.shape[2], 0)
+        # query heads that select together
+        group = heads // max(1, kv_heads) if indices.shape[1] in (1, kv_heads) else 1
+        rows_per_token = 1 << (group - 1).bit_length()
+        if bounds is not None and len(bounds) > indices.shape[0]:
+            indices = indices.expand(len(bounds), -1, -1, -1)
+        frame = Frame(1, 1, q_len * rows_per_token, kv_len, (rows_per_token * query_block_size, block_size))
+        frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
+        block_selection.check_cols(indices, frame)
+        if backend == "reference" or not q.numel() or not k.numel():
+            # refuses unknown backends
+            dispatch.decide(backend, q, k, v, dtype, None, "")
+            mask = _mask(indices, bounds, q_len, kv_len, block_size, query_block_size)
+            mask = mask.repeat_interleave(heads // mask.shape[1], 1)
+            with tracing.without_autocast(q.device):
+                q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+                return reference.attention(q, k, v, mask, causal=causal, scale=checked_scale)
+        layout = _layout(indices, bounds, frame, rows_per_token)
+        if group == rows_per_token and query_block_size == 1:
+            options: dict[str, Any] = {"scale": checked_scale, "deterministic": deterministic, "backend": backend}
+            with tracing.without_autocast(q.device):
+                of_q, of_k, of_v = (tensor.to(dtype) for tensor in (q, k, v))
+                found = attention_of_heads(of_q, of_k, of_v, layout, causal=causal, **options)
+            if found is not None:
+                return found
+        is_direct = tracing.can_launch_directly(q, k, v)
+        rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
+        options = {"causal": causal, "scale": scale, "deterministic": deterministic, "backend": backend}
+        out, lse = attention_with_lse(rows, k, v, layout, **options)
+        out = _copied(_Unpacked, out, group, rows_per_token, is_direct=is_direct)
+        return out, _unpacked(lse[..., None], group, rows_per_token)[..., 0]
+
+
+def _layout(indices: Tensor, bounds: Tensor | None, frame: Frame, rows_per_token: int) -> BlockLayout:
+    """The layout of the rows of all tokens. bounds: of documents, see `checked_boundaries`."""
     with tracing.outside_transforms(indices):
         selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token, is_by_token=True)
         if bounds is not None:
-            documents = block_selection.document_of_tokens(bounds, q.shape[2])
+            documents = block_selection.document_of_tokens(bounds, frame.q_len // rows_per_token)
             selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
-        layout = BlockLayout._selected(selection, frame)
-    options: dict[str, Any] = {"scale": scale, "deterministic": deterministic, "backend": backend}
-    if group == rows_per_token and query_block_size == 1:
-        with tracing.without_autocast(q.device):
-            of_q, of_k, of_v = (tensor.to(dtype) for tensor in (q, k, v))
-            found = attention_of_heads(of_q, of_k, of_v, layout, causal=causal, **options)
-        if found is not None:
-            return found
-    is_direct = tracing.can_launch_directly(q, k, v)
-    rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
-    out, lse = attention_with_lse(rows, k, v, layout, causal=causal, **options)
-    out = _copied(_Unpacked, out, group, rows_per_token, is_direct=is_direct)
-    return out, _unpacked(lse[..., None], group, rows_per_token)[..., 0]
+        return BlockLayout._selected(selection, frame)
 
 
 def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
@@ -204,7 +224,9 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _copied(_Unpacked, grad, *ctx.sizes, is_direct=True), None, None
+        ops.refuse_mapped(grad)
+        is_direct = tracing.can_launch_directly(grad, grad, grad)
+        return _copied(_Unpacked, grad, *ctx.sizes, is_direct=is_direct), None, None
 
 
 class _Unpacked(torch.autograd.Function):
@@ -217,15 +239,24 @@ class _Unpacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _copied(_Packed, grad, *ctx.sizes, is_direct=True), None, None
+        ops.refuse_mapped(grad)
+        is_direct = tracing.can_launch_directly(grad, grad, grad)
+        return _copied(_Packed, grad, *ctx.sizes, is_direct=is_direct), None, None
 
 
 def _copied(function: Any, tensor: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
     """The result of _Packed or _Unpacked. is_direct: torch neither traces nor transforms the call."""
-    if rows_per_token > 1 and is_direct and is_tma_loadable(tensor):
+    if rows_per_token > 1 and is_direct and _has_words(tensor):
         made: Tensor = function.apply(tensor, group, rows_per_token)
         return made
     return (_packed if function is _Packed else _unpacked)(tensor, group, rows_per_token)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    """Whether torch can view a tensor with memory as int64, and a GPU can load it so."""
+    per_word = 8 // tensor.element_size()
+    numbers = tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]
+    return tensor.stride(-1) == 1 and tensor.data_ptr() % 8 == 0 and all(number % per_word == 0 for number in numbers)
 
 
 def _packed(q: Tensor, group: int, rows_per_token: int) -> Tensor:
@@ -243,13 +274,20 @@ def _unpacked(rows: Tensor, group: int, rows_per_token: int) -> Tensor:
     return rows.unflatten(2, (-1, rows_per_token))[:, :, :, :group].transpose(2, 3).flatten(1, 2)
 
 
-def _dense(indices: Tensor, q_len: int, kv_len: int, block_size: int, query_block_size: int) -> Tensor:
-    """bool (batch | 1, heads, q_len, kv_len) of selected blocks."""
+def _mask(
+    indices: Tensor, bounds: Tensor | None, q_len: int, kv_len: int, block_size: int, query_block_size: int
+) -> Tensor:
+    """bool (batch | 1, heads, q_len, kv_len) of selected blocks, within documents."""
     n_cols = -(-kv_len // block_size)
     cols = block_selection.known(indices, n_cols)
     blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter(3, cols, True)
     mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
-    return mask[:, :, :q_len, :kv_len]
+    mask = mask[:, :, :q_len, :kv_len]
+    if bounds is None:
+        return mask
+    _, first, stop = block_selection.document_of_tokens(bounds, q_len)[:, :, None, :, None].unbind(1)
+    kv_pos = torch.arange(kv_len, device=mask.device)
+    return mask & (kv_pos >= first) & (kv_pos < stop)
 
 
 def _check_sides(block_size: object, query_block_size: object) -> None:
@@ -263,7 +301,7 @@ def _check_sides(block_size: object, query_block_size: object) -> None:
 
 
 def _check_indices(indices: Tensor, q: Tensor, k: Tensor, query_block_size: int) -> None:
-    checks.check_tensor("indices", indices, "; torch.tensor(indices) makes one")
+    tracing.check_dense("indices", indices, q)
     (batch, heads, q_len, _), kv_heads = q.shape, k.shape[1]
     n_rows = -(-q_len // query_block_size)
     shape = tuple(indices.shape)

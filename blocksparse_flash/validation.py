@@ -46,30 +46,6 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
-def check_dense(name: str, tensor: Tensor, q: Tensor) -> None:
-    """Accept dense, strided tensors, fake if q is. Runs before checks that read strides, which some types lack."""
-    if (
-        type(tensor) in tracing.PLAIN_TYPES
-        and type(q) in tracing.PLAIN_TYPES
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    ):
-        return
-    found = tracing.unsupported_tensor(name, tensor)
-    if found is not None:
-        what, hint = found
-        if name in ("q", "k", "v") and what == "a DTensor":
-            hint += ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
-        elif name in ("q", "k", "v"):
-            hint += "; pass kv_lengths= for padded batches"
-        raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {hint}")
-    if tracing.mixes_fake_and_real(tensor, q):
-        raise ValueError(
-            f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a "
-            "FakeTensorMode makes fake tensors from real ones"
-        )
-
-
 def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}; {name}.to(q.device) moves it")
@@ -228,7 +204,7 @@ def _number(name: str, value: Any) -> float:
 
 def _check_seed(seed: int | Tensor, q: Tensor) -> None:
     if isinstance(seed, Tensor):
-        check_dense("seed", seed, q)
+        tracing.check_dense("seed", seed, q)
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise ValueError(
                 f"seed must be an int64 tensor of one element, got {seed.dtype} of shape {tuple(seed.shape)}; "
@@ -255,7 +231,7 @@ def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, mos
             f"kv_lengths must be an int32 or int64 tensor, got {type(kv_lengths).__name__}; "
             "torch.as_tensor(kv_lengths, device=q.device) makes one"
         )
-    check_dense("kv_lengths", kv_lengths, q)
+    tracing.check_dense("kv_lengths", kv_lengths, q)
     if kv_lengths.dtype != torch.int32 and kv_lengths.dtype != torch.int64:
         raise ValueError(
             f"kv_lengths must be int32 or int64, got {kv_lengths.dtype}; kv_lengths.to(torch.int32) makes it"
@@ -352,7 +328,7 @@ def _check_float(name: str, value: Any, shape: object, q: Tensor) -> None:
             f"{name} must be a float tensor {shape}, got {type(value).__name__}; "
             f"torch.as_tensor({name}, device=q.device) makes one"
         )
-    check_dense(name, value, q)
+    tracing.check_dense(name, value, q)
     if not value.is_floating_point():
         hint = f"pass {name}.float()"
         if value.dtype == torch.bool:
@@ -499,7 +475,7 @@ def check(
         agreed = _agree_by_specs(specs, autocast)
     else:
         for name, value in (("q", q), ("k", k), ("v", v)):
-            check_dense(name, value, q)
+            tracing.check_dense(name, value, q)
         shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         agreed = _agree((q.dtype, k.dtype, v.dtype), shapes, strides, autocast)
     dtype, batch, heads, q_len, kv_len, head_dim = agreed

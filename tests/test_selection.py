@@ -292,6 +292,14 @@ def test_of_nothing_there_is_nothing() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_blocks_may_be_longer_than_the_keys(backend: str) -> None:
+    """Memory does not grow with them."""
+    q, x, indices = drawn(1, 4, 40, 8), drawn(1, 1, 40, 8), torch.zeros(1, 1, 40, 1, dtype=torch.int64)
+    found = [selected_attention(q, x, x, indices, block_size=size, backend=backend) for size in (128, 1 << 40)]
+    torch.testing.assert_close(*found)
+
+
 def test_blocks_of_queries_selected_by_score_agree_with_a_layout() -> None:
     """One head of keys for each query head, and blocks that from_topk takes too."""
     q, k = drawn(1, 2, 200, 8), drawn(1, 2, 200, 8, seed=1)
@@ -349,6 +357,21 @@ WRONG = {
     "start": (ValueError, r"cu_seqlens must start at 0.*got \[\[1, 40\]\]", {"cu_seqlens": torch.tensor([1, 40])}),
     "drop": (ValueError, "cu_seqlens must start at 0, never decrease", {"cu_seqlens": torch.tensor([0, 9, 8])}),
     "end": (ValueError, "cu_seqlens .* end within 40 tokens", {"cu_seqlens": torch.tensor([0, 41])}),
+    "empty": (
+        ValueError,
+        'backend must be one of .*, got "cuda"',
+        {"backend": "cuda", "indices": INDICES[:, :, :0], "q": torch.zeros(1, 4, 0, 8)},
+    ),
+    "nested": (
+        ValueError,
+        "indices must be a dense, strided tensor, got a nested tensor",
+        {"indices": torch.nested.nested_tensor([torch.zeros(40, 2)], layout=torch.jagged)},
+    ),
+    "sparse": (
+        ValueError,
+        r"cu_seqlens must be a dense, strided tensor, got a torch\.sparse_coo tensor",
+        {"cu_seqlens": torch.tensor([0, 40]).to_sparse()},
+    ),
     "elsewhere": (
         ValueError,
         "cu_seqlens must be on q's device cpu, got meta",

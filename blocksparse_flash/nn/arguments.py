@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,11 +12,15 @@ from torch.autograd import forward_ad
 from ..blocks.checks import check_tensor as check_tensor
 from ..layout import BlockLayout
 from ..plan import block_selection
-from ..validation import MAX_HEAD_DIM
+from ..validation import MAX_HEAD_DIM, check_device
 
 # what a module holds, and what it takes: a specification becomes a LayoutByLength
 HeldLayout = BlockLayout | Callable[[int], BlockLayout] | None
 Layout = HeldLayout | str
+
+
+# of rotary positions, whose angles are float32
+SMALLEST_BASE, LARGEST_BASE = 1e-30, 1e30
 
 
 def positive_int(name: str, number: Any) -> int:
@@ -31,8 +34,8 @@ def positive_int(name: str, number: Any) -> int:
 def rotary_base(name: str, base: Any) -> float:
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise TypeError(f"{name} must be a number, a base such as 10000.0, got {base!r} ({type(base).__name__})")
-    if not 0 < base < math.inf:
-        raise ValueError(f"{name} must be a base above 0, such as 10000.0, got {base}")
+    if not SMALLEST_BASE <= base <= LARGEST_BASE:
+        raise ValueError(f"{name} must be a base above 0 that float32 can hold, such as 10000.0, got {base}")
     return base
 
 
@@ -48,14 +51,29 @@ def probability(name: str, value: Any, *, below_one: bool = False) -> float:
 
 def check_input(x: Any, embed_dim: int) -> None:
     """Refuse an input of another shape."""
+    check_dense_input(x)
+    if x.dim() != 3 or x.shape[2] != embed_dim:
+        raise ValueError(f"x must have shape (batch, length, embed_dim={embed_dim}), got {tuple(x.shape)}")
+
+
+def check_dense_input(x: Any) -> None:
     check_tensor("x", x)
     if x.is_nested:
         raise ValueError(
             "x must be a dense tensor, got a nested one: x.values()[None] with cu_seqlens=x.offsets() holds its "
             "sequences as packed documents, for layers that take cu_seqlens"
         )
-    if x.dim() != 3 or x.shape[2] != embed_dim:
-        raise ValueError(f"x must have shape (batch, length, embed_dim={embed_dim}), got {tuple(x.shape)}")
+    if x.layout is not torch.strided:
+        raise ValueError(f"x must be a dense tensor, got a {x.layout} one; x.to_dense() makes one")
+
+
+def check_gates(name: str, gates: Any, q: Tensor) -> None:
+    """Refuse gates that cannot be multiplied with q; a number on the CPU can."""
+    check_tensor(name, gates)
+    if not gates.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {gates.dtype}; {name}.to(q.dtype) makes it")
+    if gates.dim() or gates.device.type != "cpu":
+        check_device(name, gates, q)
 
 
 def check_positions(positions: Any) -> None:

@@ -16,8 +16,8 @@ from .. import packed
 from ..blocks.checks import boolean
 from ..functional import attention
 from ..layout import BlockLayout
-from ..validation import checked_softcap
-from .arguments import Heads, Layout, check_input, checked_layout, positive_int, probability
+from ..validation import check_device, checked_softcap
+from .arguments import Heads, Layout, check_input, check_positions, checked_layout, positive_int, probability
 from .document_blocks import document_table
 from .kv_cache import KVCache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
@@ -105,6 +105,10 @@ class SelfAttention(HoldsLayout):
     def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor, first: int) -> RotaryTable:
         """The rotary table of the input, after checks."""
         length = x.shape[1]
+        parts = positions if isinstance(positions, RotaryTable) else () if positions is None else (positions,)
+        for part in parts:
+            check_positions(part)
+            check_device("positions", part, x)
         if isinstance(positions, RotaryTable):
             if positions.cos.shape != (length, self.head_dim // 2) or positions.sin.shape != positions.cos.shape:
                 raise ValueError(

@@ -102,6 +102,7 @@ def mixture_of_block_attention(
     positive_int("k_blocks", k_blocks)
     check_block_size(block_size)
     boolean(by_group, "by_group")
+    tracing.refuse_transforms("auto", q, k, v, cu_seqlens)
     q_start = k.shape[2] - q.shape[2]
     if q_start < 0:
         raise ValueError(f"q must be the last tokens of k, got {q.shape[2]} tokens, and {k.shape[2]} of k")
@@ -109,14 +110,18 @@ def mixture_of_block_attention(
     if cu_seqlens is not None:
         documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
         q, k, v = (documents.apart(tensor) for tensor in (q, k, v))
-    group = max(1, q.shape[1] // max(1, k.shape[1]))
-    queries, means = q.detach(), block_means(k.detach(), block_size)
-    if by_group:
-        queries = queries.unflatten(1, (-1, group))
+    if not q.shape[1]:
+        # no heads select
+        indices = torch.zeros(q.shape[0], 1, q.shape[2], 0, dtype=torch.int64, device=q.device)
     else:
-        means = repeat(means, "b h n d -> b (h group) n d", group=group)
-    sizes = {"k_blocks": k_blocks, "block_size": block_size, "q_start": q_start}
-    indices = best_blocks(queries, means.to(q.dtype), **sizes, documents=documents)
+        group = q.shape[1] // k.shape[1]
+        queries, means = q.detach(), block_means(k.detach(), block_size)
+        if by_group:
+            queries = queries.unflatten(1, (-1, group))
+        else:
+            means = repeat(means, "b h n d -> b (h group) n d", group=group)
+        sizes = {"k_blocks": k_blocks, "block_size": block_size, "q_start": q_start}
+        indices = best_blocks(queries, means.to(q.dtype), **sizes, documents=documents)
     out = selected_attention(q, k, v, indices, block_size=block_size, scale=scale, deterministic=deterministic)
     return out if documents is None else documents.together(out)
 

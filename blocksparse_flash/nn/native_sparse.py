@@ -16,7 +16,7 @@ from ..layout import BlockLayout
 from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
-from .arguments import Heads, check_input, check_tensor, positive_int, runs_kernels
+from .arguments import Heads, check_gates, check_input, check_tensor, positive_int, runs_kernels
 from .block_choice import check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
@@ -304,8 +304,7 @@ def _check_lengths(branches: dict[str, KeysAndValues], q: Tensor, compressed_siz
 
 
 def _check_gates(gates: Tensor, q: Tensor) -> None:
-    check_tensor("gates", gates)
-    validation.check_device("gates", gates, q)
+    check_gates("gates", gates, q)
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates must have shape (batch, heads, length, 3) = {(*q.shape[:3], 3)}, got {tuple(gates.shape)}"

@@ -130,6 +130,7 @@ def shared_index_attention(
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
     _check_index(index_q, index_k, q, k)
+    tracing.refuse_transforms("auto", q, k, v, index_q, index_k, cu_seqlens)
     documents = None
     if cu_seqlens is not None:
         documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)
@@ -149,7 +150,7 @@ def shared_index_attention(
     # sum of P index_k: attention to the tokens' index keys
     keys = index_k.expand(-1, kv_heads, -1, -1).contiguous()
     means = selected_attention(q.detach(), k.detach(), keys.to(k.dtype), indices, block_size=block_size, scale=scale)
-    means = means.unflatten(1, (index_heads, heads // index_heads)).to(lse.dtype).mean(2)
+    means = means.unflatten(1, (index_heads, heads // max(1, index_heads))).to(lse.dtype).mean(2)
     # 0 without queries
     cross_entropy = lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)
     if documents is None:

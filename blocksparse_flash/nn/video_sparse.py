@@ -14,8 +14,9 @@ from .. import validation
 from ..functional import attention
 from ..layout import BlockLayout
 from ..runtime import tracing
-from .arguments import check_positions, check_tensor, positive_int
+from .arguments import check_dense_input, check_gates, check_positions, check_tensor, positive_int
 from .layers import SelfAttention
+from .positions import RotaryTable
 
 # tokens of a block that plans made on a device may have
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -35,7 +36,8 @@ def video_sparse_attention(
     k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
     k_blocks     blocks of keys for each block of queries and head; all of them if there are fewer
     block_size   tokens of a block: 16, 32, 64, 128 or 256; the last block may be shorter
-    coarse_gate  broadcasts to the result, such as (batch, heads, q_len, v_head_dim); None: no coarse branch
+    coarse_gate  floating point, broadcasts to the result, such as (batch, heads, q_len, v_head_dim), and is converted
+                 to its dtype; None: no coarse branch
     returns      (batch, heads, q_len, v_head_dim)
     raises       TypeError, ValueError
 
@@ -54,8 +56,9 @@ def video_sparse_attention(
     validation.check(q, k, v, None, False, None, None, 0.0, None, None, validation.autocast_dtype(q))
     positive_int("k_blocks", k_blocks)
     _check_block_size("block_size", block_size)
-    _check_gate(coarse_gate, (*q.shape[:3], v.shape[3]))
-    group = max(1, q.shape[1] // max(1, k.shape[1]))
+    _check_gate(coarse_gate, q, v)
+    tracing.refuse_transforms("auto", q, k, v, coarse_gate)
+    group = q.shape[1] // max(1, k.shape[1])
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (
         block_means(q, block_size),
@@ -73,7 +76,7 @@ def video_sparse_attention(
         return fine
     coarse = scores.softmax(-1) @ pooled_v
     coarse = repeat(coarse, "b h n d -> b h (n block) d", block=block_size)[:, :, : q.shape[2]]
-    return fine + coarse_gate * coarse
+    return fine + coarse_gate.to(fine.dtype) * coarse
 
 
 def _check_block_size(name: str, size: int) -> None:
@@ -81,10 +84,11 @@ def _check_block_size(name: str, size: int) -> None:
         raise ValueError(f"{name} must be one of {BLOCK_SIZES} tokens, got {size}")
 
 
-def _check_gate(gate: Tensor | None, shape: tuple[int, ...]) -> None:
+def _check_gate(gate: Tensor | None, q: Tensor, v: Tensor) -> None:
     if gate is None:
         return
-    check_tensor("coarse_gate", gate)
+    check_gates("coarse_gate", gate, q)
+    shape = *q.shape[:3], v.shape[3]
     own = (1,) * (4 - gate.dim()) + gate.shape
     if len(own) > 4 or any(size not in (1, wanted) for size, wanted in zip(own, shape, strict=True)):
         raise ValueError(f"coarse_gate must broadcast to the shape of the result, {shape}, got {tuple(gate.shape)}")
@@ -178,12 +182,17 @@ class VideoSparseAttention(nn.Module):
                    None is the row-major index
         raises     TypeError, ValueError
         """
-        check_tensor("x", x)
+        check_dense_input(x)
         if x.dim() != 3 or x.shape[1] != len(self.order):
             raise ValueError(
                 f"x must have shape (batch, {len(self.order)} tokens of the grid, embed_dim), got {tuple(x.shape)}"
             )
         if positions is not None:
+            if isinstance(positions, RotaryTable):
+                raise TypeError(
+                    "positions must be a tensor of numbers, got RotaryTable, whose rows would have to be those of the "
+                    "cubes: pass the positions that it was made of"
+                )
             check_positions(positions)
             if positions.dim() not in (1, 2) or len(positions) != len(self.order):
                 n = len(self.order)

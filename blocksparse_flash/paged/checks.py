@@ -140,5 +140,5 @@ def check_window(window: int | None, causal: bool) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, q: Tensor) -> None:
     check_tensor(name, tensor, f"; torch.as_tensor({name}) makes one")
-    validation.check_dense(name, tensor, q)
+    tracing.check_dense(name, tensor, q)
     validation.check_device(name, tensor, q)

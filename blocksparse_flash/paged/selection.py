@@ -161,7 +161,7 @@ def _checked_always(always: object) -> tuple[int, int]:
 def _check_scored(q: Tensor, summaries: Tensor) -> None:
     for name, tensor, axes in (("q", q, 4), ("summaries", summaries, 3)):
         check_tensor(name, tensor)
-        validation.check_dense(name, tensor, q)
+        tracing.check_dense(name, tensor, q)
         if tensor.dim() != axes or tensor.dtype != q.dtype or tensor.device != q.device or tensor.stride(-1) != 1:
             raise ValueError(
                 f"{name} must have {axes} dimensions, q's dtype {q.dtype} and device {q.device}, a last stride of 1, "

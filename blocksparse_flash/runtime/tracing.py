@@ -21,9 +21,15 @@ def has_observers() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
+        or _has_pre_dispatch_modes()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._is_tracing()
     )
+
+
+def _has_pre_dispatch_modes() -> bool:
+    """Whether make_fx(pre_dispatch=True) or torch.export traces: their modes are on a stack of their own."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
 
 
 def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
@@ -83,6 +89,30 @@ def mixes_fake_and_real(tensor: torch.Tensor, q: torch.Tensor) -> bool:
     return (a is None) != (b is None) and not (a or b).allow_non_fake_inputs
 
 
+def check_dense(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
+    """Accept dense, strided tensors, fake if q is. Runs before checks that read strides, which some types lack."""
+    if (
+        type(tensor) in PLAIN_TYPES
+        and type(q) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    ):
+        return
+    found = unsupported_tensor(name, tensor)
+    if found is not None:
+        what, hint = found
+        if name in ("q", "k", "v") and what == "a DTensor":
+            hint += ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
+        elif name in ("q", "k", "v"):
+            hint += "; pass kv_lengths= for padded batches"
+        raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {hint}")
+    if mixes_fake_and_real(tensor, q):
+        raise ValueError(
+            f"{name} must be of q's kind, {type(q).__name__}, got {type(tensor).__name__}; from_tensor of a "
+            "FakeTensorMode makes fake tensors from real ones"
+        )
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be read now.
 
@@ -95,9 +125,11 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def _is_traced() -> bool:
     """Whether a mode propagates shapes or records operators instead of computing. Modes of users do neither."""
+    key = torch._C._TorchDispatchModeKey
+    if _has_pre_dispatch_modes():
+        return any(torch._ops._get_dispatch_mode_pre_dispatch(of) is not None for of in (key.PROXY, key.FUNCTIONAL))
     if not torch._C._len_torch_dispatch_stack():
         return False
-    key = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(of) is not None for of in (key.FAKE, key.PROXY, key.FUNCTIONAL))
 
 
@@ -150,11 +182,29 @@ def outside_transforms(tensor: torch.Tensor | None = None) -> AbstractContextMan
 def _outside(tensor: torch.Tensor | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        if tensor is None or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor is None or not _is_wrapped(tensor):
             stack.enter_context(torch._C._DisableFuncTorch())
-        if (tensor is None or type(tensor) in PLAIN_TYPES) and _is_traced():
+        if _is_traced() and (tensor is None or not _is_recorded(tensor)):
             stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         yield
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether torch.func wraps a tensor, `functionalize` included."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether modes that trace see what is computed from a tensor."""
+    if type(tensor) not in PLAIN_TYPES or _is_wrapped(tensor):
+        return True
+    # make_fx with tracing_mode="real" has plain tensors
+    if "torch.fx.experimental.proxy_tensor" not in sys.modules:
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+
+    mode = get_proxy_mode()
+    return mode is not None and has_proxy_slot(tensor, mode.tracer)
 
 
 def is_transformed(*values: Any) -> bool:
@@ -170,6 +220,16 @@ def is_transformed(*values: Any) -> bool:
                 return True
             tensor = torch._C._functorch.get_unwrapped(tensor)
     return False
+
+
+def refuse_transforms(backend: str, *values: Any) -> None:
+    """RuntimeError if torch.func maps or differentiates one of the values, which only `reference` supports."""
+    if is_transformed(*values):
+        raise RuntimeError(
+            f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and others: '
+            "differentiate it by torch.autograd.grad, and make a mapped axis part of the batch or heads; "
+            'or use backend="reference", which supports all transforms'
+        )
 
 
 @functools.cache

@@ -168,3 +168,9 @@ def test_wrong_calls_are_refused(case: str) -> None:
     error, message, changes = WRONG[case]
     with pytest.raises(error, match=message):
         mixture_of_block_attention(**{"q": X, "k": X, "v": X, "k_blocks": 2, **changes})
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_no_heads_have_no_result(by_group: bool) -> None:
+    q = X[:, :0]
+    assert mixture_of_block_attention(q, X, X, k_blocks=2, block_size=16, by_group=by_group).shape == q.shape

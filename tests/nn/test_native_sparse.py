@@ -308,12 +308,22 @@ WRONG = {
         "gates must be on q's device cpu, got meta",
         lambda: call(gates=torch.zeros(1, 4, 64, 3, device="meta")),
     ),
+    "complex": (
+        ValueError,
+        "gates must be floating point, got torch.complex64",
+        lambda: call(gates=torch.zeros(1, 4, 64, 3) * 1j),
+    ),
     "heads": (ValueError, "heads", lambda: call(q=torch.zeros(1, 3, 64, 8))),
     "input": (ValueError, r"x must have shape \(batch, length, embed_dim=48\)", lambda: layer_of()(X)),
     "nested": (
         ValueError,
         r"x must be a dense tensor, got a nested one: x\.values\(\)\[None\] with cu_seqlens=x\.offsets\(\)",
         lambda: layer_of()(torch.nested.nested_tensor([torch.zeros(5, 48)], layout=torch.jagged)),
+    ),
+    "sparse": (
+        ValueError,
+        r"x must be a dense tensor, got a torch\.sparse_coo one; x\.to_dense\(\) makes one",
+        lambda: layer_of()(torch.zeros(1, 5, 48).to_sparse()),
     ),
     "kv_heads": (ValueError, "num_heads must be a multiple of kv_heads, got 4 and 3", lambda: layer_of(kv_heads=3)),
     "rope": (ValueError, "head_dim must be even", lambda: layer_of(head_dim=7)),

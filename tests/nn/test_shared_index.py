@@ -238,3 +238,8 @@ def test_the_kernel_finds_the_best_token_of_each_block(
             keys = slice(block * block_size, (block + 1) * block_size)
             truth = scores[:, :, row, keys].amax(2)
             torch.testing.assert_close(found[:, :, row, block].double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_no_heads_have_no_result() -> None:
+    out, loss = shared_index_attention(X[:, :0], X[:, :0], X[:, :0], X[:, :0], X[:, :1], k_blocks=2, block_size=16)
+    assert out.shape == (1, 0, 64, 8) and loss is not None and loss == 0

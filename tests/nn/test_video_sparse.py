@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import masks
-from blocksparse_flash.nn import SelfAttention, VideoSparseAttention, video_sparse_attention
+from blocksparse_flash.nn import SelfAttention, VideoSparseAttention, rotary_table, video_sparse_attention
 from tests.support.closeness import assert_as_accurate
 
 
@@ -221,6 +221,30 @@ def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> Non
                 torch.ones(1, 32, 32), torch.arange(33)
             ),
         ),
+        (
+            ValueError,
+            "x must be a dense tensor, got a nested one",
+            lambda q: VideoSparseAttention(32, 2, (32,), k_blocks=1, cube=(16,))(
+                torch.nested.nested_tensor([torch.ones(32, 32)], layout=torch.jagged)
+            ),
+        ),
+        (
+            TypeError,
+            "positions must be a tensor of numbers, got RotaryTable, whose rows",
+            lambda q: VideoSparseAttention(32, 2, (32,), k_blocks=1, cube=(16,), rope=10.0)(
+                torch.ones(1, 32, 32), rotary_table(torch.arange(32), 10.0, 16)
+            ),
+        ),
+        (
+            ValueError,
+            "coarse_gate must be on q's device cpu, got meta",
+            lambda q: video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=q.to("meta")),
+        ),
+        (
+            ValueError,
+            "coarse_gate must be floating point, got torch.complex64",
+            lambda q: video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=q * 1j),
+        ),
         (ValueError, "tile", lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(4, 4))),
         (
             ValueError,
@@ -234,3 +258,15 @@ def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> Non
 def test_wrong_arguments_are_named(error: type[Exception], message: str, call) -> None:
     with pytest.raises(error, match=message):
         call(torch.ones(1, 2, 64, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_gate_of_another_dtype_does_not_change_that_of_the_result(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 2, 64, 16)
+    out = video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=torch.ones(1, 1, 1, 1, dtype=dtype))
+    torch.testing.assert_close(out, video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=torch.ones(())))
+
+
+def test_no_heads_have_no_result() -> None:
+    q, k = torch.zeros(1, 0, 64, 16), torch.zeros(1, 2, 64, 16)
+    assert video_sparse_attention(q, k, k, k_blocks=1, coarse_gate=torch.ones(())).shape == q.shape
