@@ -123,6 +123,17 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and _fake_mode(tensor) is None
 
 
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that are the same in each run of what is traced now.
+
+    False for fake and torch.func-wrapped tensors, and for the inputs and results of a graph that make_fx records.
+    Unlike `has_values`, True for other tensors while something is traced.
+    """
+    if _is_wrapped(tensor) or _fake_mode(tensor) is not None:
+        return False
+    return not (type(tensor) in PLAIN_TYPES and _is_traced() and _is_recorded(tensor))
+
+
 def _is_traced() -> bool:
     """Whether a mode propagates shapes or records operators instead of computing. Modes of users do neither."""
     key = torch._C._TorchDispatchModeKey

@@ -236,6 +236,69 @@ def test_make_fx_traces_lengths_and_layouts(mode: str) -> None:
     torch.testing.assert_close(traced(*inputs, lengths), attention(*inputs, layout, kv_lengths=lengths))
 
 
+SCORES = torch.randn(2, 1, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+BOUNDS = torch.tensor([0, 9, 40])
+TOKENS = torch.tensor([9])
+SELECTED: dict[str, tuple[Callable[[Tensor], BlockLayout], Tensor, Tensor]] = {
+    "scores": (lambda x: BlockLayout.from_scores(x, 40, 40, k=2, block_size=16), SCORES[0], SCORES[1]),
+    "cols": (
+        lambda x: BlockLayout.from_topk(x, 40, 40, block_size=16),
+        SCORES[0].topk(2).indices,
+        SCORES[1].topk(2).indices,
+    ),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tracing_mode": "real"},
+        {"tracing_mode": "fake"},
+        {"tracing_mode": "symbolic"},
+        {"tracing_mode": "real", "pre_dispatch": True},
+    ],
+    ids=str,
+)
+def test_make_fx_traces_selected_layouts(options: dict[str, Any], name: str, causal: bool) -> None:
+    """The graph takes another selection."""
+    make, first, second = SELECTED[name]
+    q, k, v = (tensor.detach() for tensor in tensors())
+
+    def call(q: Tensor, k: Tensor, v: Tensor, selected: Tensor) -> Tensor:
+        return attention(q, k, v, make(selected), causal=causal)
+
+    traced = make_fx(call, **options)(q, k, v, first)
+    torch.testing.assert_close(traced(q, k, v, second), call(q, k, v, second))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.documents([0, 9, 40]),
+        lambda: masks.documents(BOUNDS),
+        lambda: masks.local(40, window=9, block_size=16) | masks.butterfly(40, block_size=16),
+        lambda: masks.longformer(40, window=9, global_tokens=TOKENS, block_size=16),
+    ],
+    ids=["list", "tensor", "union", "global tokens"],
+)
+def test_masks_built_while_make_fx_traces_are_constants(make: Callable[[], BlockLayout], mode: str) -> None:
+    q, k, v = (tensor.detach() for tensor in tensors())
+    traced = make_fx(lambda q, k, v: attention(q, k, v, make()), tracing_mode=mode)(q, k, v)
+    torch.testing.assert_close(traced(k, v, q), attention(k, v, q, make()))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_masks_of_traced_values_are_refused(mode: str) -> None:
+    """They would silently be constants of the graph."""
+    with pytest.raises(ValueError, match="cu_seqlens: expected values that can be read now"):
+        make_fx(lambda bounds: masks.documents(bounds).density, tracing_mode=mode)(BOUNDS)
+    with pytest.raises(ValueError, match="scores: expected values that can be read now"):
+        torch.func.vmap(lambda scores: masks.top_k(scores, 40, 40, k=1, block_size=16).density)(SCORES[0])
+
+
 def test_fake_cuda_tensors_work_without_a_gpu() -> None:
     if torch.cuda.is_available():
         return
