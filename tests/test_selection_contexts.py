@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from blocksparse_flash import attention, nn, selected_attention
+from tests.support.tracers import MAKE_FX
 
 LENGTH, BLOCK = 64, 16
 
@@ -40,16 +41,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, **options: Any) -> Te
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tracing_mode": "real"},
-        {"tracing_mode": "fake"},
-        {"tracing_mode": "symbolic"},
-        {"tracing_mode": "real", "pre_dispatch": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", MAKE_FX, ids=str)
 def test_a_graph_of_make_fx_has_the_selection_as_an_input(options: dict[str, Any], backend: str) -> None:
     q, k, v = tensors()
     graph = make_fx(lambda *x: call(*x, backend=backend), **options)(q, k, v, first_blocks())

@@ -19,6 +19,7 @@ from blocksparse_flash import BlockLayout, attention, attention_with_lse, explai
 from blocksparse_flash.blocks import transfer
 from blocksparse_flash.runtime.tensor_spec import is_tma_loadable
 from masks import deepspeed
+from tests.support.tracers import MAKE_FX
 
 SHAPE = 2, 2, 40, 8
 
@@ -251,16 +252,7 @@ SELECTED: dict[str, tuple[Callable[[Tensor], BlockLayout], Tensor, Tensor]] = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SELECTED)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tracing_mode": "real"},
-        {"tracing_mode": "fake"},
-        {"tracing_mode": "symbolic"},
-        {"tracing_mode": "real", "pre_dispatch": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", MAKE_FX, ids=str)
 def test_make_fx_traces_selected_layouts(options: dict[str, Any], name: str, causal: bool) -> None:
     """The graph takes another selection."""
     make, first, second = SELECTED[name]
