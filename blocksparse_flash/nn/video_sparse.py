@@ -39,7 +39,7 @@ def video_sparse_attention(
     coarse_gate  floating point, broadcasts to the result, such as (batch, heads, q_len, v_head_dim), and is converted
                  to its dtype; None: no coarse branch
     returns      (batch, heads, q_len, v_head_dim)
-    raises       TypeError, ValueError
+    raises       TypeError, ValueError; RuntimeError under transforms of torch.func
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient; q, k
     and v have gradients through both branches. Memory is O(heads * (length / block_size)^2 + heads * length).
