@@ -126,18 +126,18 @@ def launch_backward(
 # ---- operators ----
 
 
-def _scores(mods: Any, bias_index: list[Tensor], softcap: float) -> Scores | None:
+def _scores(mods: Any, bias_index: list[Tensor], spec: CallSpec) -> Scores | None:
     """mods: sinks, alibi_slopes, block_bias, pair_bias. None if nothing changes the scores."""
     sinks, slopes, block_bias, pair_bias = mods
-    if softcap == 0.0 and all(each is None for each in mods):
+    if spec.softcap == 0.0 and all(each is None for each in mods):
         return None
-    return Scores(sinks, slopes, block_bias, bias_index, softcap, pair_bias)
+    return Scores(sinks, slopes, block_bias, bias_index, spec.softcap, pair_bias, spec.causal)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *mods, plan, bias_index, kv_lengths, seed = arguments[:8]
     spec = CallSpec(*arguments[8:])
-    return launch_forward(q, k, v, plan, kv_lengths, seed, spec, _scores(mods, bias_index, spec.softcap))
+    return launch_forward(q, k, v, plan, kv_lengths, seed, spec, _scores(mods, bias_index, spec))
 
 
 def _backward(
@@ -146,7 +146,7 @@ def _backward(
     *mods, out, lse, plan, bias_index, kv_lengths, seed = arguments[:10]
     *options, wanted = arguments[10:]
     spec = CallSpec(*options)
-    scores = _scores(mods, bias_index, spec.softcap)
+    scores = _scores(mods, bias_index, spec)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     grads = launch_backward(inputs, plan, kv_lengths, seed, spec, scores, wanted)
     return (*grads, *(lse.new_empty(0) for _ in mods)) if scores is None else grads

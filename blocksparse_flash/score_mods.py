@@ -39,6 +39,7 @@ class Scores(NamedTuple):
     bias_index  the tensors of a block_bias.BiasIndex; empty without a bias
     softcap     c > 0, or 0.0 for none
     pair_bias   (batch | 1, heads | 1, q_len, kv_len) with any strides, or None
+    is_causal   whether keys after a query are masked, by the plan if there is one
     """
 
     sinks: Tensor | None
@@ -47,6 +48,7 @@ class Scores(NamedTuple):
     bias_index: list[Tensor]
     softcap: float
     pair_bias: Tensor | None = None
+    is_causal: bool = False
 
     @property
     def bias_cell(self) -> tuple[int, int] | None:

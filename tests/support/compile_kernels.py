@@ -247,7 +247,7 @@ def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
     """Score mods by their words.
 
     sinks, softcap, slopes, learned (slopes), bias16 (block_bias with blocks of 16 tokens), pairs (a float32 pair_bias
-    that batches share), halfpairs (a bfloat16 one of each batch and head)
+    that batches share), halfpairs (a bfloat16 one of each batch and head), causal (keys after a query are masked)
     """
     (heads, *_), pairs = shape, None
     bias, index = None, list[torch.Tensor]()
@@ -259,7 +259,7 @@ def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
     if "pairs" in words:
         is_half = "halfpairs" in words
         pairs = torch.empty(1 + is_half, *shape, dtype=torch.bfloat16 if is_half else torch.float32)
-    return Scores(sinks, slopes, bias, index, 30.0 if "softcap" in words else 0.0, pairs)
+    return Scores(sinks, slopes, bias, index, 30.0 if "softcap" in words else 0.0, pairs, "causal" in words)
 
 
 def run_rows(head_dim: int, dtype: torch.dtype, length: int) -> None:
@@ -833,6 +833,10 @@ def hopper_calls() -> list[dict[str, Any]]:
                 ("causal", "softcap"),
                 ("gathered", "softcap"),
                 ("layout", "slopes"),
+                ("causal", "slopes causal"),
+                ("layout", "slopes causal"),
+                ("fine", "slopes causal"),
+                ("gathered", "slopes softcap causal"),
             ),
         )
     ]

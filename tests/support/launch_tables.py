@@ -382,7 +382,7 @@ def _scores(call: Call, plan: list[Tensor]) -> Scores:
         places = torch.zeros(n_tiles, 1, dtype=torch.int64)
         bias, index = torch.empty(1, heads, n_tiles), [of_tiles, of_tiles, places]
     pairs = torch.empty(1, heads, q_len, kv_len) if variant.has_pairs else None
-    return Scores(sinks, slopes, bias, index, variant.softcap or 0.0, pairs)
+    return Scores(sinks, slopes, bias, index, variant.softcap or 0.0, pairs, call.causal)
 
 
 # ---- configurations of the tables ----

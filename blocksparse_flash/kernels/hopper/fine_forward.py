@@ -54,7 +54,16 @@ from .fine_tiles import (
 )
 from .forward import ForwardLaunches
 from .registers import accumulator, store_split
-from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
+from .score_mods import (
+    PLAIN,
+    ModSpecs,
+    ScoreMods,
+    apply_one_sided_mods,
+    apply_score_mods,
+    finish_rows,
+    load_slope,
+    mod_specs_of,
+)
 from .softmax import online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, tma_store, to_tma_loadable
 
@@ -108,7 +117,8 @@ class RowState(NamedTuple):
 @gluon.jit
 def step(
     state, k_desc, v_desc, buffers, ptrs, mods, slope, q_start, i_batch, i_kv_head, starts, next_starts, i_entry,
-    i_step, n_steps, kv_limit, MASKED: gl.constexpr, GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    i_step, n_steps, kv_limit,
+    MASKED: gl.constexpr, GATHERED: gl.constexpr, SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """One step of 64 keys; starts the loads of the next one, if there is one. Returns the new RowState.
 
@@ -139,17 +149,22 @@ def step(
     load_step(k_desc, buffers.k, buffers.k_full, i_batch, i_kv_head, next_starts, has_next)
     if SIGN != 1:
         b_scores = b_scores * SIGN
-    factor = mods.factor
+    factor, b_shift = mods.factor, None
     if mods.cap is not None or mods.slopes_ptr is not None:
         o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
         o_key = positions(starts, o_kv) - starts[0]
-        b_scores, _ = apply_score_mods(b_scores, mods, slope, o_query, o_key)
+        if ONE_SIDED:
+            b_scores, b_shift = apply_one_sided_mods(b_scores, mods, slope, o_query, o_key)
+        else:
+            b_scores, _ = apply_score_mods(b_scores, mods, slope, o_query, o_key)
         factor = 1.0
     if MASKED:
         b_scores = mask_columns(b_scores, bitmask, o_kv)
     if ptrs.kv_lengths_ptr is not None:
         b_scores = gl.where(gl.expand_dims(positions(starts, o_kv) < kv_limit, 0), b_scores, float("-inf"))
-    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, state.max, state.sum, factor, CONFIG.rescale_threshold)
+    b_p32, b_decay, b_max, b_sum = online_softmax(
+        b_scores, state.max, state.sum, factor, b_shift, CONFIG.rescale_threshold
+    )
     b_decay = gl.expand_dims(gl.convert_layout(b_decay, gl.SliceLayout(1, out_layout)), 1)
     if CONFIG.rescale_threshold > 0:  # noqa: SIM108
         b_out = rescale(state.out, b_decay)
@@ -182,8 +197,8 @@ def fine_forward_kernel(
     n_lines, n_heads, n_batch_heads, n_split_lines, num_splits, q_len, kv_len, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
-    # compile time; GATHERED: whether the plan is; SIGN of the scale
-    GATHERED: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    # compile time; GATHERED: whether the plan is; SIGN of the scale; ONE_SIDED: see ModSpecs
+    GATHERED: gl.constexpr, SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = q_desc.block_type.shape[3]
     DIM_V: gl.constexpr = out_desc.block_type.shape[3]
@@ -235,7 +250,8 @@ def fine_forward_kernel(
             next_starts = starts_of(ptrs.indices_ptr, begin + i_step + 1, LOADS)
             state = step(
                 state, k_desc, v_desc, buffers, ptrs, mods, slope, q_position, i_batch, i_kv_head, starts, next_starts,
-                begin + i_step, i_step, n_steps, kv_limit, MASKED=not FULL, GATHERED=GATHERED, SIGN=SIGN, CONFIG=CONFIG,
+                begin + i_step, i_step, n_steps, kv_limit,
+                MASKED=not FULL, GATHERED=GATHERED, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CONFIG=CONFIG,
             )  # fmt: skip
             starts = next_starts
     b_sum = gl.convert_layout(gl.sum(state.sum, 1), query_layout, assert_trivial=True)

@@ -77,7 +77,16 @@ from .registers import (
     wait_for_products,
     zero_keys_from,
 )
-from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, finish_rows, load_slope, mod_specs_of
+from .score_mods import (
+    PLAIN,
+    ModSpecs,
+    ScoreMods,
+    apply_one_sided_mods,
+    apply_score_mods,
+    finish_rows,
+    load_slope,
+    mod_specs_of,
+)
 from .softmax import empty_bitmask, load_bitmask, mask_scores, online_softmax, rescale, row_sum_layout
 from .tma import DescriptorFactory, allocate_rows, allocate_tail, block_columns, has_tail, store_rows, to_tma_loadable
 from .work_tiles import END, WORK_TILE_STAGES
@@ -228,7 +237,8 @@ def zero_values_from(
 @gluon.jit
 def step(
     state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
-    KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
+    KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CAUSAL: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of step i_step and, during the softmax, p v of the step before. Returns the new RowState.
 
@@ -285,14 +295,17 @@ def step(
     consumer_release(k, stage)
     if SIGN != 1:
         b_scores = b_scores * SIGN
-    factor = mods.factor
+    factor, b_shift = mods.factor, None
     if mods.cap is not None or mods.slopes_ptr is not None:
         o_q = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
         o_kv = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, score_layout))
         if mods.slopes_ptr is not None:
             q_start = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS + (sizes.kv_len - sizes.q_len)
             o_q = q_start - kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV) + o_q
-        b_scores, _ = apply_score_mods(b_scores, mods, slope, o_q, o_kv)
+        if ONE_SIDED:
+            b_scores, b_shift = apply_one_sided_mods(b_scores, mods, slope, o_q, o_kv)
+        else:
+            b_scores, _ = apply_score_mods(b_scores, mods, slope, o_q, o_kv)
         factor = 1.0
     if FIRST:
         # the only kind that is checked at run time
@@ -311,7 +324,7 @@ def step(
             b_scores, bitmask, ptrs, sizes, work_tile, i_step, kv_limit,
             WARPGROUP=WARPGROUP, MASKED=MASKED, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
         )  # fmt: skip
-    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, factor, CONFIG.rescale_threshold)
+    b_p32, b_decay, b_max, b_sum = online_softmax(b_scores, b_max, b_sum, factor, b_shift, CONFIG.rescale_threshold)
     if not FIRST:
         # with kv_lengths it would spill more
         if CONFIG.pin and ptrs.kv_lengths_ptr is None:
@@ -384,7 +397,7 @@ def epilogue_split(
 @gluon.jit
 def mma(
     out_desc, out_buffers, pipelines, ptrs, sizes, mods,
-    WARPGROUP: gl.constexpr, SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
+    WARPGROUP: gl.constexpr, SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Entry point of consumer warpgroup WARPGROUP.
 
@@ -420,17 +433,17 @@ def mma(
         if n_steps > 0:
             state = step(
                 state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit,
-                KIND="first", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                KIND="first", WARPGROUP=WARPGROUP, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(1, n_partial):
             state = step(
                 state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
-                KIND="partial", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                KIND="partial", WARPGROUP=WARPGROUP, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1), n_steps):
             state = step(
                 state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
-                KIND="full", WARPGROUP=WARPGROUP, SIGN=SIGN, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                KIND="full", WARPGROUP=WARPGROUP, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         n_done += n_steps
         if not CONFIG.out_in_q:
@@ -483,8 +496,9 @@ def hopper_forward_kernel(
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group, scale_log2,
     # softcap, see score_mods.ScoreMods
     cap,
-    # compile time; SIGN of the scale, columns of q and of v from forward_columns
-    SIGN: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
+    # compile time; SIGN of the scale, ONE_SIDED see ModSpecs, columns of q and of v from forward_columns
+    SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr,
+    COLS_V: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     WARPGROUPS: gl.constexpr = CONFIG.warpgroups
@@ -525,8 +539,8 @@ def hopper_forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, CAUSAL, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, ONE_SIDED, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, ONE_SIDED, CAUSAL, CONFIG)),
                 (load, (q_desc, k_desc, v_desc, None, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 1],
@@ -535,9 +549,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, CAUSAL, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, CAUSAL, CONFIG)),
-                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 2, SIGN, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 0, SIGN, ONE_SIDED, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 1, SIGN, ONE_SIDED, CAUSAL, CONFIG)),
+                (mma, (out_desc, out_buffers, pipelines, ptrs, sizes, mods, 2, SIGN, ONE_SIDED, CAUSAL, CONFIG)),
                 (load, (q_desc, k_desc, v_desc, None, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
             ],
             [4, 4, 1],

@@ -123,6 +123,24 @@ def apply_score_mods(b_scores, mods, slope, o_row, o_col):
 
 
 @gluon.jit
+def apply_one_sided_mods(b_scores, mods, slope, o_row, o_col):
+    """(scores in base 2 without b_shift, b_shift [rows]) of q k^T [rows, columns]; see softmax.online_softmax.
+
+    For slopes in calls that mask every key after its query. A distance is then a sum of two terms, one of the query and
+    one of the key. The former is left to b_shift, and the latter is the addend of the multiplication by the factor, so
+    that slopes take one instruction per score instead of three.
+
+    slope         of the head, in base 2
+    o_row, o_col  positions of the queries, and of the keys, relative to the same key
+    """
+    factor = mods.factor
+    if mods.cap is not None:
+        b_scores, factor = tanh(b_scores * factor), mods.cap
+    b_scores = b_scores * factor + gl.expand_dims(slope * o_col.to(gl.float32), 0)
+    return b_scores, -slope * o_row.to(gl.float32)
+
+
+@gluon.jit
 def finish_rows(b_max, b_sum, mods, i_head, has_sink):
     """(lse in base 2, factor that normalizes out) from the maximum and the sum of each row.
 
@@ -158,11 +176,13 @@ class ModSpecs(NamedTuple):
     """Cache key of the score mods of a call.
 
     sinks, slopes  cache keys of these tensors
+    is_one_sided   whether there are slopes, and keys after a query are masked
     """
 
     softcap: float = 0.0
     sinks: tuple[torch.dtype, bool] | None = None
     slopes: tuple[torch.dtype, bool] | None = None
+    is_one_sided: bool = False
 
     @property
     def modifies_scores(self) -> bool:
@@ -170,17 +190,20 @@ class ModSpecs(NamedTuple):
         return self.softcap > 0 or self.slopes is not None
 
     def arguments(self, scale: float, *, is_forward: bool) -> dict[str, Any]:
-        """The kernel arguments that depend on the scale.
+        """The kernel arguments that depend on the scale, and in the forward ONE_SIDED.
 
         Without score mods the forward takes the maximum of raw q k^T, so its factor must be positive; SIGN applies the
         sign first.
         """
+        of_forward = {"SIGN": 1, "ONE_SIDED": self.is_one_sided}
         if not self.modifies_scores:
             factor = scale_log2(scale) if is_forward else scale * LOG2_E_VALUE
-            return {"scale_log2": factor, "cap": None, **({"SIGN": sign(scale)} if is_forward else {})}
-        factor = scale / self.softcap if self.softcap > 0 else scale * LOG2_E_VALUE
-        cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
-        return {"scale_log2": factor, "cap": cap, **({"SIGN": 1} if is_forward else {})}
+            of_forward["SIGN"] = sign(scale)
+            cap = None
+        else:
+            factor = scale / self.softcap if self.softcap > 0 else scale * LOG2_E_VALUE
+            cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
+        return {"scale_log2": factor, "cap": cap, **(of_forward if is_forward else {})}
 
 
 PLAIN = ModSpecs()
@@ -191,4 +214,5 @@ def mod_specs_of(scores: Scores | None) -> ModSpecs:
     if scores is None:
         return PLAIN
     assert scores.block_bias is None, "dispatch refuses block_bias on this backend"
-    return ModSpecs(scores.softcap, cache_key_of(scores.sinks), cache_key_of(scores.alibi_slopes))
+    is_one_sided = scores.is_causal and scores.alibi_slopes is not None
+    return ModSpecs(scores.softcap, cache_key_of(scores.sinks), cache_key_of(scores.alibi_slopes), is_one_sided)

@@ -83,21 +83,26 @@ def row_sum_layout():
 
 
 @gluon.jit
-def online_softmax(b_scores, b_max, b_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
+def online_softmax(b_scores, b_max, b_sum, scale_log2, b_shift, RESCALE_THRESHOLD: gl.constexpr):
     """One step: (p, decay of earlier sums, new maximum, new sum) from scores [64, BLOCK_KV].
 
     scale_log2  brings the scores to base 2; 1 after score mods
-
+    b_shift  [64], still to be added to the scores of each row, in base 2; None: nothing
     b_sum  [64, 4], one partial sum per thread of a row, so that no step exchanges sums between threads
     RESCALE_THRESHOLD  the maximum follows only if it grew by more, so that most steps have decay 1. p is then at most
                        2 ** RESCALE_THRESHOLD, which shifts exponents of p, sum and out, but not their relative errors
     """
     b_new_max = gl.max(b_scores, 1) * scale_log2
+    if b_shift is not None:
+        b_new_max = b_new_max + b_shift
     if RESCALE_THRESHOLD > 0:
         b_new_max = gl.where(b_new_max > b_max + RESCALE_THRESHOLD, b_new_max, b_max)
     else:
         b_new_max = gl.maximum(b_max, b_new_max)
-    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_new_max, 1))
+    b_subtrahend = b_new_max
+    if b_shift is not None:
+        b_subtrahend = b_new_max - b_shift
+    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_subtrahend, 1))
     b_decay = gl.exp2(b_max - b_new_max)
     # a thread holds two of every eight columns
     b_step_sum = gl.sum(gl.sum(b_p.reshape([WARPGROUP_ROWS, b_p.shape[1] // 8, 4, 2]), 3), 1)

@@ -368,10 +368,10 @@ def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeyp
     simulation = Simulation(seed=6)
     growths = []
 
-    def online_softmax(b_scores, b_max, b_sum, scale_log2, rescale_threshold):
+    def online_softmax(b_scores, b_max, b_sum, scale_log2, b_shift, rescale_threshold):
         growth = b_scores.amax(1) * scale_log2 - b_max
         growths.extend(growth[(b_max > -1.0e38) & (growth > 0)].tolist())
-        return original(b_scores, b_max, b_sum, scale_log2, rescale_threshold)
+        return original(b_scores, b_max, b_sum, scale_log2, b_shift, rescale_threshold)
 
     original = simulation.hopper_forward.online_softmax
     monkeypatch.setattr(simulation.hopper_forward, "online_softmax", online_softmax)

@@ -425,6 +425,14 @@ SCORE_MOD_FAULTS = {
     "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_lines)", "(1 << 30)"),
     "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
     "ds without the derivative of the softcap": Change(MODS, " * (1.0 - b_tanh * b_tanh)", ""),
+    "distance of the query left out of the maximum": Change(
+        SOFTMAX, "        b_new_max = b_new_max + b_shift\n", "        b_new_max = b_new_max + 0.0\n"
+    ),
+    "distance of the query left out of p": Change(SOFTMAX, "b_new_max - b_shift", "b_new_max"),
+    "distance of the key left out": Change(MODS, " + gl.expand_dims(slope * o_col.to(gl.float32), 0)", ""),
+    "keys after a query taken to be masked": Change(
+        MODS, "scores.is_causal and scores.alibi_slopes", "scores.alibi_slopes"
+    ),
     "positions of the tile column left out": Change(
         BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
     ),
@@ -528,7 +536,14 @@ WIDE = [
     *(Run(seed, WINDOW, WIDE_PLAIN, n_sms=1 + seed % 2) for seed in range(3)),
     Run(0, WINDOW, WIDE_SOFTCAP, config=ForwardConfig(out_in_q=True), splits=(2, 1)),
 ]
-SCORE_MODS = [Run(0, (300, 400), ALL_MODS), Run(1, MIXED, ALL_MODS, splits=(2, 1))]
+BOTH_SIDES = zoo.Call(head_dim=64, has_slopes=True, are_slopes_fixed=True, dtype=torch.float16)
+SCORE_MODS = [
+    Run(0, (300, 400), ALL_MODS),
+    Run(1, MIXED, ALL_MODS, splits=(2, 1)),
+    Run(2, (300, 400), BOTH_SIDES),
+    Run(3, SCATTERED, ALL_MODS, tile=PIECE),
+    Run(4, MIXED_FINE, ALL_MODS, tile=FINE_TILE),
+]
 # rows whose last third is a tail: 96 columns in the backward, 192 in the forward
 TMA = "hopper.tma"
 TAIL_FAULTS = {
