@@ -118,7 +118,7 @@ class SelectedPlan(NamedTuple):
     entries     (capacity + padding, 2)  the entries in the order of lists: position in cols, which is also the place of
                                      the partial result; query block, minus PARTIAL if some pair does not attend
     list_items  (lists + 1,)         first work item of each list
-    items       (bound + padding, 4) head * key blocks + key block; first of `entries`; how many; 0
+    items       (bound + padding, 4) head, counted over all batches; key block; first of `entries`; one past the last
     For both:
     ranges      (batch | 1, tokens, 2)  keys of each token: first, and one past the last. They follow from causal masks
                                      and documents, and never decrease from token to token

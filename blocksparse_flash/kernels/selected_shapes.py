@@ -74,7 +74,6 @@ class SelectedShapes(NamedTuple):
         return {
             "n_heads": heads,
             "n_rows": self.n_rows,
-            "n_cols": self.n_cols,
             "n_tokens": self.n_tokens,
             "range_batches": self.n_tokens if self.has_batches else 0,
             "n_slots": self.slots,

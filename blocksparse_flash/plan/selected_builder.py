@@ -159,11 +159,11 @@ def build_by_operations(
     torch.cumsum((bounds[1:] - bounds[:-1] + (most - 1)) // most, 0, out=list_items[1:])
     i_item = torch.arange(min(n_lists, capacity) + capacity // most + PADDING, dtype=torch.int32, device=device)
     i_list = torch.searchsorted(list_items[1:], i_item, right=True, out_int32=True).clamp_(max=n_lists - 1)
-    begin = (bounds[i_list] + (i_item - list_items[i_list]) * most).clamp_(max=capacity)
-    count = (bounds[i_list + 1] - begin).clamp_(0, most)
+    begin = bounds[i_list] + (i_item - list_items[i_list]) * most
+    end = torch.minimum(begin + most, bounds[i_list + 1])
     i_round, within = i_list // of_round, i_list % of_round
     head = i_round * round_lines // n_rows + within // n_cols
-    items = torch.stack([head * n_cols + within % n_cols, begin, count, torch.zeros_like(begin)], 1)
+    items = torch.stack([head, within % n_cols, begin, end], 1)
 
     # only the shape of `sizes` is read
     sizes = indptr.new_empty(0, query_rows, rows_per_token, keys, round_lines)

@@ -679,7 +679,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("end = lower_bound(lists_ptr, i_list + 1,", "end = lower_bound(lists_ptr, i_list + 2,"),
                 ("tl.static_range(STEPS + 1)", "tl.static_range(STEPS - 1)"),
                 ("begin + i * MOST", "begin + i * (MOST - 1)"),
-                ("tl.minimum(end - b_begin, MOST)", "MOST"),
+                ("tl.minimum(b_begin + MOST, end)", "b_begin + MOST"),
                 ("i_round * round_lines // n_rows + i_within // n_cols", "i_round * round_lines // n_rows"),
             ]
         ),

@@ -72,7 +72,7 @@ class Config(NamedTuple):
     """One launch configuration.
 
     warpgroups  consumers: each has 64 keys of a work item, and its part of the columns of dq
-    stages, kv_stages  buffers of q and dO, and of k and v
+    stages      buffers of q and of dO
     max_registers  per thread, on average over all warps; None: as many as there are
     consumer_registers  per thread of the second consumer; None without one
     producer_registers  per thread
@@ -81,7 +81,6 @@ class Config(NamedTuple):
 
     warpgroups: int
     stages: int
-    kv_stages: int
     max_registers: int | None
     consumer_registers: int | None
     producer_registers: int
@@ -89,8 +88,8 @@ class Config(NamedTuple):
 
 
 # for key blocks of 128 keys at head_dim 128; and for others, where a program has 64 keys
-WIDE = Config(2, 3, 1, None, 240, 24, 1)
-NARROW = Config(1, 2, 1, 128, None, 24, 2)
+WIDE = Config(2, 3, None, 240, 24, 1)
+NARROW = Config(1, 2, 128, None, 24, 2)
 
 
 def config(keys: int, dim: int) -> Config:
@@ -137,7 +136,7 @@ def load(
     i_tile = 0
     n_loaded = 0
     while i_part < n_items * PARTS:
-        item = write_item(ptrs, sizes, pipelines.items, i_tile, first_item, i_part, PARTS)
+        item = write_item(ptrs, pipelines.items, i_tile, first_item, i_part, PARTS)
         i_batch, i_head = item.axis // sizes.n_heads, item.axis % sizes.n_heads
         kv_start = (item.i_col * PARTS + i_part % PARTS) * KEYS
         i_part = next_item(ptrs, sizes)
@@ -267,7 +266,6 @@ def mma(
 ):  # fmt: skip
     """Entry point of consumer warpgroup WARPGROUP."""
     k, v = pipelines.k, pipelines.v
-    KV_STAGES: gl.constexpr = k.buffers.shape[0]
     KEYS: gl.constexpr = k.buffers.shape[3]
     DIM: gl.constexpr = k.buffers.shape[4]
     DIM_V: gl.constexpr = v.buffers.shape[4]
@@ -291,9 +289,10 @@ def mma(
         buffers.delta.index(WARPGROUP * 2).store(b_delta)
         # every warp has stored them
         thread_barrier()
-        kv_stage = opaque(i_tile % KV_STAGES)
-        consumer_wait(k, kv_stage, i_tile // KV_STAGES)
-        consumer_wait(v, kv_stage, i_tile // KV_STAGES)
+        # opaque: constant addresses of both buffers would stay in registers, and more would be spilled
+        kv_stage = opaque(0)
+        consumer_wait(k, kv_stage, i_tile)
+        consumer_wait(v, kv_stage, i_tile)
         k_tile, v_tile = tile_of(k.buffers, kv_stage), tile_of(v.buffers, kv_stage)
         k_part, v_part = k_tile.slice(WARPGROUP * SIDE, SIDE, 0), v_tile.slice(WARPGROUP * SIDE, SIDE, 0)
         k_columns = k_tile.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1)
@@ -320,7 +319,7 @@ def mma(
 
 @gluon.jit(
     do_not_specialize=[
-        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
+        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_tokens",
         "range_batches", "n_slots",
     ]
 )  # fmt: skip
@@ -330,7 +329,7 @@ def selected_backward_kernel(
     # the launch, see Sizes
     i_round, first_line, first_list, end_list,
     # see Sizes
-    n_heads, group, n_rows, n_cols, n_tokens, range_batches, lse_strides, n_slots, scale_log2, scale,
+    n_heads, group, n_rows, n_tokens, range_batches, lse_strides, n_slots, scale_log2, scale,
     # compile time; PARTS: programs of a work item; OF_HEADS: see load_blocks; DS_LAYOUT of ds in shared memory
     PARTS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr, OF_HEADS: gl.constexpr, DS_LAYOUT: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -345,7 +344,7 @@ def selected_backward_kernel(
     line_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM], q_desc.layout)
     dout_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, SIDE, DIM_V], dout_desc.layout)
-    items, k, v = allocate_keys(k_desc, v_desc, CONFIG.kv_stages, CONSUMERS=WARPGROUPS)
+    items, k, v = allocate_keys(k_desc, v_desc, CONSUMERS=WARPGROUPS)
     pipelines = Pipelines(
         items=items, k=k, v=v, q=allocate_pipeline(q_buffers, STAGES, CONSUMERS=WARPGROUPS),
         dout=allocate_pipeline(dout_buffers, STAGES, CONSUMERS=WARPGROUPS),
@@ -357,7 +356,7 @@ def selected_backward_kernel(
     )
     fence_async_shared()
     sizes = Sizes(
-        n_heads=n_heads, group=group, n_rows=n_rows, n_cols=n_cols, n_tokens=n_tokens, range_batches=range_batches,
+        n_heads=n_heads, group=group, n_rows=n_rows, n_tokens=n_tokens, range_batches=range_batches,
         lse_strides=lse_strides, i_round=i_round, first_line=first_line, first_list=first_list, end_list=end_list,
         n_slots=n_slots,
     )  # fmt: skip

@@ -124,7 +124,7 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS: gl.constexpr, O
     i_tile = 0
     n_loaded = 0
     while i_item < n_items:
-        item = write_item(ptrs, sizes, pipelines.items, i_tile, first_item, i_item, PARTS=1)
+        item = write_item(ptrs, pipelines.items, i_tile, first_item, i_item, PARTS=1)
         i_item = next_item(ptrs, sizes)
         i_batch, i_head = item.axis // sizes.n_heads, item.axis % sizes.n_heads
         load_keys(k_desc, pipelines.k, i_tile, i_batch, i_head // sizes.group, item.i_col * KEYS)
@@ -208,7 +208,7 @@ def mma(
 
 @gluon.jit(
     do_not_specialize=[
-        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_cols", "n_tokens",
+        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_tokens",
         "range_batches", "n_slots",
     ]
 )  # fmt: skip
@@ -218,7 +218,7 @@ def selected_forward_kernel(
     # the launch, see Sizes
     i_round, first_line, first_list, end_list,
     # see Sizes; factor: see arguments.scale_log2
-    n_heads, group, n_rows, n_cols, n_tokens, range_batches, n_slots, factor,
+    n_heads, group, n_rows, n_tokens, range_batches, n_slots, factor,
     # compile time; OF_HEADS: see load_blocks; SIGN of the scale
     ROWS_PER_TOKEN: gl.constexpr, OF_HEADS: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
@@ -227,11 +227,11 @@ def selected_forward_kernel(
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, SIDE, DIM], q_desc.layout)
     out_buffer = gl.allocate_shared_memory(q_desc.dtype, [1, 1, SIDE, DIM_V], out_desc.layout)
-    items, k, v = allocate_keys(k_desc, v_desc, KV_STAGES=1, CONSUMERS=1)
+    items, k, v = allocate_keys(k_desc, v_desc, CONSUMERS=1)
     pipelines = Pipelines(items=items, k=k, v=v, q=allocate_pipeline(q_buffers, STAGES, CONSUMERS=1))
     fence_async_shared()
     sizes = Sizes(
-        n_heads=n_heads, group=group, n_rows=n_rows, n_cols=n_cols, n_tokens=n_tokens, range_batches=range_batches,
+        n_heads=n_heads, group=group, n_rows=n_rows, n_tokens=n_tokens, range_batches=range_batches,
         lse_strides=None, i_round=i_round, first_line=first_line, first_list=first_list, end_list=end_list,
         n_slots=n_slots,
     )  # fmt: skip

@@ -53,7 +53,6 @@ class Sizes(NamedTuple):
     n_heads        selections per batch, see selected_shapes.Rows
     group          selections per KV head
     n_rows         query blocks per head
-    n_cols         key blocks per head
     n_tokens       tokens per head
     range_batches  tokens of `ranges` from one batch to the next: 0 or n_tokens
     lse_strides    of lse and delta of the backward, see selected_shapes.Rows
@@ -66,7 +65,6 @@ class Sizes(NamedTuple):
     n_heads: Any
     group: Any
     n_rows: Any
-    n_cols: Any
     n_tokens: Any
     range_batches: Any
     lse_strides: Any
@@ -94,19 +92,19 @@ class WorkItem(NamedTuple):
 
 
 @gluon.jit
-def allocate_keys(k_desc, v_desc, KV_STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def allocate_keys(k_desc, v_desc, CONSUMERS: gl.constexpr):
     """Pipelines of work items and of their keys and values: (items, k, v)."""
     k_shape: gl.constexpr = k_desc.block_type.shape
     v_shape: gl.constexpr = v_desc.block_type.shape
     items = gl.allocate_shared_memory(
         gl.int32, [WORK_TILE_STAGES * ITEM_INTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    k = gl.allocate_shared_memory(k_desc.dtype, [KV_STAGES, 1, 1, k_shape[2], k_shape[3]], k_desc.layout)
-    v = gl.allocate_shared_memory(v_desc.dtype, [KV_STAGES, 1, 1, v_shape[2], v_shape[3]], v_desc.layout)
+    k = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, k_shape[2], k_shape[3]], k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, v_shape[2], v_shape[3]], v_desc.layout)
     return (
         allocate_pipeline(items, WORK_TILE_STAGES, CONSUMERS),
-        allocate_pipeline(k, KV_STAGES, CONSUMERS),
-        allocate_pipeline(v, KV_STAGES, CONSUMERS),
+        allocate_pipeline(k, 1, CONSUMERS),
+        allocate_pipeline(v, 1, CONSUMERS),
     )
 
 
@@ -121,18 +119,17 @@ def item_range(ptrs, sizes):
 
 
 @gluon.jit
-def write_item(ptrs, sizes, items, i_tile, first_item, i_part, PARTS: gl.constexpr):
+def write_item(ptrs, items, i_tile, first_item, i_part, PARTS: gl.constexpr):
     """Reads a work item of the round, and writes it for the consumers as the i_tile-th one of the program.
 
     i_part  see WorkItem; PARTS programs share a work item
     """
     p_item = ptrs.items_ptr + (first_item + i_part // PARTS) * 4
-    head_col, begin = gl.load(p_item), gl.load(p_item + 1)
     item = WorkItem(
-        axis=head_col // sizes.n_cols,
-        i_col=head_col % sizes.n_cols,
-        begin=begin,
-        end=begin + gl.load(p_item + 2),
+        axis=gl.load(p_item),
+        i_col=gl.load(p_item + 1),
+        begin=gl.load(p_item + 2),
+        end=gl.load(p_item + 3),
         i_part=i_part,
     )
     write_work_tile(items, i_tile, item, ITEM_INTS, ITEM_INTS)
@@ -148,11 +145,9 @@ def next_item(ptrs, sizes):
 @gluon.jit
 def load_keys(desc, pipeline, i_tile, i_batch, i_kv_head, start):
     """Loads the keys or values of the i_tile-th work item of the program."""
-    STAGES: gl.constexpr = pipeline.buffers.shape[0]
-    stage = i_tile % STAGES
-    producer_acquire(pipeline, stage, i_tile // STAGES)
-    mbarrier.expect(pipeline.full.index(stage), desc.block_type.nbytes)
-    tma_load(desc, [i_batch, i_kv_head, start, 0], pipeline.full.index(stage), pipeline.buffers.index(stage))
+    producer_acquire(pipeline, 0, i_tile)
+    mbarrier.expect(pipeline.full.index(0), desc.block_type.nbytes)
+    tma_load(desc, [i_batch, i_kv_head, start, 0], pipeline.full.index(0), pipeline.buffers.index(0))
 
 
 @gluon.jit

@@ -194,15 +194,15 @@ def write_items_kernel(
     end = tl.load(bounds_ptr + i_list + 1, mask=m_list, other=0)
     of_round = round_axes * n_cols
     i_round, i_within = i_list // of_round, i_list % of_round
-    b_head_col = (i_round * round_lines // n_rows + i_within // n_cols) * n_cols + i_within % n_cols
+    b_head, b_col = i_round * round_lines // n_rows + i_within // n_cols, i_within % n_cols
     for i in tl.range(0, tl.max(n_items, 0)):
         m_item = m_list & (i < n_items)
         p_item = items_ptr + (first + i) * 4
         b_begin = begin + i * MOST
-        tl.store(p_item, b_head_col, mask=m_item)
-        tl.store(p_item + 1, b_begin, mask=m_item)
-        tl.store(p_item + 2, tl.minimum(end - b_begin, MOST), mask=m_item)
-        tl.store(p_item + 3, b_head_col * 0, mask=m_item)
+        tl.store(p_item, b_head, mask=m_item)
+        tl.store(p_item + 1, b_col, mask=m_item)
+        tl.store(p_item + 2, b_begin, mask=m_item)
+        tl.store(p_item + 3, tl.minimum(b_begin + MOST, end), mask=m_item)
 # fmt: on
 
 

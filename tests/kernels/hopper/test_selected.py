@@ -382,7 +382,7 @@ TILE_FAULTS = {
     ),
     "work item not waited for": Change(TILES, "    consumer_wait(items, stage, i_tile // WORK_TILE_STAGES)\n", ""),
     "keys loaded over those of the work item before": Change(
-        TILES, "    producer_acquire(pipeline, stage, i_tile // STAGES)\n", ""
+        TILES, "    producer_acquire(pipeline, 0, i_tile)\n", ""
     ),
     "bytes of one query block expected": Change(
         TILES, "len(blocks) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes", "desc.block_type.nbytes"
@@ -544,7 +544,7 @@ BACKWARD_FAULTS = {
         "        for i_step in range(n_steps):\n            b_dk",
         "        consumer_release(k, kv_stage)\n        for i_step in range(n_steps):\n            b_dk",
     ),
-    "values not waited for": Change(BACKWARD, "        consumer_wait(v, kv_stage, i_tile // KV_STAGES)\n", ""),
+    "values not waited for": Change(BACKWARD, "        consumer_wait(v, kv_stage, i_tile)\n", ""),
     "lse of this step for the next": Change(
         BACKWARD,
         "load_lse_delta(ptrs, sizes, item, i_step + 1, BLOCKS)",

@@ -156,8 +156,7 @@ def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
         first, end = (int(lists.list_items[i]) for i in (this.first_list, this.end_list))
         sums = torch.full((shapes.items, keys * sum(PADDED)), torch.nan)
         sums[: end - first] = torch.randn(end - first, keys * sum(PADDED))
-        for item, total in zip(lists.items[first:end, 0].tolist(), sums, strict=False):
-            head, col = divmod(item, shapes.n_cols)
+        for (head, col, *_), total in zip(lists.items[first:end].tolist(), sums, strict=False):
             of_dk, of_dv = total.split([keys * columns for columns in PADDED])
             expected[0][head // GROUP, col * keys : (col + 1) * keys] += scale * of_dk.view(keys, -1)
             expected[1][head // GROUP, col * keys : (col + 1) * keys] += of_dv.view(keys, -1)
