@@ -381,9 +381,7 @@ TILE_FAULTS = {
         TILES, "    axis = load_int(", "    consumer_release(items, stage)\n    axis = load_int("
     ),
     "work item not waited for": Change(TILES, "    consumer_wait(items, stage, i_tile // WORK_TILE_STAGES)\n", ""),
-    "keys loaded over those of the work item before": Change(
-        TILES, "    producer_acquire(pipeline, 0, i_tile)\n", ""
-    ),
+    "keys loaded over those of the work item before": Change(TILES, "    producer_acquire(pipeline, 0, i_tile)\n", ""),
     "bytes of one query block expected": Change(
         TILES, "len(blocks) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes", "desc.block_type.nbytes"
     ),
