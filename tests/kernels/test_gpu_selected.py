@@ -288,7 +288,8 @@ def test_profiled_calls_run_the_same_kernels(backend: str, plans: list[list[Tens
     torch.manual_seed(0)
     tensors, indices = call.tensors(), call.indices()
     direct = step(tensors, indices, backend, **call.options)
-    with torch.profiler.profile() as profiler:
+    # otherwise it warns that it clears events
+    with torch.profiler.profile(acc_events=True) as profiler:
         profiled = step(tensors, indices, backend, **call.options)
     assert len(plans) == 2 and all(map(torch.equal, direct, profiled))
     names = [event.name for event in profiler.events()]
