@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layout import BlockLayout
 from .arguments import positive_int, probability
-from .kv_cache import KVCache
+from .kv_cache import KVCache, check_is_cache
 from .layers import SelfAttention
 from .positions import RotaryTable
 
@@ -110,13 +111,32 @@ class Decoder(nn.Module):
         """x (batch, length, embed_dim) to the same shape.
 
         kv_lengths, positions  as SelfAttention
-        caches  one for each block, from `new_caches`; x then are the tokens after those in the caches
+        caches  one for each block, from `new_caches`; x then are the tokens after those in the caches. If the call
+                raises, the caches hold the tokens from before it
         """
-        if caches is not None and len(caches) != len(self.blocks):
+        if caches is None:
+            for block in self.blocks:
+                x = block(x, kv_lengths, positions)
+            return self.norm(x)
+        self._check_caches(caches)
+        with ExitStack() as restored:
+            for cache in caches:
+                restored.enter_context(cache.restored_on_error())
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, kv_lengths, positions, cache=cache)
+            return self.norm(x)
+
+    def _check_caches(self, caches: Sequence[KVCache]) -> None:
+        if len(caches) != len(self.blocks):
             raise ValueError(
                 f"caches must be one for each of the {len(self.blocks)} blocks, got {len(caches)}: "
                 "decoder.new_caches(batch, max_length) makes them"
             )
-        for block, cache in zip(self.blocks, [None] * len(self.blocks) if caches is None else caches, strict=True):
-            x = block(x, kv_lengths, positions, cache=cache)
-        return self.norm(x)
+        for i, cache in enumerate(caches):
+            check_is_cache(cache, f"caches[{i}]")
+        lengths = [cache.length for cache in caches]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"caches must hold the same tokens, got {lengths} tokens: cache.truncate({min(lengths)}) of each keeps "
+                "those that all hold"
+            )

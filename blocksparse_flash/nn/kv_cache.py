@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -159,6 +161,17 @@ class KVCache:
             )
         self._owner = weakref.ref(layer)
 
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """If the body raises, the cache holds the tokens from before it, so that the step can be repeated."""
+        length, owner = self._length, self._owner
+        try:
+            yield
+        except BaseException:
+            # keys and values past the length are not used
+            self._length, self._owner = length, owner
+            raise
+
     def __getstate__(self) -> dict[str, Any]:
         # a weak reference cannot be pickled
         return {**self.__dict__, "_owner": None}
@@ -174,6 +187,14 @@ class KVCache:
         return (
             f"KVCache(length={self._length}, {batch=}, {max_length=}, {kv_heads=}, {head_dim=}, "
             f"device='{self._k.device}', dtype={self._k.dtype})"
+        )
+
+
+def check_is_cache(cache: object, name: str = "cache") -> None:
+    """TypeError for anything but a KVCache."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            f"{name} must be a KVCache, as layer.new_cache(batch, max_length) makes it, got {type(cache).__name__}"
         )
 
 

@@ -19,7 +19,7 @@ from ..layout import BlockLayout
 from ..validation import check_device, checked_softcap
 from .arguments import Heads, Layout, check_input, check_positions, checked_layout, positive_int, probability
 from .document_blocks import document_table
-from .kv_cache import KVCache, check_layout, layout_of_step
+from .kv_cache import KVCache, check_is_cache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
 from .positions import RotaryTable, alibi_slopes, rotary_table, rotate
 from .projections import heads_of
@@ -179,8 +179,9 @@ class SelfAttention(HoldsLayout):
         cache.check(k, v)
         layout = self.layout_for(cache.max_length)
         layout, causal = layout_of_step(layout, cache, q.shape[2], q.device, causal=self.causal)
-        cache.claim(self)
-        return self._attention(q, *cache.append(k, v), layout, causal, None)
+        with cache.restored_on_error():
+            cache.claim(self)
+            return self._attention(q, *cache.append(k, v), layout, causal, None)
 
     # each step has another length and another layout, which the host makes: a graph would fit one step only
     _attend_outside_graphs = _disable_dynamo(_attend_to_cache)
@@ -238,10 +239,7 @@ class SelfAttention(HoldsLayout):
             return self._forward_jagged(x, kv_lengths, positions, cache)
         if cache is None:
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))
-        if not isinstance(cache, KVCache):
-            raise TypeError(
-                f"cache must be a KVCache, as layer.new_cache(batch, max_length) makes it, got {type(cache).__name__}"
-            )
+        check_is_cache(cache)
         q, k, v = self.project(x, positions, first=cache.length)
         return self.unite(self.attend(q, k, v, kv_lengths, cache=cache))
 

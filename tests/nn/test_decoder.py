@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 import masks
-from blocksparse_flash.nn import Decoder, DecoderBlock, LayoutByLength, SelfAttention
+from blocksparse_flash.nn import Decoder, DecoderBlock, KVCache, LayoutByLength, SelfAttention
 
 LENGTH, WIDTH = 70, 32
 LAYOUTS = [masks.sink_window(LENGTH, sinks=2, window=15, block_size=16), None, LayoutByLength("local(window=9)")]
@@ -99,6 +99,53 @@ def test_each_block_needs_a_cache_of_its_own() -> None:
 def test_arguments_that_do_not_fit_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def failing_caches(made: Decoder, failure: str, monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
+    """Caches with which the second call of a decoder fails after its first block."""
+    caches = made.new_caches(2, LENGTH)
+    if failure == "a full cache":
+        caches[1] = made.blocks[1].attention.new_cache(2, 9)
+    elif failure == "an interruption":
+        monkeypatch.setattr(made.blocks[2].down, "forward", interrupted_at(call=2))
+    return caches
+
+
+def interrupted_at(*, call: int) -> Any:
+    calls = iter(range(1, 100))
+
+    def forward(x: Tensor) -> Tensor:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return x.new_zeros(*x.shape[:-1], WIDTH)
+
+    return forward
+
+
+@pytest.mark.parametrize("failure", ["a full cache", "an interruption"])
+def test_a_failed_step_can_be_repeated(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = decoder(), tokens()
+    caches = failing_caches(made, failure, monkeypatch)
+    with torch.no_grad():
+        made(x[:, :8], caches=caches)
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            made(x[:, 8:12], caches=caches)
+        assert [cache.length for cache in caches] == [8] * 3
+        repeated = made(x[:, 8:9], caches=caches)
+        expected = made(x)[:, 8:9]
+    torch.testing.assert_close(repeated, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_caches_must_hold_the_same_tokens() -> None:
+    made, x = decoder(), tokens()
+    caches = made.new_caches(2, LENGTH)
+    with torch.no_grad():
+        made(x[:, :9], caches=caches)
+        caches[1].truncate(5)
+        with pytest.raises(ValueError, match=r"the same tokens, got \[9, 5, 9\] tokens: cache.truncate\(5\)"):
+            made(x[:, 9:], caches=caches)
+        with pytest.raises(TypeError, match=r"caches\[2\] must be a KVCache"):
+            made(x[:, 9:], caches=[*caches[:2], None])
 
 
 def test_a_causal_layout_makes_a_decoder() -> None:

@@ -139,6 +139,24 @@ def test_crops_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(crops) == 11
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (BlockLayout.stack_batches([masks.causal(LENGTH)] * 3), "layout must have batch 1 or q's 2"),
+        (lambda length: BlockLayout.stack_heads([masks.causal(length)] * 3), "heads"),
+    ],
+    ids=["batches", "heads"],
+)
+def test_a_refused_layout_leaves_the_cache_as_it_was(layout: Any, message: str) -> None:
+    made = layer(layout)
+    cache = made.new_cache(2, LENGTH)
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        made(tokens(), cache=cache)
+    assert cache.length == 0
+    # of no layer yet
+    cache.claim(object)
+
+
 def test_the_cache_says_what_it_holds() -> None:
     made = layer().bfloat16()
     cache = made.new_cache(3, 20)
