@@ -22,6 +22,8 @@ from .public import public
 # no mask needs as much, and Python's own parser and stack can take far more
 MOST_CHARACTERS = 2000
 MOST_NESTED = 100
+# masks whose length is half that of their layout
+OF_HALF = ("block_diffusion",)
 
 Builder = Callable[..., BlockLayout]
 
@@ -130,6 +132,20 @@ def _given(spec: Specification, name: str, builder: Builder, call: ast.Call) -> 
     return given
 
 
+def _lengths(spec: Specification) -> tuple[int, int]:
+    """(q_len, kv_len) of a specification."""
+    return spec.length if isinstance(spec.length, tuple) else (spec.length, spec.length)
+
+
+def _half(spec: Specification, name: str, node: ast.expr) -> int:
+    q_len, kv_len = _lengths(spec)
+    if q_len != kv_len or q_len % 2:
+        raise spec.wrong(
+            node, f"{name} is a mask of two halves, expected an even length, as many queries as keys, got {spec.length}"
+        )
+    return q_len // 2
+
+
 def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
     if isinstance(node, ast.Name):
         node = ast.copy_location(ast.Call(func=node, args=[], keywords=[]), node)
@@ -149,15 +165,15 @@ def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
     # where it has a default, it is that of the mask's other arguments, which must give the right one
     takes_length = length is not None and length.default is length.empty
     if takes_length:
-        values["length"] = spec.length
+        values["length"] = _half(spec, name, node) if name in OF_HALF else spec.length
     try:
         layout = builder(**values)
     except (TypeError, ValueError) as error:
         # error messages of builders begin with the name of the argument
         place = given.get(str(error).partition(":")[0], node)
         raise spec.wrong(place, str(error)) from error
-    lengths = spec.length if isinstance(spec.length, tuple) else (spec.length, spec.length)
-    if not takes_length and (layout.q_len, layout.kv_len) != lengths:
+    lengths = _lengths(spec)
+    if (layout.q_len, layout.kv_len) != lengths:
         raise spec.wrong(
             node, f"{name} is a mask of {layout.q_len} x {layout.kv_len} tokens, expected {lengths[0]} x {lengths[1]}"
         )
@@ -194,7 +210,8 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
 
     spec        for example "butterfly | local(window=512) - local(64)"; at most 2000 characters
     length      tokens, or (q_len, kv_len), passed to every mask that takes a length; other masks, such as
-                "neighborhood(grid=(32, 32), kernel=7)", must have it
+                "neighborhood(grid=(32, 32), kernel=7)", must have it. `block_diffusion` gets half of it: its layout has
+                this many noised and clean tokens together
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv), passed to every mask that does not
                 set its own
     returns     BlockLayout of shape (1, heads | 1, q_len, kv_len)

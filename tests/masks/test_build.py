@@ -58,9 +58,18 @@ def test_a_text_call_equals_the_python_call(name, block_size):
     if name == "block_diffusion":
         length = 320
     spec = f"{name}({', '.join(f'{word}={value!r}' for word, value in setting.items())})"
-    expected = getattr(masks, name)(length, **setting, block_size=block_size)
+    own_length = length // 2 if name == "block_diffusion" else length
+    expected = getattr(masks, name)(own_length, **setting, block_size=block_size)
     assert masks.build(spec, length, block_size=block_size) == expected
     assert masks.build(f"{spec[:-1]}{', ' if setting else ''}block_size={block_size!r})", length) == expected
+
+
+def test_block_diffusion_has_the_length_of_the_specification() -> None:
+    layout = masks.build("block_diffusion(size=16) & ~local(window=5)", 256, block_size=16)
+    assert layout == masks.block_diffusion(128, size=16, block_size=16) - masks.local(256, window=5, block_size=16)
+    for length in (257, (128, 256)):
+        with pytest.raises(ValueError, match="two halves, expected an even length, as many queries as keys, got"):
+            masks.build("block_diffusion(size=16)", length)
 
 
 def test_masks_without_a_length_must_have_the_length_of_the_specification():
