@@ -212,18 +212,41 @@ def offsets_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @tracing.untraced
-def jagged_layout(q: torch.Tensor, k: torch.Tensor, q_len: int, kv_len: int, *, causal: bool) -> BlockLayout:
+def jagged_layout(
+    q: torch.Tensor, k: torch.Tensor, q_len: int, kv_len: int, *, causal: bool, names: tuple[str, str] = ("q", "k")
+) -> BlockLayout:
     """The layout of the sequences of jagged tensors; each sequence attends to itself.
 
     q_len, kv_len  tokens of all sequences
     causal         aligned at the end of each sequence
+    names          of q and k in errors
+    raises         ValueError for offsets that do not fit. On a GPU they trigger a device-side assert
     """
     cu_q, cu_kv = offsets_of(q), offsets_of(k)
     # known if the tensor was made of a list
     longest = getattr(q, "_maybe_max_seqlen", None) if cu_q is cu_kv else None
+    _check_offsets(names[0], cu_q, q_len, longest)
+    _check_offsets(names[1], cu_kv, kv_len, None)
     rows_q, rows_kv = cu_q.contiguous()[None], None if cu_q is cu_kv else cu_kv.contiguous()[None]
     documents = Documents(rows_q, rows_kv, q_len, kv_len, None, 0 if causal else None, longest)
     return packed_layout(documents, (TILE, TILE))
+
+
+def _check_offsets(name: str, offsets: torch.Tensor, length: int, longest: int | None) -> None:
+    """Refuses offsets of a jagged tensor that PyTorch accepts unseen. On a GPU the kernels check them."""
+    if not offsets.is_cpu or not tracing.has_values(offsets):
+        return
+    sizes, got = offsets.diff(), offsets.tolist() if offsets.numel() < 20 else offsets
+    if offsets[0] != 0 or bool((sizes < 0).any()) or offsets[-1] > length:
+        raise ValueError(
+            f"{name} must have offsets that start at 0, never decrease, and end within its {length} tokens, got {got}: "
+            "torch.nested.nested_tensor_from_jagged(values, offsets) makes such a tensor"
+        )
+    if longest is not None and sizes.numel() and int(sizes.max()) > longest:
+        raise ValueError(
+            f"{name} must have a max_seqlen that is that of its longest sequence, {int(sizes.max())} tokens, or more, "
+            f"got {longest}: nested_tensor_from_jagged needs no max_seqlen="
+        )
 
 
 class Jagged(NamedTuple):
@@ -270,6 +293,6 @@ class Jagged(NamedTuple):
 
 
 def jagged_positions(offsets: torch.Tensor, n_tokens: int) -> torch.Tensor:
-    """int64 (n_tokens,): position of each token in its sequence; does not wait for the device."""
-    begins = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=n_tokens)
-    return torch.arange(n_tokens, device=offsets.device) - begins
+    """int64 (n_tokens,): position of each token in its sequence, or after the last one; waits for no device."""
+    tokens = torch.arange(n_tokens, device=offsets.device)
+    return tokens - offsets[torch.searchsorted(offsets, tokens, right=True) - 1]

@@ -143,3 +143,42 @@ def test_the_layer_refuses_what_it_cannot_apply():
 
 def test_positions_begin_anew_in_each_sequence():
     assert jagged_positions(torch.tensor([0, 3, 3, 5]), 5).tolist() == [0, 1, 2, 0, 1]
+    assert jagged_positions(torch.tensor([0, 3, 3, 5]), 7).tolist() == [0, 1, 2, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("rope", [None, 100.0])
+def test_the_layer_takes_values_after_the_last_sequence(rope):
+    torch.manual_seed(0)
+    layer, values = nn.SelfAttention(32, 4, rope=rope, causal=True).double(), torch.randn(30, 32, dtype=torch.float64)
+    whole, part = (torch.nested.nested_tensor_from_jagged(values[:n], torch.tensor([0, 10, 22])) for n in (30, 22))
+    assert torch.allclose(layer(whole).values()[:22], layer(part).values())
+
+
+@pytest.mark.parametrize(
+    ("offsets", "longest", "message"),
+    [
+        (
+            [3, 10, 30],
+            None,
+            r"offsets that start at 0, never decrease, and end within its 30 tokens, got \[3, 10, 30\]",
+        ),
+        ([0, 20, 10], None, "offsets that start at 0, never decrease"),
+        ([0, 10, 31], None, "end within its 30 tokens"),
+        ([0, 10, 30], 5, "max_seqlen .* its longest sequence, 20 tokens, or more, got 5"),
+    ],
+)
+def test_offsets_that_do_not_fit_are_refused(offsets, longest, message):
+    lengths = {} if longest is None else {"min_seqlen": 1, "max_seqlen": longest}
+    x = torch.nested.nested_tensor_from_jagged(torch.randn(30, 4, 8), torch.tensor(offsets), **lengths)
+    q = x.transpose(1, 2)
+    with pytest.raises(ValueError, match=f"q must have .*{message}"):
+        attention(q, q, q)
+    flat = torch.nested.nested_tensor_from_jagged(torch.randn(30, 32), torch.tensor(offsets), **lengths)
+    with pytest.raises(ValueError, match=f"x must have .*{message}"):
+        nn.SelfAttention(32, 4)(flat)
+
+
+def test_jagged_beside_dense_tensors_are_refused():
+    q, k = jagged((4, 6), 2, 8).transpose(1, 2), torch.randn(2, 2, 6, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"q must be a dense, .* make q, k and v all jagged"):
+        attention(q, k, k)

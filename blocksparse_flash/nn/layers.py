@@ -256,7 +256,8 @@ class SelfAttention(HoldsLayout):
         values, offsets = x.values()[None], packed.offsets_of(x)
         if positions is None and self.rope is not None:
             positions = packed.jagged_positions(offsets, values.shape[1])
-        layout = packed.jagged_layout(x, x, values.shape[1], values.shape[1], causal=self.causal)
+        n_tokens = values.shape[1]
+        layout = packed.jagged_layout(x, x, n_tokens, n_tokens, causal=self.causal, names=("x", "x"))
         heads = self._attention(*self.project(values, positions), layout, False, None)
         return torch.nested.nested_tensor_from_jagged(self.unite(heads)[0], offsets)
 

@@ -105,6 +105,8 @@ def check_dense(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
             hint += ", and blocksparse_flash.distributed.attention attends over a sequence that ranks share"
         elif name in ("q", "k", "v"):
             hint += "; pass kv_lengths= for padded batches"
+            if what == "a nested tensor":
+                hint += ", or make q, k and v all jagged"
         raise ValueError(f"{name} must be a dense, strided tensor, got {what}; {hint}")
     if mixes_fake_and_real(tensor, q):
         raise ValueError(
