@@ -105,7 +105,8 @@ class BlockLayout(LayoutPlans):
         frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
         found = block_list.by_keys(storage.to_block_rows(tensors, frame), frame)
         rows = block_list.by_rows(block_list.canonical(found, frame), frame)
-        self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
+        with tracing.outside_transforms():
+            self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to {name}: a layout is immutable")
@@ -302,7 +303,9 @@ class BlockLayout(LayoutPlans):
             return cls._bare(*tensors, *frame[2:])
         layout = cls(*tensors, **numbers)
         for name, tensor, own in zip(TENSORS, tensors, layout._tensors, strict=True):
-            if not torch.equal(tensor, own):
+            with tracing.outside_transforms():
+                is_equal = torch.equal(tensor, own)
+            if not is_equal:
                 raise ValueError(
                     f"{name} must be that of a canonical layout, as state_dict() gives it, but this mask has another; "
                     "BlockLayout(indptr, indices, bitmask_ids, bitmasks, ...) takes any, and makes it canonical"
@@ -575,7 +578,8 @@ class BlockLayout(LayoutPlans):
         safetensors stores tensors alone, so convert the numbers:
         save_file({name: torch.as_tensor(value) for name, value in layout.state_dict().items()}, path)
         """
-        return self._state({name: tensor.clone() for name, tensor in self._tensors._asdict().items()})
+        with tracing.outside_transforms(self._anchor):
+            return self._state({name: tensor.clone() for name, tensor in self._tensors._asdict().items()})
 
     def to(self, device: torch.device | str | int, *, causal: bool = False, non_blocking: bool = False) -> BlockLayout:
         """The same layout on a device, with every plan that calls there may use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -239,6 +239,10 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+    @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         refuse_mapped(dout, dlse)
         # read once, as gradient checkpointing requires
@@ -263,6 +267,14 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, *others = _attention_backward(dout, dlse, *arguments)
         of_mods = (grad if is_wanted else None for grad, is_wanted in zip(others, wanted, strict=True))
         return dq, dk, dv, *of_mods, None, None
+
+
+def refuse_forward_mode() -> NoReturn:
+    """RuntimeError for tangents of torch.autograd.forward_ad."""
+    raise RuntimeError(
+        "forward-mode differentiation (torch.autograd.forward_ad) is not supported by the kernels; "
+        'backend="reference" supports it'
+    )
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:

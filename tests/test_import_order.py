@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # modules between two < may not import each other
 ORDER = """
-blocks philox runtime < plan_format < score_mods < reference < kernels < plan < layout < packed < validation dispatch
+philox runtime < blocks < plan_format < score_mods < reference < kernels < plan < layout < packed < validation dispatch
 < ops < gathering < explanation < merging < functional < selection paged < interop masks < layout_crops < nn
 < diffusers distributed huggingface < vllm_omni
 """

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ..runtime import tracing
 from . import block_list
 from .block_list import FULL, Array, Axis, Frame, Size
 
@@ -97,6 +98,19 @@ def check_in_memory(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} is on the meta device, which holds no data; make it on the CPU or a GPU")
 
 
+def values_of(tensor: torch.Tensor, name: str) -> Array:
+    """The values of a tensor, on the host. Refuses those without values, such as fake ones."""
+    check_in_memory(tensor, name)
+    if not tracing.can_be_read(tensor):
+        raise ValueError(
+            f"{name} must have values that can be read now, got a tensor that is fake, traced or transformed: build "
+            "the layout outside of the traced function, and pass it in"
+        )
+    with tracing.outside_transforms():
+        array: Array = tensor.detach().cpu().numpy()
+    return array
+
+
 def integers(values: object, name: str) -> Array:
     """int64 (n,) copy of a tensor, an array or a list of integers."""
     if isinstance(values, torch.Tensor):
@@ -104,8 +118,9 @@ def integers(values: object, name: str) -> Array:
         if values.is_floating_point():
             # before NumPy, which lacks bfloat16
             raise ValueError(f"{name} must be integers, got {values.dtype}")
+        values = values_of(values, name)
     try:
-        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError):
         # lists of unequal lengths, or of tensors that NumPy cannot read
         raise ValueError(
@@ -166,7 +181,7 @@ def bools(mask: object) -> Array:
         raise ValueError(f"mask must be bool, True where a query attends to a key, got {mask.dtype}")
     if not 2 <= mask.ndim <= 4:
         raise ValueError(f"mask must have 2, 3 (heads first) or 4 (batch, heads first) axes, got shape {mask.shape}")
-    array = mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask
+    array = values_of(mask, "mask") if isinstance(mask, torch.Tensor) else mask
     array = array.reshape((1,) * (4 - array.ndim) + array.shape)
     if 0 in array.shape[:2]:
         raise ValueError(f"mask must have at least one batch and one head, got shape {tuple(mask.shape)}")
@@ -272,9 +287,7 @@ def check_rows(indptr: Array, indices: Array, frame: Frame, *, is_padded: bool) 
 def check_tensors(tensors: Sequence[torch.Tensor], frame: Frame) -> None:
     """Refuse tensors that are not the fields of a layout with this frame."""
     check_fields(tensors, frame)
-    # the others are on its device
-    check_in_memory(tensors[0], "indptr")
-    indptr, indices, ids, bitmasks = (tensor.detach().cpu().numpy() for tensor in tensors)
+    indptr, indices, ids, bitmasks = map(values_of, tensors, TENSORS)
     check_rows(indptr, indices, frame, is_padded=False)
     outside = (ids < FULL) | (ids >= len(bitmasks))
     if outside.any():

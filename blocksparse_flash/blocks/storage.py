@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..runtime import tracing
 from . import checks
 from .block_list import BlockList, BlockRows, Frame, Size, distinct, ranges
 from .transfer import to_device
@@ -36,7 +37,7 @@ def to_tensors(rows: BlockRows, frame: Frame, device: torch.device | str) -> tup
 def _on_host(tensors: Sequence[torch.Tensor]) -> list[Any]:
     checks.check_in_memory(tensors[0], "layout")
     # torch.func would wrap the tensors; nothing here is differentiated
-    with torch._C._DisableFuncTorch():
+    with tracing.outside_transforms(tensors[0]), torch._C._DisableFuncTorch():
         return [tensor.numpy(force=True) for tensor in tensors]
 
 

@@ -20,7 +20,7 @@ def host(values: object, name: str) -> Array:
     checks.check_in_memory(values, name)
     if values.is_floating_point() and values.dtype not in (torch.float16, torch.float32, torch.float64):
         values = values.float()
-    return values.detach().cpu().numpy()
+    return checks.values_of(values, name)
 
 
 def check_layout(layout: object) -> None:

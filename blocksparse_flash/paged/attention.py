@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import dispatch, ops, validation
 from ..blocks.checks import boolean
@@ -106,6 +107,11 @@ def paged_attention_with_lse(
     check_lists(page_table, kv_lengths, selected, q, n_pages, kv_heads, page, window)
     scale = validation.checked_scale(scale, q.shape[3], q.dtype)
     mods = validation.check_scores(validation.ScoreOptions(sinks, softcap, None, None), q, q, None)
+    if forward_ad._current_level >= 0:
+        raise ValueError(
+            "paged_attention has no derivatives: call it outside of torch.autograd.forward_ad.dual_level(), or train "
+            "with `attention`"
+        )
     if ops.is_differentiated(q, k_pages, v_pages, sinks):
         raise ValueError(
             "paged_attention has no gradients, but gradients are enabled and q, k_pages, v_pages or sinks requires "

@@ -195,7 +195,9 @@ def outside_transforms(tensor: torch.Tensor | None = None) -> AbstractContextMan
 def _outside(tensor: torch.Tensor | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        if tensor is None or not _is_wrapped(tensor):
+        # not without transforms: mask functions that torch.vmap evaluates would have none either
+        has_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+        if has_transforms and (tensor is None or not _is_wrapped(tensor)):
             stack.enter_context(torch._C._DisableFuncTorch())
         if _is_traced() and (tensor is None or not _is_recorded(tensor)):
             stack.enter_context(torch.utils._python_dispatch._disable_current_modes())

@@ -122,6 +122,19 @@ def test_a_mask_mod_may_index_tensors_of_the_exact_length() -> None:
     assert found == BlockLayout.from_dense(expected, block_size=64)
 
 
+def test_from_flex_attention_works_in_inference_mode() -> None:
+    ends = torch.arange(150) // 40
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (ends[q] == ends[kv]) & (q >= kv)
+
+    made = create_block_mask(mask_mod, None, None, 150, 150, device="cpu")
+    expected = from_flex_attention(made)
+    with torch.inference_mode():
+        layout = from_flex_attention(made)
+    assert layout == expected and not layout.indices.is_inference()
+
+
 def test_from_flex_attention_evaluates_partial_blocks_only() -> None:
     asked = []
 

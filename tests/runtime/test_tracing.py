@@ -12,10 +12,19 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import masks
-from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain, nn
+from blocksparse_flash import (
+    BlockLayout,
+    attention,
+    attention_with_lse,
+    explain,
+    nn,
+    paged_attention,
+    selected_attention,
+)
 from blocksparse_flash.blocks import transfer
 from blocksparse_flash.runtime.tensor_spec import is_tma_loadable
 from masks import deepspeed
@@ -207,6 +216,61 @@ def test_a_plan_made_for_fake_tensors_is_real(make: Callable[[], BlockLayout]) -
         assert nn.SelfAttention(16, 2, layout, rope=1e4)(torch.zeros(2, 40, 16)).shape == (2, 40, 16)
     assert not any(isinstance(tensor, FakeTensor) for tensor in layout.plan("cpu", causal=True))
     assert torch.equal(attention(*real, layout, causal=True), attention(*real, make(), causal=True))
+
+
+# PyTorch's own, when it makes the first dual tensor
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("call", ["attention", "layout", "sinks", "selected", "paged"])
+def test_forward_mode_differentiation_is_refused(call: str) -> None:
+    q, k, v = (tensor.detach() for tensor in tensors())
+    indices = torch.zeros(1, 1, 40, 1, dtype=torch.int64)
+    pages, table = torch.zeros(2, 2, 16, 8), torch.zeros(2, 1, dtype=torch.int32)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        sinks = forward_ad.make_dual(torch.zeros(2), torch.ones(2))
+        calls: dict[str, Callable[[], Any]] = {
+            "attention": lambda: attention(dual, k, v),
+            "layout": lambda: attention(dual, k, v, host_layout()),
+            "sinks": lambda: attention(q, k, v, sinks=sinks),
+            "selected": lambda: selected_attention(dual, k, v, indices, block_size=16),
+            "paged": lambda: paged_attention(dual[:, :, :1], pages, pages, table, torch.tensor([3, 4])),
+        }
+        with pytest.raises((RuntimeError, ValueError), match="forward"):
+            calls[call]()
+        assert forward_ad.unpack_dual(attention(q, k, v)).tangent is None
+        of_reference = forward_ad.unpack_dual(attention(dual, k, v, backend="reference"))
+    assert of_reference.tangent is not None
+
+
+def test_layouts_are_built_of_real_values_in_a_fake_mode() -> None:
+    mask, order = torch.ones(64, 64, dtype=torch.bool), torch.arange(64).flip(0)
+    layout = masks.local(64, window=3)
+    full, expected = BlockLayout.from_dense(mask), layout.permute(order)
+    with FakeTensorMode():
+        assert BlockLayout.from_dense(mask) == full
+        assert layout.permute(order) == expected
+        assert BlockLayout.from_state_dict(layout.state_dict()) == layout
+    assert not any(isinstance(tensor, FakeTensor) for tensor in layout.state_dict().values())
+
+
+def fake_tensors() -> dict[str, Tensor]:
+    """Those of a layout of one full block of 9 tokens."""
+    shapes = {"indptr": (1, 1, 2), "indices": (1,), "bitmask_ids": (1,), "bitmasks": (0, 128, 4)}
+    return {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("mask", lambda: BlockLayout.from_dense(torch.ones(64, 64, dtype=torch.bool))),
+        ("rows", lambda: BlockLayout.from_blocks(torch.tensor([0]), [0], 64, 64)),
+        ("q_order", lambda: masks.local(64, window=3).permute(torch.arange(64))),
+        ("indptr", lambda: BlockLayout.from_state_dict({**masks.causal(9).state_dict(), **fake_tensors()})),
+    ],
+)
+def test_values_that_cannot_be_read_are_refused(name: str, build: Callable[[], Any]) -> None:
+    with FakeTensorMode(), pytest.raises(ValueError, match=f"{name} must have values that can be read now"):
+        build()
 
 
 @pytest.mark.sweep
