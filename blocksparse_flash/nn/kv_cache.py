@@ -179,7 +179,11 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(self.__dict__, _k=self._k.clone(), _v=self._v.clone())
+        # of the copy of its layer, if that was copied before
+        owner = None if self._owner is None else self._owner()
+        owner = memo.get(id(owner), owner)
+        reference = None if owner is None else weakref.ref(owner)
+        copied.__dict__.update(self.__dict__, _k=self._k.clone(), _v=self._v.clone(), _owner=reference)
         return copied
 
     def __repr__(self) -> str:

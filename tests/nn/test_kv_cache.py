@@ -129,6 +129,17 @@ def test_copies_go_on_apart_and_pickles_go_on() -> None:
     assert cache.length == 70
 
 
+def test_a_copy_of_a_layer_and_its_cache_goes_on() -> None:
+    made, x = layer(), tokens()
+    cache = made.new_cache(2, LENGTH)
+    with torch.no_grad():
+        made(x[:, :50], cache=cache)
+        copied, of_copy = copy.deepcopy((made, cache))
+        assert torch.equal(copied(x[:, 50:70], cache=of_copy), made(x[:, 50:70], cache=copy.deepcopy(cache)))
+        with pytest.raises(ValueError, match="the keys of another layer"):
+            made(x[:, 70:], cache=of_copy)
+
+
 def test_crops_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     crops = []
     crop = BlockLayout.crop
