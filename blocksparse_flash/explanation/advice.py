@@ -161,7 +161,9 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 
 # time with an option as a multiple of the time without, forward and backward, on `hopper`: H200, bfloat16, causal,
 # 8,192 tokens, 16 heads of 128 (kernels/hopper/TUNING.md)
-COSTS = {"softcap": (1.93, 1.20), "alibi_slopes": (1.17, 1.07)}
+COSTS = {"softcap": (1.93, 1.20), "alibi_slopes": (1.13, 1.03)}
+# of slopes if keys after a query are masked
+OF_CAUSAL_SLOPES = (1.09, 1.03)
 # the same for the backward of slopes by `triton`, which also has their gradient
 OF_SLOPES_GRADIENT = 3.2
 
@@ -173,7 +175,8 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
                 yield f'{name} runs on "triton", since "hopper" has none'
     if call.backend != "hopper":
         return
-    for name, (forward, backward) in COSTS.items():
+    costs = {**COSTS, "alibi_slopes": OF_CAUSAL_SLOPES} if call.causal else COSTS
+    for name, (forward, backward) in costs.items():
         if getattr(call.mods, name) is not None:
             yield f"{name} takes {forward:.2f} times as long in the forward and {backward:.2f} in the backward"
     if call.has_slopes_gradient:
