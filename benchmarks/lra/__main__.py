@@ -279,6 +279,8 @@ def experiment(arguments: Sequence[str] | None) -> None:
                 # batches are already divided among processes
                 "use_distributed_sampler": False,
                 "gradient_clip_val": 1.0,
+                # steps are so short that several GPUs gain nothing, see README.md
+                "devices": 1,
             },
         )
 

@@ -100,7 +100,7 @@ class LraData(lightning.LightningDataModule):
     test_seed   seed of the test set; None is `seed`. Another number gives a new test set
     order_seed  seed of the order of stored training samples, or of the samples of a fresh stream; set by Lightning's
                 seed_everything
-    workers     processes that draw or read samples; None is one per core but one
+    workers     processes that draw or read samples, for each GPU; None divides all cores but one per GPU among them
     reading     how the released files are read
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
     augmentation  "symmetries": each epoch flips and turns every stored training image of Pathfinder at random, into one
@@ -153,9 +153,16 @@ class LraData(lightning.LightningDataModule):
         if augmentation is not None and source == "fresh":
             raise ValueError('augmentation is only for stored training images, got source="fresh", which repeats none')
         self.augmentation = augmentation
-        self.workers = max(0, (os.cpu_count() or 1) - 1) if workers is None else workers
+        self._given_workers = workers
         self.n_together = n_together
         self.rows: dict[str, Rows] = {}
+
+    @property
+    def workers(self) -> int:
+        if self._given_workers is not None:
+            return self._given_workers
+        n_devices = 1 if self.trainer is None else self.trainer.num_devices
+        return max(0, (os.cpu_count() or 1) // n_devices - 1)
 
     @property
     def description(self) -> str:

@@ -75,6 +75,7 @@ def test_the_command_reads_a_configuration(
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["data"]["batch_size"] == read(name)["data"]["batch_size"]
     assert printed["model"]["architecture"]["mask"] == read(name)["model"]["architecture"].get("mask")
+    assert printed["trainer"]["devices"] == 1
 
 
 def is_tested_on_a_generated_set(name: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,17 @@ def data(task: str, root: Path, source: Any = "generated", **more: Any) -> LraDa
     module.prepare_data()
     module.setup("fit")
     return module
+
+
+@pytest.mark.parametrize(("n_devices", "expected"), [(None, 15), (1, 15), (4, 3), (32, 0)])
+def test_the_processes_of_a_machine_share_its_cores(
+    n_devices: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    module, chosen = LraData("pathfinder32"), LraData("pathfinder32", workers=2)
+    for each in (module, chosen):
+        each.trainer = None if n_devices is None else SimpleNamespace(num_devices=n_devices)
+    assert (module.workers, chosen.workers) == (expected, 2)
 
 
 def put_pathfinder(folder: Path, count: int) -> sources.PathfinderSource:
