@@ -22,10 +22,10 @@ NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG = range(6)
 # subtracted from the entry of a partial tile; greater than every tile index: lengths are below 2^31, and plans of
 # 64 x 64 tiles are refused above PARTIAL tiles
 PARTIAL = 1 << 24
-# `Plan.tile` of a SelectedPlan, which has no tiles
+# value of tile_of for a SelectedPlan, whose kernels have no tiles
 BY_KEY_BLOCK = 0
 # rows of the query blocks of a work item of a SelectedPlan, at most
-ITEM_ROWS = 2048
+MAX_ITEM_ROWS = 2048
 # a tile row is worth splitting only if it has more than 1 / LONG of the tiles of its head
 LONG = 64
 
@@ -103,50 +103,60 @@ class Plan(NamedTuple):
 
 
 class SelectedPlan(NamedTuple):
-    """The blocks that small query blocks select, by query block and by key block. All int32.
+    """The key blocks that each query block selects, by query block (CSR) and by key block (CSC). All int32.
 
-    An entry is a pair of a query block and a key block that it selects; the kernels compute a partial result for each.
-    Lines are the query blocks of all heads of all batches. A round is a number of consecutive lines, whose partial
-    results fit into memory; each kernel is launched once a round. A list has the entries of one head and one key block,
-    in one round; lists are ordered by round, head and key block. A work item is a chunk of one list, of at most
-    ITEM_ROWS rows.
+    Heads are those that select: query heads that share a selection count once. They are numbered over all batches
+    (batch_head), and query blocks over all heads: batch_head * n_query_blocks + number within the head.
 
-    By query block (CSR), for merging:
-    indptr      (batch * heads, query blocks + 1)  entries of each line: indptr[i] to indptr[i + 1] of its head
-    cols        (capacity,)          its key block; -1 if it is not used or no pair attends
-    By key block (CSC), for computing:
-    entries     (capacity + padding, 2)  the entries in the order of lists: position in cols, which is also the place of
-                                     the partial result; query block, minus PARTIAL if some pair does not attend
-    list_items  (lists + 1,)         first work item of each list
-    items       (bound + padding, 4) head, counted over all batches; key block; first of `entries`; one past the last
-    For both:
-    ranges      (batch | 1, tokens, 2)  keys of each token: first, and one past the last. They follow from causal masks
-                                     and documents, and never decrease from token to token
-    sizes       (0, rows of a query block, rows of a token, keys of a key block, lines per round): read from its shape
+    An entry is a query block and a key block that it selects. A round is a range of query_blocks_per_round query
+    blocks, whose partial results fit into the workspace; each kernel is launched once per round. A list has the entries
+    of one head and one key block in one round. Each round has lists for max_heads_per_round heads, from the head of its
+    first query block on: list = (round * max_heads_per_round + head of the round) * n_key_blocks + key block. Lists may
+    be empty. A work item is a chunk of a list with at most MAX_ITEM_ROWS rows of q.
+
+    By query block, to combine partial results
+        indptr      (batch * heads, n_query_blocks + 1)  entries of query block i of a head: indptr[i] to
+                    indptr[i + 1] - 1
+        key_blocks  (capacity,)  key block of each entry; -1 if unused, or not within the keys of the query block's
+                    tokens
+
+    By key block, to compute them
+        entries     (capacity + padding, 2)  in the order of the lists: index into key_blocks; query block within its
+                    head, minus PARTIAL if some pair does not attend
+        work_item_offsets  (lists + 1,)  first work item of each list
+        work_items  (bound + padding, 4)  batch_head; key block; first of `entries`; one past the last
+
+    For both
+        ranges      (batch | 1, tokens, 2)  keys of each token: first, one past the last; neither decreases along the
+                    tokens
+        sizes       (0, rows of a query block, rows of a token, keys of a key block, query blocks of a round): no
+                    values, since operators take only tensors, and reading values would wait for the device
     """
 
     indptr: Tensor
-    cols: Tensor
+    key_blocks: Tensor
     entries: Tensor
-    list_items: Tensor
-    items: Tensor
+    work_item_offsets: Tensor
+    work_items: Tensor
     ranges: Tensor
     sizes: Tensor
 
 
-def axes_of_round(axes: int, n_rows: int, round_lines: int) -> int:
-    """Number of heads that may have lines in a round of a SelectedPlan.
+def max_heads_per_round(n_batch_heads: int, n_query_blocks: int, query_blocks_per_round: int) -> int:
+    """Number of heads that may have query blocks in a round of a SelectedPlan.
 
-    axes: batch * heads; n_rows: query blocks of a head
+    n_batch_heads   batch * heads
+    n_query_blocks  query blocks of a head
     """
-    return min(axes, (round_lines - 1) // n_rows + 2)
+    return min(n_batch_heads, (query_blocks_per_round - 1) // n_query_blocks + 2)
 
 
 def tile_of(plan: Sequence[Tensor]) -> int:
     """`Plan.tile` of the tensors of a plan; TILE without one."""
     if not plan:
         return TILE
-    # bitmasks, or the `sizes` of a SelectedPlan
+    # bitmasks, or the `sizes` of a SelectedPlan; distinguished by dimensions: 3 for bitmasks of tiles, 2 for gathered
+    # ones, 5 for `sizes`
     last = plan[6]
     if last.dim() == 3:
         return last.shape[1]

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import ITEM_ROWS, SelectedPlan, axes_of_round
+from ..plan_format import MAX_ITEM_ROWS, SelectedPlan, max_heads_per_round
 from ..runtime.tensor_spec import TensorSpec
 
 
 class Round(NamedTuple):
-    """One round: its number, its first line, and its lists."""
+    """One round: its number, its first query block, and its lists."""
 
     i_round: int
-    first_line: int
+    first_query_block: int
     first_list: int
     end_list: int
 
@@ -24,115 +24,118 @@ class Round(NamedTuple):
 class SelectedShapes(NamedTuple):
     """Sizes of a SelectedPlan, and of its rounds.
 
-    axes            batch * heads
-    n_rows, n_cols  query blocks and key blocks of a head
-    query_rows, rows_per_token, keys, round_lines  see SelectedPlan.sizes
-    of_line         most entries of a line
+    n_batch_heads   heads that select, of all batches
+    n_query_blocks, n_key_blocks  of a head
+    query_rows, rows_per_token, keys, query_blocks_per_round  see SelectedPlan.sizes
+    max_key_blocks  entries of a query block, at most
     n_tokens        tokens of a head
     has_batches     whether each batch has its own ranges
     """
 
-    axes: int
-    n_rows: int
-    n_cols: int
+    n_batch_heads: int
+    n_query_blocks: int
+    n_key_blocks: int
     query_rows: int
     rows_per_token: int
     keys: int
-    round_lines: int
-    of_line: int
+    query_blocks_per_round: int
+    max_key_blocks: int
     n_tokens: int
     has_batches: bool
 
     @property
-    def n_lines(self) -> int:
+    def total_query_blocks(self) -> int:
         """Query blocks of all heads."""
-        return self.axes * self.n_rows
+        return self.n_batch_heads * self.n_query_blocks
 
     @property
-    def _round_axes(self) -> int:
-        """Number of heads that may have lines in a round."""
-        return axes_of_round(self.axes, self.n_rows, self.round_lines)
+    def heads_per_round(self) -> int:
+        """Number of heads that may have query blocks in a round."""
+        return max_heads_per_round(self.n_batch_heads, self.n_query_blocks, self.query_blocks_per_round)
 
     @property
     def rounds(self) -> tuple[Round, ...]:
         """The rounds, in order."""
-        lists, n_rounds = self._round_axes * self.n_cols, -(-self.n_lines // self.round_lines)
-        return tuple(Round(i, i * self.round_lines, i * lists, (i + 1) * lists) for i in range(n_rounds))
+        blocks, lists = self.query_blocks_per_round, self.heads_per_round * self.n_key_blocks
+        n_rounds = -(-self.total_query_blocks // blocks)
+        return tuple(Round(i, i * blocks, i * lists, (i + 1) * lists) for i in range(n_rounds))
 
     @property
-    def slots(self) -> int:
-        """The most partial results of a round."""
-        return self.round_lines * self.of_line
+    def max_slots(self) -> int:
+        """Entries of a round, at most."""
+        return self.query_blocks_per_round * self.max_key_blocks
 
     @property
-    def items(self) -> int:
+    def max_work_items(self) -> int:
         """Upper bound of the work items of a round: the full ones, and one partly filled item per list."""
-        return self._round_axes * self.n_cols + self.slots * self.query_rows // ITEM_ROWS
+        return self.heads_per_round * self.n_key_blocks + self.max_slots * self.query_rows // MAX_ITEM_ROWS
 
     def arguments(self, heads: int) -> dict[str, int]:
-        """The arguments of the Hopper kernels that follow; heads: see `Rows`."""
+        """Keyword arguments of both Hopper kernels. heads: heads that select, per batch, see RowLayout."""
         return {
             "n_heads": heads,
-            "n_rows": self.n_rows,
+            "n_query_blocks": self.n_query_blocks,
             "n_tokens": self.n_tokens,
-            "range_batches": self.n_tokens if self.has_batches else 0,
-            "n_slots": self.slots,
+            "range_batch_stride": self.n_tokens if self.has_batches else 0,
+            "n_slots": self.max_slots,
             "ROWS_PER_TOKEN": self.rows_per_token,
         }
 
 
-class Rows(NamedTuple):
-    """Where the rows of query blocks lie in q and in tensors of its shape.
+class RowLayout(NamedTuple):
+    """How the rows of query blocks lie in q, and in tensors of its shape.
 
-    heads        selections per batch: the heads of q, or one for each `query_rows` of them
-    query_rows   rows of a query block
-    n_queries    rows of a selection, without padding
-    is_of_heads  whether the rows of a query block are heads of one token; otherwise they are queries of one head
+    heads           heads that select, per batch: the heads of q, or one for each `query_rows` of them
+    query_rows      rows of a query block
+    n_queries       rows per head that selects; the last query block may have fewer than query_rows
+    rows_are_heads  True: the rows of a query block are query heads of one token; False: they are queries of one head
     """
 
     heads: int
     query_rows: int
     n_queries: int
-    is_of_heads: bool
+    rows_are_heads: bool
 
     def strides(self, strides: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """(batch, selection, query block, row) strides, from those of (batch, heads, queries)."""
+        """(batch, head that selects, query block, row) strides, from those of (batch, heads, queries)."""
         batch, head, query = strides[:3]
-        if self.is_of_heads:
+        if self.rows_are_heads:
             return batch, self.query_rows * head, query, head
         return batch, head, self.query_rows * query, query
 
     def by_block(self, spec: TensorSpec) -> TensorSpec:
         """The spec of a (batch, heads, queries, columns) tensor with the rows of a query block along dimension 2."""
-        if not self.is_of_heads:
+        if not self.rows_are_heads:
             return spec
         (batch, heads, queries, columns), (s_batch, s_head, s_query, s_column) = spec.shape, spec.strides
         return spec._replace(shape=(batch, queries, heads, columns), strides=(s_batch, s_query, s_head, s_column))
 
 
-def rows_of(shapes: SelectedShapes, q_shape: Sequence[int]) -> Rows:
-    """The Rows of a q of (batch, heads, queries, columns): its heads are those that select, or query_rows for each."""
+def row_layout_of(shapes: SelectedShapes, q_shape: Sequence[int]) -> RowLayout:
+    """The layout of q (batch, heads, queries, columns), whose heads are those that select, or query_rows for each."""
     batch, heads, queries, _ = q_shape
     rows = shapes.query_rows
-    if shapes.axes == batch * heads:
-        return Rows(heads, rows, queries, False)
-    assert shapes.axes * rows == batch * heads and shapes.n_rows == queries, "q has other heads than the plan"
-    return Rows(heads // rows, rows, queries * rows, True)
+    if shapes.n_batch_heads == batch * heads:
+        return RowLayout(heads, rows, queries, False)
+    has_rows_of_heads = shapes.n_batch_heads * rows == batch * heads and shapes.n_query_blocks == queries
+    assert has_rows_of_heads, "q has other heads than the plan"
+    return RowLayout(heads // rows, rows, queries * rows, True)
 
 
 @functools.lru_cache(maxsize=1024)
 def _of(tensors: tuple[Sequence[int], ...], kv_len: int) -> SelectedShapes:
-    (axes, n_ends), (capacity,), (batches, n_tokens, _), (_, query_rows, rows_per_token, keys, round_lines) = tensors
-    n_rows = n_ends - 1
+    (n_batch_heads, n_ends), (capacity,), (batches, n_tokens, _), sizes = tensors
+    _, query_rows, rows_per_token, keys, query_blocks_per_round = sizes
+    n_query_blocks = n_ends - 1
     return SelectedShapes(
-        axes=axes,
-        n_rows=n_rows,
-        n_cols=-(-kv_len // keys),
+        n_batch_heads=n_batch_heads,
+        n_query_blocks=n_query_blocks,
+        n_key_blocks=-(-kv_len // keys),
         query_rows=query_rows,
         rows_per_token=rows_per_token,
         keys=keys,
-        round_lines=round_lines,
-        of_line=capacity // (axes * n_rows),
+        query_blocks_per_round=query_blocks_per_round,
+        max_key_blocks=capacity // (n_batch_heads * n_query_blocks),
         n_tokens=n_tokens,
         has_batches=batches > 1,
     )
@@ -141,4 +144,4 @@ def _of(tensors: tuple[Sequence[int], ...], kv_len: int) -> SelectedShapes:
 def shapes_of(plan: Sequence[torch.Tensor], kv_len: int) -> SelectedShapes:
     """The sizes of the tensors of a SelectedPlan."""
     made = SelectedPlan(*plan)
-    return _of((made.indptr.shape, made.cols.shape, made.ranges.shape, made.sizes.shape), kv_len)
+    return _of((made.indptr.shape, made.key_blocks.shape, made.ranges.shape, made.sizes.shape), kv_len)

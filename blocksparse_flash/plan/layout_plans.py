@@ -142,12 +142,12 @@ class LayoutPlans:
         selection: block_selection.Selection | None = self._cache.get("selection")
         if selection is None or not selection.is_by_token or device != self._anchor.device:
             return False
-        block_size, n_rows, n_lines = self.block_size, self._frame.n_rows, self._frame.batch_heads * self._frame.n_rows
         if self._frame[:2] != tuple(batch_heads):
             return False
-        k = len(selection.indices) // max(1, n_lines)
-        return selected_builder.suits(block_size, n_rows, k) and selected_builder.pays(
-            block_size, n_lines, self.kv_len, k
+        n_query_blocks, total_query_blocks = self._frame.n_rows, self._frame.batch_heads * self._frame.n_rows
+        n_selected = len(selection.indices) // max(1, total_query_blocks)
+        return selected_builder.can_build(self.block_size, n_query_blocks, n_selected) and selected_builder.is_faster(
+            self.block_size, total_query_blocks, self.kv_len, n_selected
         )
 
     def _selected_plan(self, causal: bool) -> SelectedPlan:

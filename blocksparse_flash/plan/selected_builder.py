@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
-from ..plan_format import ITEM_ROWS, PARTIAL, TILE, SelectedPlan, axes_of_round, mark_dynamic
+from ..plan_format import MAX_ITEM_ROWS, PARTIAL, TILE, SelectedPlan, mark_dynamic, max_heads_per_round
 from ..runtime import tracing
 from .block_selection import Selection, is_on_gpu
 
@@ -23,23 +23,31 @@ ROUND_ROWS = 1 << 22
 MIN_KEYS_RATIO, MIN_PARTIAL_ROWS = 4, 1 << 22
 # offsets into the list of entries are 32-bit
 MAX_ENTRIES = 1 << 30
-# kernels read entries and items past the end of a list
+# entries and work items that kernels may read past the end: they prefetch the next step
 PADDING = 32
 
 
-def suits(block_size: Size, n_rows: int, k: int) -> bool:
-    """Whether blocks can have a SelectedPlan. n_rows: query blocks per head; k: key blocks that each may select."""
+def can_build(block_size: Size, n_query_blocks: int, n_selected: int) -> bool:
+    """Whether blocks can have a SelectedPlan.
+
+    n_query_blocks  query blocks per head
+    n_selected      blocks that each may select
+    """
     query_rows, keys = block_size
     has_sides = query_rows in QUERY_ROWS and (keys == SMALLEST_KEY_BLOCK or keys % TILE == 0)
-    return has_sides and k > 0 and n_rows < PARTIAL
+    return has_sides and n_selected > 0 and n_query_blocks < PARTIAL
 
 
-def pays(block_size: Size, n_lines: int, kv_len: int, k: int) -> bool:
-    """Whether a SelectedPlan is faster than tiles. n_lines: query blocks of all heads; k: as in `suits`."""
+def is_faster(block_size: Size, total_query_blocks: int, kv_len: int, n_selected: int) -> bool:
+    """Whether a SelectedPlan is faster than tiles.
+
+    total_query_blocks  query blocks of all heads
+    n_selected          blocks that each may select
+    """
     query_rows, keys = block_size
-    capacity = n_lines * k * max(1, keys // TILE)
+    capacity = total_query_blocks * n_selected * max(1, keys // TILE)
     has_room = capacity < MAX_ENTRIES
-    return has_room and kv_len >= MIN_KEYS_RATIO * k * keys and capacity * query_rows >= MIN_PARTIAL_ROWS
+    return has_room and kv_len >= MIN_KEYS_RATIO * n_selected * keys and capacity * query_rows >= MIN_PARTIAL_ROWS
 
 
 def token_ranges(selection: Selection, n_tokens: int, kv_len: int, *, causal: bool) -> Tensor:
@@ -54,13 +62,14 @@ def token_ranges(selection: Selection, n_tokens: int, kv_len: int, *, causal: bo
 
 
 def build(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> SelectedPlan:
-    """The plan of a selection that `suits`, without waiting for its device.
+    """The plan of a selection that `can_build` allows, without waiting for its device.
 
-    causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len), of tokens
+    q_len   rows: rows_per_token for each token
+    causal  also drops the pairs with kv_pos > token + (kv_len - tokens), where tokens = q_len // rows_per_token
     """
     make = _build_by_kernels if is_on_gpu(selection.indptr) else build_by_operations
     plan = make(selection, q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal)
-    mark_dynamic(plan[1:5])
+    mark_dynamic((plan.key_blocks, plan.entries, plan.work_item_offsets, plan.work_items))
     return plan
 
 
@@ -68,34 +77,34 @@ def _build_by_kernels(selection: Selection, *, q_len: int, kv_len: int, block_si
     from ..kernels.triton import selected_plan
 
     (batch, heads, n_ends), documents = selection.indptr.shape, selection.documents
-    (query_rows, keys), n_rows, rows_per_token = block_size, n_ends - 1, selection.rows_per_token
-    parts = max(1, keys // TILE)
-    of_line = len(selection.indices) // (batch * heads * n_rows) * parts
-    lines = selected_plan.Lines(
-        axes=batch * heads,
+    (query_rows, keys), n_query_blocks, rows_per_token = block_size, n_ends - 1, selection.rows_per_token
+    subblocks = max(1, keys // TILE)
+    max_key_blocks = len(selection.indices) // (batch * heads * n_query_blocks) * subblocks
+    grid = selected_plan.PlanGrid(
+        n_batch_heads=batch * heads,
         heads=heads,
-        n_rows=n_rows,
-        n_cols=-(-kv_len // (keys // parts)),
+        n_query_blocks=n_query_blocks,
+        n_key_blocks=-(-kv_len // (keys // subblocks)),
         query_rows=query_rows,
         rows_per_token=rows_per_token,
-        keys=keys // parts,
-        parts=parts,
+        keys=keys // subblocks,
+        subblocks=subblocks,
         n_tokens=q_len // rows_per_token,
         kv_len=kv_len,
-        of_line=of_line,
-        round_lines=lines_of_round(batch * heads * n_rows, of_line, query_rows),
+        max_key_blocks=max_key_blocks,
+        query_blocks_per_round=count_query_blocks_per_round(batch * heads * n_query_blocks, max_key_blocks, query_rows),
         causal=causal,
         document_batches=0 if documents is None else len(documents),
     )
     if documents is not None:
         documents = documents.contiguous()
     with tracing.on_device(selection.indptr.device):
-        return selected_plan.build(selection.indptr, selection.indices, documents, lines, PADDING)
+        return selected_plan.build(selection.indptr, selection.indices, documents, grid, PADDING)
 
 
-def lines_of_round(n_lines: int, of_line: int, query_rows: int) -> int:
-    """Query blocks in a round. of_line: key blocks that each may select."""
-    return min(n_lines, max(1, ROUND_ROWS // (of_line * query_rows)))
+def count_query_blocks_per_round(total_query_blocks: int, max_key_blocks: int, query_rows: int) -> int:
+    """Query blocks of a round. max_key_blocks: entries of each, at most."""
+    return min(total_query_blocks, max(1, ROUND_ROWS // (max_key_blocks * query_rows)))
 
 
 def build_by_operations(
@@ -104,68 +113,77 @@ def build_by_operations(
     """`build` by PyTorch operations, which define what the kernels compute."""
     indptr, indices, rows_per_token = selection.indptr, selection.indices, selection.rows_per_token
     device, (batch, heads, n_ends) = indptr.device, indptr.shape
-    (query_rows, keys), n_rows, axes = block_size, n_ends - 1, batch * heads
-    parts = max(1, keys // TILE)
-    keys //= parts
-    n_lines, n_cols, n_tokens = axes * n_rows, -(-kv_len // keys), q_len // rows_per_token
-    capacity = len(indices) * parts
-    of_line = capacity // n_lines
-    round_lines = lines_of_round(n_lines, of_line, query_rows)
-    n_rounds = -(-n_lines // round_lines)
-    round_axes = axes_of_round(axes, n_rows, round_lines)
+    (query_rows, keys), n_query_blocks, n_batch_heads = block_size, n_ends - 1, batch * heads
+    subblocks = max(1, keys // TILE)
+    keys //= subblocks
+    total_query_blocks, n_tokens = n_batch_heads * n_query_blocks, q_len // rows_per_token
+    n_key_blocks = -(-kv_len // keys)
+    capacity = len(indices) * subblocks
+    max_key_blocks = capacity // total_query_blocks
+    query_blocks_per_round = count_query_blocks_per_round(total_query_blocks, max_key_blocks, query_rows)
+    n_rounds = -(-total_query_blocks // query_blocks_per_round)
+    heads_per_round = max_heads_per_round(n_batch_heads, n_query_blocks, query_blocks_per_round)
 
-    # the line of each entry, n_lines if it is unused
+    # the query block of each entry, total_query_blocks if it is unused
     ends = indptr[..., 1:].flatten().contiguous()
-    line = torch.searchsorted(ends, torch.arange(len(indices), dtype=torch.int32, device=device), right=True)
-    line, col = line.to(torch.int32), indices
-    if parts > 1:
-        part = torch.arange(parts, dtype=torch.int32, device=device)
-        line, col = line.repeat_interleave(parts), (col[:, None] * parts + part).flatten()
-    axis, row = line // n_rows, line % n_rows
+    query_block = torch.searchsorted(ends, torch.arange(len(indices), dtype=torch.int32, device=device), right=True)
+    query_block, key_block = query_block.to(torch.int32), indices
+    if subblocks > 1:
+        i_sub = torch.arange(subblocks, dtype=torch.int32, device=device)
+        query_block = query_block.repeat_interleave(subblocks)
+        key_block = (key_block[:, None] * subblocks + i_sub).flatten()
+    batch_head, block = query_block // n_query_blocks, query_block % n_query_blocks
 
-    # which pairs attend: ranges never decrease from token to token
+    # Ranges never decrease, so the keys of the block's tokens lie in [start of the first, stop of the last), and every
+    # token attends to [start of the last, stop of the first). Conservative: with several documents in a query block, an
+    # entry may be listed although no pair attends
     ranges = token_ranges(selection, n_tokens, kv_len, causal=causal)
     tokens = query_rows // rows_per_token
-    first_token = row * tokens
+    first_token = block * tokens
     last_token = (first_token + (tokens - 1)).clamp_(max=n_tokens - 1)
     if len(ranges) > 1:
-        of_batch = (axis // heads).clamp_(max=batch - 1) * n_tokens
+        of_batch = (batch_head // heads).clamp_(max=batch - 1) * n_tokens
         first_token, last_token = first_token + of_batch, last_token + of_batch
-    (first_begin, first_stop), (last_begin, last_stop) = (
+    (first_token_start, first_token_stop), (last_token_start, last_token_stop) = (
         ranges.flatten(0, 1).index_select(0, token).unbind(1) for token in (first_token, last_token)
     )
-    begin = col * keys
-    stop = begin + keys
-    # false if no token of the line has keys
-    has_keys = last_stop > first_begin
-    is_used = (line < n_lines) & (col < n_cols) & (last_stop > begin) & (first_begin < stop) & has_keys
-    is_full = (last_begin <= begin) & (first_stop >= stop)
+    key_start = key_block * keys
+    key_stop = key_start + keys
+    # an empty range: no token of the query block has keys
+    has_keys = last_token_stop > first_token_start
+    is_used = (query_block < total_query_blocks) & (key_block < n_key_blocks)
+    is_used = is_used & (last_token_stop > key_start) & (first_token_start < key_stop) & has_keys
+    is_full = (last_token_start <= key_start) & (first_token_stop >= key_stop)
 
     # one stable sort lists the entries
-    i_round = line // round_lines
-    first_axis = i_round * round_lines // n_rows
-    of_round = round_axes * n_cols
-    n_lists = n_rounds * of_round
-    i_list = (i_round * round_axes + (axis - first_axis)) * n_cols + col
-    i_list, order = i_list.masked_fill_(~is_used, n_lists).sort(stable=True)
-    bounds = torch.searchsorted(i_list, torch.arange(n_lists + 1, dtype=torch.int32, device=device), out_int32=True)
+    i_round = query_block // query_blocks_per_round
+    first_batch_head = i_round * query_blocks_per_round // n_query_blocks
+    lists_per_round = heads_per_round * n_key_blocks
+    n_lists = n_rounds * lists_per_round
+    list_of_entry = (i_round * heads_per_round + (batch_head - first_batch_head)) * n_key_blocks + key_block
+    list_of_entry, order = list_of_entry.masked_fill_(~is_used, n_lists).sort(stable=True)
+    i_list = torch.arange(n_lists + 1, dtype=torch.int32, device=device)
+    bounds = torch.searchsorted(list_of_entry, i_list, out_int32=True)
     entries = torch.zeros(capacity + PADDING, 2, dtype=torch.int32, device=device)
     entries[:capacity, 0] = order
-    entries[:capacity, 1] = (row - PARTIAL * (~is_full).to(torch.int32)).index_select(0, order)
+    entries[:capacity, 1] = (block - PARTIAL * (~is_full).to(torch.int32)).index_select(0, order)
 
-    # lists are cut into items of a bounded length
-    most = ITEM_ROWS // query_rows
-    list_items = torch.zeros(n_lists + 1, dtype=torch.int32, device=device)
-    torch.cumsum((bounds[1:] - bounds[:-1] + (most - 1)) // most, 0, out=list_items[1:])
-    i_item = torch.arange(min(n_lists, capacity) + capacity // most + PADDING, dtype=torch.int32, device=device)
-    i_list = torch.searchsorted(list_items[1:], i_item, right=True, out_int32=True).clamp_(max=n_lists - 1)
-    begin = bounds[i_list] + (i_item - list_items[i_list]) * most
-    end = torch.minimum(begin + most, bounds[i_list + 1])
-    i_round, within = i_list // of_round, i_list % of_round
-    head = i_round * round_lines // n_rows + within // n_cols
-    items = torch.stack([head, within % n_cols, begin, end], 1)
+    # lists are cut into work items of a bounded length
+    max_item_blocks = MAX_ITEM_ROWS // query_rows
+    work_item_offsets = torch.zeros(n_lists + 1, dtype=torch.int32, device=device)
+    torch.cumsum((bounds[1:] - bounds[:-1] + (max_item_blocks - 1)) // max_item_blocks, 0, out=work_item_offsets[1:])
+    n_items = min(n_lists, capacity) + capacity // max_item_blocks
+    i_item = torch.arange(n_items + PADDING, dtype=torch.int32, device=device)
+    list_of_item = torch.searchsorted(work_item_offsets[1:], i_item, right=True, out_int32=True)
+    list_of_item.clamp_(max=n_lists - 1)
+    begin = bounds[list_of_item] + (i_item - work_item_offsets[list_of_item]) * max_item_blocks
+    end = torch.minimum(begin + max_item_blocks, bounds[list_of_item + 1])
+    round_of_item, within = list_of_item // lists_per_round, list_of_item % lists_per_round
+    batch_head = round_of_item * query_blocks_per_round // n_query_blocks + within // n_key_blocks
+    work_items = torch.stack([batch_head, within % n_key_blocks, begin, end], 1)
 
     # only the shape of `sizes` is read
-    sizes = indptr.new_empty(0, query_rows, rows_per_token, keys, round_lines)
-    cols = col.masked_fill(~is_used, -1)
-    return SelectedPlan((indptr * parts).view(axes, n_ends), cols, entries, list_items, items, ranges, sizes)
+    sizes = indptr.new_empty(0, query_rows, rows_per_token, keys, query_blocks_per_round)
+    key_blocks = key_block.masked_fill(~is_used, -1)
+    indptr = (indptr * subblocks).view(n_batch_heads, n_ends)
+    return SelectedPlan(indptr, key_blocks, entries, work_item_offsets, work_items, ranges, sizes)

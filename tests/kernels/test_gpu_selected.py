@@ -25,7 +25,7 @@ from tests.support.no_waiting import no_waiting
 pytestmark = pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-PAYS = selected_builder.pays
+IS_FASTER = selected_builder.is_faster
 
 
 class Call(NamedTuple):
@@ -89,7 +89,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
         return recorded, backward
 
     monkeypatch.setattr(ops, "_kernels", kernels)
-    monkeypatch.setattr(selected_builder, "pays", lambda *_: True)
+    monkeypatch.setattr(selected_builder, "is_faster", lambda *_: True)
     return found
 
 
@@ -274,7 +274,7 @@ def test_other_calls_have_plans_of_tiles(changes: dict[str, Any], plans: list[li
 def test_auto_takes_plans_by_key_block_where_they_pay(
     plans: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected_builder, "pays", PAYS)
+    monkeypatch.setattr(selected_builder, "is_faster", IS_FASTER)
     for call, expected in ((Call(), 1), (Call(length=1000), 0)):
         plans.clear()
         step(call.tensors(), call.indices(), "auto", **call.options)

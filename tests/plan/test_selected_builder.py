@@ -21,7 +21,7 @@ from blocksparse_flash.kernels import selected_shapes
 from blocksparse_flash.kernels.selected_shapes import shapes_of
 from blocksparse_flash.kernels.triton import selected_plan
 from blocksparse_flash.plan import block_selection, selected_builder
-from blocksparse_flash.plan_format import BY_KEY_BLOCK, ITEM_ROWS, PARTIAL, SelectedPlan, tile_of
+from blocksparse_flash.plan_format import BY_KEY_BLOCK, MAX_ITEM_ROWS, PARTIAL, SelectedPlan, tile_of
 from tests.plan.test_block_selection import Operations
 
 
@@ -80,18 +80,18 @@ class Case(NamedTuple):
         return attends
 
     def blocks(self, indices: Tensor, keys: int) -> dict[tuple[int, int], tuple[bool, bool]]:
-        """Of each selected (line, block of `keys` keys): whether some pair attends, and whether every pair does."""
-        (_, heads), n_parts = self.axes, self.keys // keys
+        """Of each selected (query block, block of `keys` keys): whether some pair attends, and whether all do."""
+        (_, heads), n_subblocks = self.axes, self.keys // keys
         allowed = torch.nn.functional.pad(self.keys_of_tokens(), (0, -self.kv_len % keys)).unflatten(2, (-1, keys))
         found = {}
-        for line, chosen in enumerate(indices.flatten(0, 2).tolist()):
-            axis, row = divmod(line, indices.shape[2])
-            tokens = slice(row * self.query_block, (row + 1) * self.query_block)
-            for col, part in itertools.product(set(chosen) - {-1}, range(n_parts)):
-                i = col * n_parts + part
-                if i < allowed.shape[2]:
-                    pairs = allowed[axis // heads, tokens, i]
-                    found[line, i] = bool(pairs.any()), bool(pairs.all())
+        for query_block, chosen in enumerate(indices.flatten(0, 2).tolist()):
+            batch_head, block = divmod(query_block, indices.shape[2])
+            tokens = slice(block * self.query_block, (block + 1) * self.query_block)
+            for selected, i_sub in itertools.product(set(chosen) - {-1}, range(n_subblocks)):
+                key_block = selected * n_subblocks + i_sub
+                if key_block < allowed.shape[2]:
+                    pairs = allowed[batch_head // heads, tokens, key_block]
+                    found[query_block, key_block] = bool(pairs.any()), bool(pairs.all())
         return found
 
 
@@ -122,69 +122,69 @@ def check(case: Case, by: str, indices: Tensor | None = None) -> SelectedPlan:
         assert tensor.data_ptr() % 16 == 0 or not tensor.numel()
     assert tile_of(plan) == BY_KEY_BLOCK
     plan = SelectedPlan(*(tensor.cpu() for tensor in plan))
-    n_heads, n_rows = case.axes[0] * case.axes[1], case.frame.n_rows
-    query_rows, rows_per_token, keys, round_lines = plan.sizes.shape[1:]
+    n_heads, n_query_blocks = case.axes[0] * case.axes[1], case.frame.n_rows
+    query_rows, rows_per_token, keys, query_blocks_per_round = plan.sizes.shape[1:]
     assert (query_rows, rows_per_token) == (case.frame.block_size[0], case.rows_per_token)
     assert keys == min(case.keys, 128)
-    assert plan.indptr.shape == (n_heads, n_rows + 1)
-    assert len(plan.cols) == indices.numel() * (case.keys // keys)
+    assert plan.indptr.shape == (n_heads, n_query_blocks + 1)
+    assert len(plan.key_blocks) == indices.numel() * (case.keys // keys)
     check_ranges(plan, case)
 
     # by query block
     blocks = case.blocks(indices, keys)
-    cols, of_position = plan.cols.tolist(), {}
+    key_blocks, of_position = plan.key_blocks.tolist(), {}
     ends = plan.indptr.tolist()
-    for line in range(n_heads * n_rows):
-        axis, row = divmod(line, n_rows)
-        begin, end = ends[axis][row : row + 2]
-        assert begin == (ends[axis - 1][-1] if line and not row else begin if row else 0)
-        of_position |= dict.fromkeys(range(begin, end), line)
-    used = [(line, cols[position]) for position, line in of_position.items() if cols[position] >= 0]
-    assert all(col == -1 for position, col in enumerate(cols) if position not in of_position)
+    for query_block in range(n_heads * n_query_blocks):
+        batch_head, block = divmod(query_block, n_query_blocks)
+        begin, end = ends[batch_head][block : block + 2]
+        assert begin == (ends[batch_head - 1][-1] if query_block and not block else begin if block else 0)
+        of_position |= dict.fromkeys(range(begin, end), query_block)
+    used = [(query_block, key_blocks[i]) for i, query_block in of_position.items() if key_blocks[i] >= 0]
+    assert all(key_block == -1 for position, key_block in enumerate(key_blocks) if position not in of_position)
     assert len(used) == len(set(used))
     assert set(used) >= {each for each, (some, _) in blocks.items() if some}
-    for line, col in used:
+    for query_block, key_block in used:
         # between two documents of a query block there may be keys of neither
-        some, _ = blocks[line, col]
-        assert some or (case.documents is not None and case.query_block > 1), (line, col)
+        some, _ = blocks[query_block, key_block]
+        assert some or (case.documents is not None and case.query_block > 1), (query_block, key_block)
 
     # by key block
-    entries, items, list_items = plan.entries.tolist(), plan.items.tolist(), plan.list_items.tolist()
-    assert list_items[0] == 0 and list_items == sorted(list_items)
+    entries, items, work_item_offsets = plan.entries.tolist(), plan.work_items.tolist(), plan.work_item_offsets.tolist()
+    assert work_item_offsets[0] == 0 and work_item_offsets == sorted(work_item_offsets)
     listed, lists = list[int](), list[tuple[int, int, int]]()
-    for begin, end in itertools.pairwise(list_items):
+    for begin, end in itertools.pairwise(work_item_offsets):
         if begin == end:
             continue
-        head, col, first, stop = list_of(items[begin:end], selected_builder.ITEM_ROWS // query_rows)
+        head, key_block, first, stop = list_of(items[begin:end], selected_builder.MAX_ITEM_ROWS // query_rows)
         positions = [position for position, _ in entries[first:stop]]
         # stable, so that results do not depend on the order of events
         assert positions == sorted(positions)
-        for position, row in entries[first:stop]:
-            line = of_position[position]
-            assert (head, col) == (line // n_rows, cols[position])
-            assert row % PARTIAL == line % n_rows
-            _, every = blocks[line, cols[position]]
-            assert (row >= 0) == every, (line, cols[position])
+        for position, block in entries[first:stop]:
+            query_block = of_position[position]
+            assert (head, key_block) == (query_block // n_query_blocks, key_blocks[position])
+            assert block % PARTIAL == query_block % n_query_blocks
+            _, every = blocks[query_block, key_blocks[position]]
+            assert (block >= 0) == every, (query_block, key_blocks[position])
             listed.append(position)
-        (i_round,) = {of_position[position] // round_lines for position in positions}
-        lists.append((i_round, head, col))
-    assert sorted(listed) == [position for position, _ in sorted(of_position.items()) if cols[position] >= 0]
+        (i_round,) = {of_position[position] // query_blocks_per_round for position in positions}
+        lists.append((i_round, head, key_block))
+    assert sorted(listed) == [position for position, _ in sorted(of_position.items()) if key_blocks[position] >= 0]
     # by round, head and key block
     assert lists == sorted({*lists})
     # kernels read two steps past the end of a list
-    assert all(end + 16 <= len(entries) for *_, end in items[: list_items[-1]])
+    assert all(end + 16 <= len(entries) for *_, end in items[: work_item_offsets[-1]])
     check_rounds(plan, case, of_position)
     return plan
 
 
-def list_of(items: list[list[int]], most: int) -> tuple[int, int, int, int]:
+def list_of(items: list[list[int]], max_item_blocks: int) -> tuple[int, int, int, int]:
     """(head, key block, first entry, one past the last) of the items of a list, which they partition."""
-    assert len({(head, col) for head, col, _, _ in items}) == 1
+    assert len({(head, key_block) for head, key_block, _, _ in items}) == 1
     for (*_, begin, end), (*_, following, _) in itertools.pairwise(items):
-        assert following == end == begin + most
-    head, col, begin, end = items[-1]
-    assert 0 < end - begin <= most
-    return head, col, items[0][2], end
+        assert following == end == begin + max_item_blocks
+    head, key_block, begin, end = items[-1]
+    assert 0 < end - begin <= max_item_blocks
+    return head, key_block, items[0][2], end
 
 
 def check_ranges(plan: SelectedPlan, case: Case) -> None:
@@ -198,18 +198,18 @@ def check_ranges(plan: SelectedPlan, case: Case) -> None:
 
 
 def check_rounds(plan: SelectedPlan, case: Case, of_position: dict[int, int]) -> None:
-    """The launches have all lines and all lists, and memory for their partial results and work items."""
-    shapes, list_items = shapes_of(list(plan), case.kv_len), plan.list_items.tolist()
-    firsts = [each.first_line for each in shapes.rounds]
-    assert firsts[0] == shapes.rounds[0].first_list == 0 and shapes.rounds[-1].end_list == len(list_items) - 1
-    for i, (this, end) in enumerate(zip(shapes.rounds, [*firsts[1:], shapes.n_lines], strict=True)):
-        assert this.i_round == i and 0 < end - this.first_line <= shapes.round_lines
+    """The launches have all query blocks and all lists, and memory for their partial results and work items."""
+    shapes, work_item_offsets = shapes_of(list(plan), case.kv_len), plan.work_item_offsets.tolist()
+    firsts = [each.first_query_block for each in shapes.rounds]
+    assert firsts[0] == shapes.rounds[0].first_list == 0 and shapes.rounds[-1].end_list == len(work_item_offsets) - 1
+    for i, (this, end) in enumerate(zip(shapes.rounds, [*firsts[1:], shapes.total_query_blocks], strict=True)):
+        assert this.i_round == i and 0 < end - this.first_query_block <= shapes.query_blocks_per_round
         assert i == 0 or this.first_list == shapes.rounds[i - 1].end_list
-        positions = {position for position, line in of_position.items() if this.first_line <= line < end}
-        assert not positions or max(positions) - min(positions) < shapes.slots
-        first_item, end_item = list_items[this.first_list], list_items[this.end_list]
-        assert end_item - first_item <= shapes.items
-        for *_, begin, stop in plan.items[first_item:end_item].tolist():
+        positions = {at for at, query_block in of_position.items() if this.first_query_block <= query_block < end}
+        assert not positions or max(positions) - min(positions) < shapes.max_slots
+        first_item, end_item = work_item_offsets[this.first_list], work_item_offsets[this.end_list]
+        assert end_item - first_item <= shapes.max_work_items
+        for *_, begin, stop in plan.work_items[first_item:end_item].tolist():
             assert positions >= {*plan.entries[begin:stop, 0].tolist()}
 
 
@@ -220,7 +220,7 @@ def limited(*, round_rows: int | None = None, item_rows: int | None = None) -> I
         if round_rows is not None:
             stack.enter_context(mock.patch.object(selected_builder, "ROUND_ROWS", round_rows))
         for module in (selected_builder, selected_shapes, selected_plan) if item_rows is not None else ():
-            stack.enter_context(mock.patch.object(module, "ITEM_ROWS", item_rows))
+            stack.enter_context(mock.patch.object(module, "MAX_ITEM_ROWS", item_rows))
         # their sizes depend on the constants
         selected_plan.plan_launches.cache_clear()
         yield
@@ -267,7 +267,7 @@ def test_a_plan_is_what_its_format_says(name: str, causal: bool, by: str) -> Non
 @pytest.mark.parametrize("round_rows", [1, 64, 400, 1000])
 @pytest.mark.parametrize("name", ["64 keys", "256 keys", "tokens alone", "documents of each", "one query"])
 def test_rounds_have_their_own_lists(name: str, round_rows: int, by: str) -> None:
-    """Of one line, of a part of a head, and of several heads."""
+    """Of one query block, of a part of a head, and of several heads."""
     with limited(round_rows=round_rows):
         check(CASES[name], by)
 
@@ -278,21 +278,25 @@ def test_rounds_have_their_own_lists(name: str, round_rows: int, by: str) -> Non
 def test_long_lists_have_several_work_items(name: str, item_rows: int, round_rows: int | None, by: str) -> None:
     with limited(item_rows=item_rows, round_rows=round_rows):
         plan = check(CASES[name]._replace(k=8), by)
-    assert round_rows is not None or (plan.list_items.diff() > 1).any()
+    assert round_rows is not None or (plan.work_item_offsets.diff() > 1).any()
 
 
 @pytest.mark.parametrize("query_block", [1, 4])
 def test_work_items_have_at_most_the_rows_of_a_constant(query_block: int, by: str) -> None:
     """Every query block selects the first key block; lists of exactly one item, and of one entry more."""
-    most = ITEM_ROWS // (8 * query_block)
-    for n_lines, expected in ((most, [most]), (most + 1, [most, 1]), (3 * most, [most] * 3)):
-        case = Case(n_tokens=n_lines * query_block, kv_len=100, query_block=query_block, k=1, causal=False)
-        plan = check(case, by, torch.zeros(1, 1, n_lines, 1, dtype=torch.int64))
-        assert plan.items[: plan.list_items[-1], 2:].diff().flatten().tolist() == expected
+    max_item_blocks = MAX_ITEM_ROWS // (8 * query_block)
+    for total_query_blocks, expected in (
+        (max_item_blocks, [max_item_blocks]),
+        (max_item_blocks + 1, [max_item_blocks, 1]),
+        (3 * max_item_blocks, [max_item_blocks] * 3),
+    ):
+        case = Case(n_tokens=total_query_blocks * query_block, kv_len=100, query_block=query_block, k=1, causal=False)
+        plan = check(case, by, torch.zeros(1, 1, total_query_blocks, 1, dtype=torch.int64))
+        assert plan.work_items[: plan.work_item_offsets[-1], 2:].diff().flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(
-    ("case", "col", "n_listed"),
+    ("case", "key_block", "n_listed"),
     [
         (Case(n_tokens=20, kv_len=300), -1, 0),
         # causal: the last block begins at key 256, the keys of the last token end before it, at it, and in it
@@ -307,9 +311,9 @@ def test_work_items_have_at_most_the_rows_of_a_constant(query_block: int, by: st
     ],
     ids=["none", "before", "at", "in", "fewer keys", "document", "document, not causal"],
 )
-def test_only_blocks_with_pairs_are_listed(case: Case, col: int, n_listed: int, by: str) -> None:
-    plan = check(case, by, torch.full((1, 1, case.n_tokens, 3), col))
-    assert plan.items[: plan.list_items[-1], 2:].diff().flatten().tolist() == [n_listed] * (n_listed > 0)
+def test_only_blocks_with_pairs_are_listed(case: Case, key_block: int, n_listed: int, by: str) -> None:
+    plan = check(case, by, torch.full((1, 1, case.n_tokens, 3), key_block))
+    assert plan.work_items[: plan.work_item_offsets[-1], 2:].diff().flatten().tolist() == [n_listed] * (n_listed > 0)
 
 
 @given(
@@ -352,7 +356,7 @@ def test_random_plans_are_what_their_format_says(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "n_rows", "k", "expected"),
+    ("block_size", "n_query_blocks", "k", "expected"),
     [
         *(((rows, 64), 100, 4, rows in (8, 16, 32)) for rows in (1, 2, 4, 8, 16, 32, 64, 128)),
         *(((16, keys), 100, 4, keys >= 64) for keys in (16, 32, 64, 128, 256, 384, 1024)),
@@ -364,9 +368,9 @@ def test_random_plans_are_what_their_format_says(
     ],
 )
 def test_small_query_blocks_and_large_key_blocks_are_suited(
-    block_size: tuple[int, int], n_rows: int, k: int, expected: bool
+    block_size: tuple[int, int], n_query_blocks: int, k: int, expected: bool
 ) -> None:
-    assert selected_builder.suits(block_size, n_rows, k) == expected
+    assert selected_builder.can_build(block_size, n_query_blocks, k) == expected
 
 
 @pytest.mark.parametrize(
@@ -391,7 +395,7 @@ def test_it_pays_to_list_few_blocks_of_many_by_key_block(
     block_size: tuple[int, int], length: int, k: int, expected: bool
 ) -> None:
     """By token, 64 query heads on 4 KV heads."""
-    assert selected_builder.pays(block_size, 4 * length, length, k) == expected
+    assert selected_builder.is_faster(block_size, 4 * length, length, k) == expected
 
 
 @pytest.mark.parametrize("round_rows", [None, 500])
@@ -400,11 +404,11 @@ def test_kernels_make_the_plan_of_the_operations(name: str, round_rows: int | No
     """All values are equal up to the last entry and work item that are used."""
     with limited(round_rows=round_rows, item_rows=64):
         by_operations, by_kernels = (built(CASES[name], by) for by in ("operations", "kernels"))
-    n_items = int(by_operations.list_items[-1])
-    n_entries = int(by_operations.items[n_items - 1, 3]) if n_items else 0
+    n_items = int(by_operations.work_item_offsets[-1])
+    n_entries = int(by_operations.work_items[n_items - 1, 3]) if n_items else 0
     for field, wanted, found in zip(SelectedPlan._fields, by_operations, by_kernels, strict=True):
         assert found.shape == wanted.shape, field
-        size = {"entries": n_entries, "items": n_items}.get(field, len(wanted))
+        size = {"entries": n_entries, "work_items": n_items}.get(field, len(wanted))
         assert torch.equal(found[:size], wanted[:size]), field
 
 

@@ -353,21 +353,22 @@ def run_key_blocks(
     """
     q, k, v, dout = tensors
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _), (rows, tokens) = q.shape, k.shape, sides
-    parts = max(1, keys // TILE)
-    n_rows, n_tokens = q_len // rows, q_len * tokens // rows
+    subblocks = max(1, keys // TILE)
+    n_query_blocks, n_tokens = q_len // rows, q_len * tokens // rows
     if heads == kv_heads * rows:
         # the rows of a query block are heads of one token
-        heads, n_rows, n_tokens = kv_heads, q_len, q_len
+        heads, n_query_blocks, n_tokens = kv_heads, q_len, q_len
     documents = torch.empty(batch, 3, n_tokens, dtype=torch.int32) if rounds > 1 else None
-    lines = selected_plan.Lines(
-        axes=batch * heads, heads=heads, n_rows=n_rows, n_cols=kv_len * parts // keys, query_rows=rows,
-        rows_per_token=rows // tokens, keys=keys // parts, parts=parts, n_tokens=n_tokens, kv_len=kv_len,
-        of_line=16 * parts, round_lines=batch * heads * n_rows // rounds, causal=documents is None,
+    grid = selected_plan.PlanGrid(
+        n_batch_heads=batch * heads, heads=heads, n_query_blocks=n_query_blocks,
+        n_key_blocks=kv_len * subblocks // keys, query_rows=rows, rows_per_token=rows // tokens, keys=keys // subblocks,
+        subblocks=subblocks, n_tokens=n_tokens, kv_len=kv_len, max_key_blocks=16 * subblocks,
+        query_blocks_per_round=batch * heads * n_query_blocks // rounds, causal=documents is None,
         document_batches=0 if documents is None else batch,
     )  # fmt: skip
-    indptr = torch.empty(batch, heads, n_rows + 1, dtype=torch.int32)
-    indices = torch.empty(lines.capacity // parts, dtype=torch.int32)
-    plan = [*selected_plan.build(indptr, indices, documents, lines, 32)]
+    indptr = torch.empty(batch, heads, n_query_blocks + 1, dtype=torch.int32)
+    indices = torch.empty(grid.capacity // subblocks, dtype=torch.int32)
+    plan = [*selected_plan.build(indptr, indices, documents, grid, 32)]
     out, lse = selected_forward.forward(q, k, v, plan, None, None, scale, False, 0.0)
     inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)
     selected_backward.backward(inputs, plan, None, None, scale, False, 0.0)
@@ -605,7 +606,7 @@ def programs_per_sm(kernel: JITFunction, kwargs: dict[str, Any]) -> int:
     """Programs of a launch that should share an SM."""
     if kernel is selected_forward.selected_forward_kernel:
         return selected_forward.PROGRAMS_PER_SM
-    return kwargs["CONFIG"].programs if kernel is selected_backward.selected_backward_kernel else 1
+    return kwargs["CONFIG"].programs_per_sm if kernel is selected_backward.selected_backward_kernel else 1
 
 
 def compile_launches(launches: list[Launch], arch: int) -> list[dict[str, Any]]:

@@ -646,51 +646,77 @@ MUTANTS: dict[str, list[Mutant]] = {
         *(
             ("plan/selected_builder.py", old, new, BY_KEY_BLOCK)
             for old, new in [
-                ("(last_stop > begin) &", "(last_stop >= begin) &"),
-                ("& (first_begin < stop)", "& (first_begin <= stop)"),
-                ("(last_begin <= begin)", "(last_begin < begin)"),
-                ("(first_stop >= stop)", "(first_stop > stop)"),
-                ("has_keys = last_stop > first_begin", "has_keys = last_stop > 0"),
+                ("(last_token_stop > key_start) &", "(last_token_stop >= key_start) &"),
+                ("& (first_token_start < key_stop)", "& (first_token_start <= key_stop)"),
+                ("(last_token_start <= key_start)", "(last_token_start < key_start)"),
+                ("(first_token_stop >= key_stop)", "(first_token_stop > key_stop)"),
+                ("has_keys = last_token_stop > first_token_start", "has_keys = last_token_stop > 0"),
                 ("first_token + (tokens - 1)", "first_token + tokens"),
-                ("(axis // heads).clamp_", "(axis % heads).clamp_"),
+                ("(batch_head // heads).clamp_", "(batch_head % heads).clamp_"),
                 ("torch.arange(kv_len - n_tokens + 1, kv_len + 1,", "torch.arange(kv_len - n_tokens, kv_len,"),
-                ("(col[:, None] * parts + part)", "(col[:, None] * parts + part // 2)"),
-                ("first_axis = i_round * round_lines // n_rows", "first_axis = i_round * (round_lines // n_rows)"),
-                ("(axis - first_axis)) * n_cols + col", "(axis - first_axis)) * n_cols + n_cols - 1 - col"),
-                ("+ (most - 1)) // most", "+ most) // most"),
-                ("head = i_round * round_lines // n_rows + within", "head = first_axis[0] + within"),
-                ("(row - PARTIAL * (~is_full)", "(row - PARTIAL * is_full"),
-                ("has_sides and k > 0 and n_rows < PARTIAL", "has_sides and k > 0 and n_rows <= PARTIAL"),
-                ("kv_len >= MIN_KEYS_RATIO * k * keys", "kv_len > MIN_KEYS_RATIO * k * keys"),
+                ("(key_block[:, None] * subblocks + i_sub)", "(key_block[:, None] * subblocks + i_sub // 2)"),
+                (
+                    "first_batch_head = i_round * query_blocks_per_round // n_query_blocks",
+                    "first_batch_head = i_round * (query_blocks_per_round // n_query_blocks)",
+                ),
+                (
+                    "(batch_head - first_batch_head)) * n_key_blocks + key_block",
+                    "(batch_head - first_batch_head)) * n_key_blocks + n_key_blocks - 1 - key_block",
+                ),
+                ("+ (max_item_blocks - 1)) // max_item_blocks", "+ max_item_blocks) // max_item_blocks"),
+                (
+                    "batch_head = round_of_item * query_blocks_per_round // n_query_blocks + within",
+                    "batch_head = first_batch_head[0] + within",
+                ),
+                ("(block - PARTIAL * (~is_full)", "(block - PARTIAL * is_full"),
+                (
+                    "has_sides and n_selected > 0 and n_query_blocks < PARTIAL",
+                    "has_sides and n_selected > 0 and n_query_blocks <= PARTIAL",
+                ),
+                ("kv_len >= MIN_KEYS_RATIO * n_selected * keys", "kv_len > MIN_KEYS_RATIO * n_selected * keys"),
             ]
         ),
         *(
             ("kernels/triton/selected_plan.py", old, new, BY_KEY_BLOCK)
             for old, new in [
-                ("(last_stop > b_start)", "(last_stop >= b_start)"),
-                ("(first_begin < b_start + KEYS)", "(first_begin <= b_start + KEYS)"),
-                ("(last_begin <= b_start)", "(last_begin < b_start)"),
+                ("(last_token_stop > key_start)", "(last_token_stop >= key_start)"),
+                ("(first_token_start < key_stop)", "(first_token_start <= key_stop)"),
+                ("(last_token_start <= key_start)", "(last_token_start < key_start)"),
                 ("first_token + (TOKENS - 1), n_tokens - 1", "first_token + TOKENS, n_tokens - 1"),
-                ("axis // heads * range_batches", "axis % heads * range_batches"),
+                ("batch_head // heads * range_batch_stride", "batch_head % heads * range_batch_stride"),
                 ("(kv_len - n_tokens + 1), 0", "(kv_len - n_tokens), 0"),
                 ("(i_batch * 3 + 1) * n_tokens", "(i_batch * 3) * n_tokens"),
-                ("(axis - i_round * round_lines // n_rows)", "(axis - i_round * (round_lines // n_rows))"),
-                ("b_col = b_index * PARTS + part", "b_col = b_index * PARTS"),
+                (
+                    "first_batch_head = i_round * query_blocks_per_round // n_query_blocks",
+                    "first_batch_head = i_round * (query_blocks_per_round // n_query_blocks)",
+                ),
+                ("b_key_block = b_index * SUBBLOCKS + i_sub", "b_key_block = b_index * SUBBLOCKS"),
                 ("end = lower_bound(lists_ptr, i_list + 1,", "end = lower_bound(lists_ptr, i_list + 2,"),
                 ("tl.static_range(STEPS + 1)", "tl.static_range(STEPS - 1)"),
-                ("begin + i * MOST", "begin + i * (MOST - 1)"),
-                ("tl.minimum(b_begin + MOST, end)", "b_begin + MOST"),
-                ("i_round * round_lines // n_rows + i_within // n_cols", "i_round * round_lines // n_rows"),
+                ("begin + i * MAX_ITEM_BLOCKS", "begin + i * (MAX_ITEM_BLOCKS - 1)"),
+                ("tl.minimum(b_begin + MAX_ITEM_BLOCKS, end)", "b_begin + MAX_ITEM_BLOCKS"),
+                (
+                    "i_round * query_blocks_per_round // n_query_blocks + i_within // n_key_blocks",
+                    "i_round * query_blocks_per_round // n_query_blocks",
+                ),
             ]
         ),
-        ("plan_format.py", "(round_lines - 1) // n_rows + 2)", "(round_lines - 1) // n_rows + 1)", BY_KEY_BLOCK),
+        (
+            "plan_format.py",
+            "(query_blocks_per_round - 1) // n_query_blocks + 2)",
+            "(query_blocks_per_round - 1) // n_query_blocks + 1)",
+            BY_KEY_BLOCK,
+        ),
         *(
             ("kernels/selected_shapes.py", old, new, BY_KEY_BLOCK)
             for old, new in [
-                ("self._round_axes * self.n_cols +", "self._round_axes * self.n_cols // 2 +"),
-                ("self.round_lines * self.of_line", "(self.round_lines - 1) * self.of_line"),
+                ("self.heads_per_round * self.n_key_blocks +", "self.heads_per_round * self.n_key_blocks // 2 +"),
                 (
-                    "Round(i, i * self.round_lines, i * lists, (i + 1) * lists)",
+                    "self.query_blocks_per_round * self.max_key_blocks",
+                    "(self.query_blocks_per_round - 1) * self.max_key_blocks",
+                ),
+                (
+                    "Round(i, i * blocks, i * lists, (i + 1) * lists)",
                     "Round(i, i, i * lists, (i + 1) * lists)",
                 ),
             ]
@@ -701,8 +727,14 @@ MUTANTS: dict[str, list[Mutant]] = {
             for old, new in [
                 ("return batch, head, self.query_rows * query, query", "return batch, head, query, query"),
                 ("return batch, self.query_rows * head, query, head", "return batch, head, query, head"),
-                ("Rows(heads // rows, rows, queries * rows, True)", "Rows(heads // rows, rows, queries, True)"),
-                ("Rows(heads // rows, rows, queries * rows, True)", "Rows(heads, rows, queries * rows, True)"),
+                (
+                    "RowLayout(heads // rows, rows, queries * rows, True)",
+                    "RowLayout(heads // rows, rows, queries, True)",
+                ),
+                (
+                    "RowLayout(heads // rows, rows, queries * rows, True)",
+                    "RowLayout(heads, rows, queries * rows, True)",
+                ),
             ]
         ),
         *(
@@ -814,27 +846,36 @@ MUTANTS: dict[str, list[Mutant]] = {
         *(
             ("triton/merge_selected.py", old, new, MERGED)
             for old, new in [
-                ("first_line + first_line // n_rows)", "first_line)"),
+                ("first_query_block + first_query_block // n_query_blocks)", "first_query_block)"),
                 ("for i_entry in tl.range(begin, end,", "for i_entry in tl.range(begin, end - 1,"),
-                ("is_used = tl.load(cols_ptr + i_entry) >= 0", "is_used = tl.load(cols_ptr + i_entry) >= -1"),
+                (
+                    "is_used = tl.load(key_blocks_ptr + i_entry) >= 0",
+                    "is_used = tl.load(key_blocks_ptr + i_entry) >= -1",
+                ),
                 ("b_out * b_decay[:, None] +", "b_out +"),
                 ("b_sum = b_sum * b_decay + b_weight", "b_sum = b_sum + b_weight"),
                 ("(b_out / b_sum[:, None])", "b_out"),
                 ('float("-inf"), log_sum(b_max, b_sum)', "0.0, log_sum(b_max, b_sum)"),
                 ("to(tl.int64) * strides[2]", "to(tl.int64) * strides[3]"),
                 ("to(tl.int64) * strides[3]", "to(tl.int64) * strides[2]"),
-                ("is_query = i_row * ROWS + o_row < n_queries", "is_query = o_row >= 0"),
-                ("tl.range(begin * PARTS, end * PARTS,", "tl.range(begin * PARTS, end * PARTS - 1,"),
-                ("tl.load(cols_ptr + i_part // PARTS) >= 0", "tl.load(cols_ptr + i_part // PARTS) >= -1"),
-                ("(i_part - first_slot * PARTS)", "(i_part - first_slot)"),
+                ("is_query = i_block * BLOCK_ROWS + o_row < n_queries", "is_query = o_row >= 0"),
+                (
+                    "tl.range(begin * KEY_SPLITS, end * KEY_SPLITS,",
+                    "tl.range(begin * KEY_SPLITS, end * KEY_SPLITS - 1,",
+                ),
+                (
+                    "tl.load(key_blocks_ptr + i_partial // KEY_SPLITS) >= 0",
+                    "tl.load(key_blocks_ptr + i_partial // KEY_SPLITS) >= -1",
+                ),
+                ("(i_partial - first_entry * KEY_SPLITS)", "(i_partial - first_entry)"),
                 ("(i_list >= first_list) &", "(i_list >= 0) &"),
                 ("& (i_list < end_list)", "& (i_list <= end_list)"),
                 ("n_items > 0 or not ADD", "n_items > 1 or not ADD"),
                 ("for i_item in tl.range(0, end - begin):", "for i_item in tl.range(1, end - begin):"),
                 ("(begin - first_item + i_item)", "(begin + i_item)"),
                 ("o_dim[None, :]) * scale", "o_dim[None, :])"),
-                ("p_sum + KEYS * DIM + o_row", "p_sum + o_row"),
-                ("first_axis = first_line // n_rows", "first_axis = 0"),
+                ("p_partial + KEYS * DIM + o_row", "p_partial + o_row"),
+                ("first_batch_head = first_query_block // n_query_blocks", "first_batch_head = 0"),
             ]
         ),
         (

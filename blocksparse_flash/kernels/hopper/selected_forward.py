@@ -38,8 +38,8 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import scale_log2, sign
 from ..schedule import padded_dim
-from ..selected_shapes import SelectedShapes, rows_of, shapes_of
-from ..triton.merge_selected import merge_rows
+from ..selected_shapes import SelectedShapes, row_layout_of, shapes_of
+from ..triton.merge_selected import combine_out
 from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, thread_barrier
 from .fine_tiles import SIDE, SWIZZLE_COLS
 from .registers import accumulator, opaque, tile_of
@@ -47,19 +47,19 @@ from .selected_tiles import (
     ITEM_INTS,
     Sizes,
     allocate_keys,
-    blocks_of,
-    first_slot_of,
+    broadcast_to_rows,
+    draw_work_item,
+    first_and_count,
+    first_entry_of_round,
     is_masked,
-    item_range,
     load_blocks,
     load_keys,
-    next_item,
-    of_rows,
+    load_query_blocks_of_step,
+    load_slots_of_step,
+    n_steps_of,
     pointers_of,
     read_item,
     row_ranges,
-    slots_of,
-    steps_of,
     store_blocks,
     write_item,
 )
@@ -86,25 +86,28 @@ class Pipelines(NamedTuple):
 
 
 @gluon.jit
-def softmax(b_scores, factor):
-    """(p, lse in base 2, 1 / sum) of the rows of scores [64, keys]; a row without keys has p 0 and lse -inf."""
-    b_max = gl.max(b_scores, 1) * factor
+def softmax(b_scores, scale_log2):
+    """(p, lse in base 2, 1 / sum) of the rows of scores [64, keys]; a row without keys has p 0 and lse -inf.
+
+    scale_log2  |scale| * log2(e), see arguments.scale_log2
+    """
+    b_max = gl.max(b_scores, 1) * scale_log2
     b_max = gl.where(b_max == float("-inf"), 0.0, b_max)
-    b_p = gl.exp2(b_scores * factor - gl.expand_dims(b_max, 1))
+    b_p = gl.exp2(b_scores * scale_log2 - gl.expand_dims(b_max, 1))
     b_sum = gl.sum(b_p, 1)
     return b_p, b_max + gl.log2(b_sum), 1.0 / gl.where(b_sum == 0.0, 1.0, b_sum)
 
 
 @gluon.jit
 def masked_scores(
-    b_scores, ptrs, sizes, item, i_step, BLOCKS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr
+    b_scores, ptrs, sizes, item, i_step, BLOCKS_PER_STEP: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr
 ):  # fmt: skip
     """Scores [64, keys], -inf where a pair does not attend."""
     KEYS: gl.constexpr = b_scores.shape[1]
     o_row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, accumulator(KEYS)))
-    b_first, b_stop = row_ranges(ptrs, sizes, item, i_step, o_row, BLOCKS, ROWS_PER_TOKEN)
+    b_first, b_stop = row_ranges(ptrs, sizes, item, i_step, o_row, BLOCKS_PER_STEP, ROWS_PER_TOKEN)
     # few steps have a mask: positions kept from step to step would take registers
-    kv_start = opaque(item.i_col * KEYS)
+    kv_start = opaque(item.i_key_block * KEYS)
     o_key = gl.expand_dims(kv_start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, accumulator(KEYS))), 0)
     return gl.where(
         (o_key >= gl.expand_dims(b_first, 1)) & (o_key < gl.expand_dims(b_stop, 1)), b_scores, float("-inf")
@@ -115,26 +118,26 @@ def masked_scores(
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS: gl.constexpr, OF_HEADS: gl.constexpr):
-    """Entry point of the producer warp."""
+def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP: gl.constexpr, ROWS_ARE_HEADS: gl.constexpr):
+    """Producer: draws and loads work items and their steps."""
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    first_item, n_items = item_range(ptrs, sizes)
+    first_item, n_items = first_and_count(ptrs, sizes)
     i_item = gl.program_id(0)
-    # work items and steps so far: they choose the stages
-    i_tile = 0
-    n_loaded = 0
+    # iterations and steps so far: they choose pipeline stages
+    i_iter = 0
+    n_steps_loaded = 0
     while i_item < n_items:
-        item = write_item(ptrs, pipelines.items, i_tile, first_item, i_item, PARTS=1)
-        i_item = next_item(ptrs, sizes)
-        i_batch, i_head = item.axis // sizes.n_heads, item.axis % sizes.n_heads
-        load_keys(k_desc, pipelines.k, i_tile, i_batch, i_head // sizes.group, item.i_col * KEYS)
-        load_keys(v_desc, pipelines.v, i_tile, i_batch, i_head // sizes.group, item.i_col * KEYS)
-        for i_step in range(steps_of(item, BLOCKS)):
-            blocks = blocks_of(ptrs, item, i_step, BLOCKS)
-            load_blocks(q_desc, pipelines.q, n_loaded, i_batch, i_head, blocks, OF_HEADS)
-            n_loaded += 1
-        i_tile += 1
-    write_end(pipelines.items, i_tile, ITEM_INTS)
+        item = write_item(ptrs, pipelines.items, i_iter, first_item, i_item, KEY_SPLITS=1)
+        i_item = draw_work_item(ptrs, sizes)
+        i_batch, i_head = item.batch_head // sizes.n_heads, item.batch_head % sizes.n_heads
+        load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head // sizes.group, item.i_key_block * KEYS)
+        load_keys(v_desc, pipelines.v, i_iter, i_batch, i_head // sizes.group, item.i_key_block * KEYS)
+        for i_step in range(n_steps_of(item, BLOCKS_PER_STEP)):
+            blocks = load_query_blocks_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)
+            load_blocks(q_desc, pipelines.q, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
+            n_steps_loaded += 1
+        i_iter += 1
+    write_end(pipelines.items, i_iter, ITEM_INTS)
 
 
 # ---- consumer warpgroup ----
@@ -142,12 +145,12 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS: gl.constexpr, O
 
 @gluon.jit
 def mma(
-    out_desc, out_buffer, pipelines, ptrs, sizes, factor, BLOCKS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr,
-    SIGN: gl.constexpr,
+    out_desc, out_buffer, pipelines, ptrs, sizes, scale_log2,
+    BLOCKS_PER_STEP: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the consumer warpgroup. out_buffer: [1, 1, 64, DIM_V] in shared memory."""
+    """Consumer: computes the steps of work items. out_buffer: [1, 1, 64, DIM_V] in shared memory."""
     q = pipelines.q
-    ROWS: gl.constexpr = SIDE // BLOCKS
+    BLOCK_ROWS: gl.constexpr = SIDE // BLOCKS_PER_STEP
     KEYS: gl.constexpr = pipelines.k.buffers.shape[3]
     DIM_V: gl.constexpr = pipelines.v.buffers.shape[4]
     dtype: gl.constexpr = q.buffers.dtype
@@ -156,21 +159,21 @@ def mma(
     o_row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
     k_tile = tile_of(pipelines.k.buffers, 0).permute((1, 0))
     v_tile = tile_of(pipelines.v.buffers, 0)
-    first_slot = first_slot_of(ptrs, sizes)
-    # work items and steps so far
-    i_tile = 0
-    n_done = 0
-    item = read_item(pipelines.items, i_tile)
-    while item.axis > END:
-        consumer_wait(pipelines.k, 0, i_tile)
-        consumer_wait(pipelines.v, 0, i_tile)
-        n_steps = steps_of(item, BLOCKS)
+    first_entry = first_entry_of_round(ptrs, sizes)
+    # iterations and steps so far: they choose pipeline stages
+    i_iter = 0
+    n_steps_done = 0
+    item = read_item(pipelines.items, i_iter)
+    while item.batch_head > END:
+        consumer_wait(pipelines.k, 0, i_iter)
+        consumer_wait(pipelines.v, 0, i_iter)
+        n_steps = n_steps_of(item, BLOCKS_PER_STEP)
         for i_step in range(n_steps):
-            i_load = n_done + i_step
+            i_load = n_steps_done + i_step
             stage = i_load % STAGES
             # loaded early: they arrive during the wait for q and during the product
-            slots = slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS)
-            has_mask = is_masked(ptrs, item, i_step, BLOCKS)
+            slots = load_slots_of_step(ptrs, sizes, item, first_entry, i_step, BLOCKS_PER_STEP)
+            has_mask = is_masked(ptrs, item, i_step, BLOCKS_PER_STEP)
             consumer_wait(q, stage, i_load // STAGES)
             b_zero = gl.zeros([SIDE, KEYS], gl.float32, score_layout)
             scores_token = warpgroup_mma(tile_of(q.buffers, stage), k_tile, b_zero, use_acc=False, is_async=True)
@@ -179,27 +182,27 @@ def mma(
             if SIGN != 1:
                 b_scores = b_scores * SIGN
             if has_mask:
-                b_scores = masked_scores(b_scores, ptrs, sizes, item, i_step, BLOCKS, ROWS_PER_TOKEN)
-            b_p, b_lse, b_factor = softmax(b_scores, factor)
+                b_scores = masked_scores(b_scores, ptrs, sizes, item, i_step, BLOCKS_PER_STEP, ROWS_PER_TOKEN)
+            b_p, b_lse, b_inverse_sum = softmax(b_scores, scale_log2)
             b_p = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, out_layout, 2))
             b_zero_out = gl.zeros([SIDE, DIM_V], gl.float32, out_layout)
             out_token = warpgroup_mma(b_p, v_tile, b_zero_out, use_acc=False, is_async=True)
-            b_slot = of_rows(slots, o_row)
-            gl.store(ptrs.lse_ptr + (b_slot * ROWS + o_row % ROWS), b_lse, mask=b_slot < sizes.n_slots)
+            b_slot = broadcast_to_rows(slots, o_row)
+            gl.store(ptrs.lse_ptr + (b_slot * BLOCK_ROWS + o_row % BLOCK_ROWS), b_lse, mask=b_slot < sizes.n_slots)
             # the stores of the step before have read the buffer
             tma.store_wait(0)
             b_out = warpgroup_mma_wait(0, deps=(out_token,))
-            b_out = b_out * gl.expand_dims(gl.convert_layout(b_factor, gl.SliceLayout(1, out_layout)), 1)
+            b_out = b_out * gl.expand_dims(gl.convert_layout(b_inverse_sum, gl.SliceLayout(1, out_layout)), 1)
             thread_barrier()
             out_buffer.reshape([SIDE, DIM_V]).store(b_out.to(dtype))
             fence_async_shared()
             thread_barrier()
             store_blocks(out_desc, out_buffer, slots)
-        n_done += n_steps
+        n_steps_done += n_steps
         consumer_release(pipelines.k, 0)
         consumer_release(pipelines.v, 0)
-        i_tile += 1
-        item = read_item(pipelines.items, i_tile)
+        i_iter += 1
+        item = read_item(pipelines.items, i_iter)
     tma.store_wait(0)
 
 
@@ -208,21 +211,21 @@ def mma(
 
 @gluon.jit(
     do_not_specialize=[
-        "i_round", "first_line", "first_list", "end_list", "n_heads", "group", "n_rows", "n_tokens",
-        "range_batches", "n_slots",
+        "i_round", "first_query_block", "first_list", "end_list", "n_heads", "group", "n_query_blocks", "n_tokens",
+        "range_batch_stride", "n_slots",
     ]
 )  # fmt: skip
 def selected_forward_kernel(
     # TMA descriptors; Pointers
     q_desc, k_desc, v_desc, out_desc, ptrs,
     # the launch, see Sizes
-    i_round, first_line, first_list, end_list,
-    # see Sizes; factor: see arguments.scale_log2
-    n_heads, group, n_rows, n_tokens, range_batches, n_slots, factor,
-    # compile time; OF_HEADS: see load_blocks; SIGN of the scale
-    ROWS_PER_TOKEN: gl.constexpr, OF_HEADS: gl.constexpr, SIGN: gl.constexpr,
+    i_round, first_query_block, first_list, end_list,
+    # see Sizes; scale_log2: |scale| * log2(e), see arguments.scale_log2
+    n_heads, group, n_query_blocks, n_tokens, range_batch_stride, n_slots, scale_log2,
+    # compile time; ROWS_ARE_HEADS: see RowLayout; SIGN of the scale, since softmax takes max(scores) * scale_log2
+    ROWS_PER_TOKEN: gl.constexpr, ROWS_ARE_HEADS: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = SIDE // q_desc.block_type.shape[2]
+    BLOCKS_PER_STEP: gl.constexpr = SIDE // q_desc.block_type.shape[2]
     DIM: gl.constexpr = k_desc.block_type.shape[3]
     DIM_V: gl.constexpr = v_desc.block_type.shape[3]
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, SIDE, DIM], q_desc.layout)
@@ -231,14 +234,14 @@ def selected_forward_kernel(
     pipelines = Pipelines(items=items, k=k, v=v, q=allocate_pipeline(q_buffers, STAGES, CONSUMERS=1))
     fence_async_shared()
     sizes = Sizes(
-        n_heads=n_heads, group=group, n_rows=n_rows, n_tokens=n_tokens, range_batches=range_batches,
-        lse_strides=None, i_round=i_round, first_line=first_line, first_list=first_list, end_list=end_list,
-        n_slots=n_slots,
+        n_heads=n_heads, group=group, n_query_blocks=n_query_blocks, n_tokens=n_tokens,
+        range_batch_stride=range_batch_stride, lse_strides=None, i_round=i_round,
+        first_query_block=first_query_block, first_list=first_list, end_list=end_list, n_slots=n_slots,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (mma, (out_desc, out_buffer, pipelines, ptrs, sizes, factor, BLOCKS, ROWS_PER_TOKEN, SIGN)),
-            (load, (q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS, OF_HEADS)),
+            (mma, (out_desc, out_buffer, pipelines, ptrs, sizes, scale_log2, BLOCKS_PER_STEP, ROWS_PER_TOKEN, SIGN)),
+            (load, (q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP, ROWS_ARE_HEADS)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -273,21 +276,21 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, _, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    n_partial_rows, rows = shapes.slots * shapes.query_rows, shapes.query_rows
+    n_partial_rows, rows = shapes.max_slots * shapes.query_rows, shapes.query_rows
     partial, out = contiguous(q.dtype, 1, 1, n_partial_rows, dim_v), memory_in_order_of(q, v_dim)
-    layout = rows_of(shapes, q.shape)
+    row_layout = row_layout_of(shapes, q.shape)
     arguments = {
-        **shapes.arguments(layout.heads),
-        "group": layout.heads // kv_heads,
-        "OF_HEADS": layout.is_of_heads,
-        "factor": scale_log2(scale),
+        **shapes.arguments(row_layout.heads),
+        "group": row_layout.heads // kv_heads,
+        "ROWS_ARE_HEADS": row_layout.rows_are_heads,
+        "scale_log2": scale_log2(scale),
         "SIGN": sign(scale),
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
-    n_programs = min(shapes.items, PROGRAMS_PER_SM * num_sms(index))
+    n_programs = min(shapes.max_work_items, PROGRAMS_PER_SM * num_sms(index))
     descriptor_factories = {
-        "q_desc": DescriptorFactory(layout.by_block(q), (1, 1, rows, SWIZZLE_COLS.value)),
+        "q_desc": DescriptorFactory(row_layout.by_block(q), (1, 1, rows, SWIZZLE_COLS.value)),
         "k_desc": DescriptorFactory(k, (1, 1, shapes.keys, dim)),
         "v_desc": DescriptorFactory(v, (1, 1, shapes.keys, dim_v)),
         "out_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),
@@ -298,7 +301,7 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
         partial=partial,
         partial_lse=contiguous(torch.float32, n_partial_rows),
         kernel=Launch(selected_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        merge=merge_rows(shapes, out.spec, dim_v),
+        merge=combine_out(shapes, out.spec, dim_v),
     )
 
 
@@ -320,17 +323,21 @@ def forward(
     plan   the tensors of a SelectedPlan
     specs  of q, k and v, if the caller has them already
     """
-    assert seed is None and dropout_p == 0.0 and kv_lengths is None and scores is None, "such calls have other plans"
-    assert not causal, "the plan contains it"
+    assert seed is None and dropout_p == 0.0 and kv_lengths is None and scores is None, (
+        "SelectedPlans have none of these options"
+    )
+    assert not causal, "the ranges of the plan are causal already"
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
-    lists = SelectedPlan(*plan)
+    selected = SelectedPlan(*plan)
     shapes = shapes_of(plan, k.shape[2])
     launches, empty = forward_launches(specs, shapes, scale, q.device.index), allocator(q)
-    out, lse, partial, partial_lse = [empty(*memory) for memory in launches[:4]]
+    memories = launches.out, launches.lse, launches.partial, launches.partial_lse
+    out, lse, partial, partial_lse = (empty(*memory) for memory in memories)
     rounds = shapes.rounds
-    pointers = pointers_of(lists, len(rounds), lse=partial_lse)
-    for of_round in rounds:
-        launches.kernel(q, k, v, partial, pointers, *of_round)
-        launches.merge(lists.indptr, lists.cols, partial, partial_lse, out, lse, of_round.first_line)
+    pointers = pointers_of(selected, len(rounds), lse=partial_lse)
+    for this_round in rounds:
+        first_query_block, lists = this_round.first_query_block, (this_round.first_list, this_round.end_list)
+        launches.kernel(q, k, v, partial, pointers, this_round.i_round, first_query_block, *lists)
+        launches.merge(selected.indptr, selected.key_blocks, partial, partial_lse, out, lse, first_query_block)
     return out, lse

@@ -29,47 +29,48 @@ ITEM_INTS = gl.constexpr(5)
 class Pointers(NamedTuple):
     """Global memory.
 
-    indptr_ptr, entries_ptr, list_items_ptr, items_ptr, ranges_ptr  the plan
+    indptr_ptr, entries_ptr, work_item_offsets_ptr, work_items_ptr, ranges_ptr  the plan
     lse_ptr    forward: lse of each row of a partial result, in base 2; backward: lse of each query, see lse_strides
     delta_ptr  see hopper/backward.py; None in the forward
-    sums_ptr   partial sums of dk and dv; None in the forward
-    counters_ptr  counter of the work items of each round, 0
+    partial_dkdv_ptr  dk, then dv, of each work item of a round; None in the forward
+    counters_ptr  tile-scheduler counter of each round, zero at first
     """
 
     indptr_ptr: Any
     entries_ptr: Any
-    list_items_ptr: Any
-    items_ptr: Any
+    work_item_offsets_ptr: Any
+    work_items_ptr: Any
     ranges_ptr: Any
     lse_ptr: Any
     delta_ptr: Any
-    sums_ptr: Any
+    partial_dkdv_ptr: Any
     counters_ptr: Any
 
 
 class Sizes(NamedTuple):
     """Sizes of a call.
 
-    n_heads        selections per batch, see selected_shapes.Rows
-    group          selections per KV head
-    n_rows         query blocks per head
-    n_tokens       tokens per head
-    range_batches  tokens of `ranges` from one batch to the next: 0 or n_tokens
-    lse_strides    of lse and delta of the backward, see selected_shapes.Rows
-    i_round        number of the round
-    first_line     its first line
+    n_heads         heads that select, per batch, see selected_shapes.RowLayout
+    group           heads that select, per KV head
+    n_query_blocks  query blocks per head
+    n_tokens        tokens per head
+    range_batch_stride  in tokens; 0 if all batches share the ranges
+    lse_strides     of lse and delta of the backward, see selected_shapes.RowLayout
+    i_round         number of the round
+    first_query_block  its first query block
     first_list, end_list  its lists
-    n_slots        partial results that the workspace holds
+    n_slots         entries of a round, at most; slot n_slots is past the end, and TMA drops stores to it. The backward
+                    has KEY_SPLITS partial results per slot
     """
 
     n_heads: Any
     group: Any
-    n_rows: Any
+    n_query_blocks: Any
     n_tokens: Any
-    range_batches: Any
+    range_batch_stride: Any
     lse_strides: Any
     i_round: Any
-    first_line: Any
+    first_query_block: Any
     first_list: Any
     end_list: Any
     n_slots: Any
@@ -78,17 +79,17 @@ class Sizes(NamedTuple):
 class WorkItem(NamedTuple):
     """One work item.
 
-    axis        batch * heads + head of the queries; END: no more work items
-    i_col       key block
-    begin, end  entries
-    i_part      number of the work item in the round * PARTS + number of this program among the PARTS that share it
+    batch_head   flat index over batch and heads that select; END: no more work items
+    i_key_block  key block
+    begin, end   entries
+    i_work       work item of the round * KEY_SPLITS + which of the KEY_SPLITS programs that share its keys this is
     """
 
-    axis: Any
-    i_col: Any
+    batch_head: Any
+    i_key_block: Any
     begin: Any
     end: Any
-    i_part: Any
+    i_work: Any
 
 
 @gluon.jit
@@ -112,52 +113,56 @@ def allocate_keys(k_desc, v_desc, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def item_range(ptrs, sizes):
+def first_and_count(ptrs, sizes):
     """(first work item of the round, number of its work items)."""
-    first_item = gl.load(ptrs.list_items_ptr + sizes.first_list)
-    return first_item, gl.load(ptrs.list_items_ptr + sizes.end_list) - first_item
+    first_item = gl.load(ptrs.work_item_offsets_ptr + sizes.first_list)
+    return first_item, gl.load(ptrs.work_item_offsets_ptr + sizes.end_list) - first_item
 
 
 @gluon.jit
-def write_item(ptrs, items, i_tile, first_item, i_part, PARTS: gl.constexpr):
-    """Reads a work item of the round, and writes it for the consumers as the i_tile-th one of the program.
+def write_item(ptrs, items, i_iter, first_item, i_work, KEY_SPLITS: gl.constexpr):
+    """Reads a work item of the round, and writes it for the consumers as the i_iter-th one of the program.
 
-    i_part  see WorkItem; PARTS programs share a work item
+    i_work  see WorkItem
     """
-    p_item = ptrs.items_ptr + (first_item + i_part // PARTS) * 4
+    p_item = ptrs.work_items_ptr + (first_item + i_work // KEY_SPLITS) * 4
+    # in the order of the fields of WorkItem
     item = WorkItem(
-        axis=gl.load(p_item),
-        i_col=gl.load(p_item + 1),
+        batch_head=gl.load(p_item),
+        i_key_block=gl.load(p_item + 1),
         begin=gl.load(p_item + 2),
         end=gl.load(p_item + 3),
-        i_part=i_part,
+        i_work=i_work,
     )
-    write_work_tile(items, i_tile, item, ITEM_INTS, ITEM_INTS)
+    write_work_tile(items, i_iter, item, ITEM_INTS, ITEM_INTS)
     return item
 
 
 @gluon.jit
-def next_item(ptrs, sizes):
-    """The next work item of this program, from the tile scheduler; the first one is the program id."""
+def draw_work_item(ptrs, sizes):
+    """Draws the next work item from the tile scheduler.
+
+    Programs start with item program_id, so the counter starts at num_programs.
+    """
     return gl.atomic_add(ptrs.counters_ptr + sizes.i_round, 1) + gl.num_programs(0)
 
 
 @gluon.jit
-def load_keys(desc, pipeline, i_tile, i_batch, i_kv_head, start):
-    """Loads the keys or values of the i_tile-th work item of the program."""
-    producer_acquire(pipeline, 0, i_tile)
+def load_keys(desc, pipeline, i_iter, i_batch, i_kv_head, start):
+    """Loads the keys or values of the i_iter-th work item of the program."""
+    producer_acquire(pipeline, 0, i_iter)
     mbarrier.expect(pipeline.full.index(0), desc.block_type.nbytes)
     tma_load(desc, [i_batch, i_kv_head, start, 0], pipeline.full.index(0), pipeline.buffers.index(0))
 
 
 @gluon.jit
-def load_blocks(desc, pipeline, i_load, i_batch, i_head, blocks, OF_HEADS: gl.constexpr):
+def load_blocks(desc, pipeline, i_load, i_batch, i_head, blocks, ROWS_ARE_HEADS: gl.constexpr):
     """Loads the rows of the query blocks of a step into the next stage of a pipeline; zeros for none.
 
-    desc      of (batch, heads, queries, columns); with OF_HEADS of (batch, queries, heads, columns)
-    OF_HEADS  whether the rows of a query block are heads of one token, see selected_shapes.Rows
+    desc  of (batch, heads, queries, columns); with ROWS_ARE_HEADS of (batch, queries, heads, columns)
+    ROWS_ARE_HEADS  see selected_shapes.RowLayout
     """
-    ROWS: gl.constexpr = SIDE // len(blocks)
+    BLOCK_ROWS: gl.constexpr = SIDE // len(blocks)
     STAGES: gl.constexpr = pipeline.buffers.shape[0]
     COLUMNS: gl.constexpr = pipeline.buffers.shape[4]
     stage = i_load % STAGES
@@ -166,60 +171,61 @@ def load_blocks(desc, pipeline, i_load, i_batch, i_head, blocks, OF_HEADS: gl.co
     mbarrier.expect(full, len(blocks) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes)
     for i_block in gl.static_range(len(blocks)):
         for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
-            part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)
-            if OF_HEADS:
-                tma_load(desc, [i_batch, blocks[i_block], i_head * ROWS, column], full, part)
+            view = buffer.slice(i_block * BLOCK_ROWS, BLOCK_ROWS, 2).slice(column, SWIZZLE_COLS, 3)
+            if ROWS_ARE_HEADS:
+                tma_load(desc, [i_batch, blocks[i_block], i_head * BLOCK_ROWS, column], full, view)
             else:
-                tma_load(desc, [i_batch, i_head, blocks[i_block] * ROWS, column], full, part)
+                tma_load(desc, [i_batch, i_head, blocks[i_block] * BLOCK_ROWS, column], full, view)
 
 
 # ---- consumer warpgroups ----
 
 
 @gluon.jit
-def read_item(items, i_tile):
-    """The i_tile-th WorkItem of the program; after the last one, one whose axis is END."""
-    stage = i_tile % WORK_TILE_STAGES
+def read_item(items, i_iter):
+    """The i_iter-th WorkItem of the program; after the last one, one whose batch_head is END."""
+    stage = i_iter % WORK_TILE_STAGES
     first = stage * ITEM_INTS
-    consumer_wait(items, stage, i_tile // WORK_TILE_STAGES)
-    axis = load_int(items.buffers.index(first))
-    i_col = load_int(items.buffers.index(first + 1))
+    consumer_wait(items, stage, i_iter // WORK_TILE_STAGES)
+    # in the order of the fields of WorkItem
+    batch_head = load_int(items.buffers.index(first))
+    i_key_block = load_int(items.buffers.index(first + 1))
     begin = load_int(items.buffers.index(first + 2))
     end = load_int(items.buffers.index(first + 3))
-    i_part = load_int(items.buffers.index(first + 4))
+    i_work = load_int(items.buffers.index(first + 4))
     consumer_release(items, stage)
-    return WorkItem(axis=axis, i_col=i_col, begin=begin, end=end, i_part=i_part)
+    return WorkItem(batch_head=batch_head, i_key_block=i_key_block, begin=begin, end=end, i_work=i_work)
 
 
 @gluon.jit
-def steps_of(item, BLOCKS: gl.constexpr):
-    """Number of steps of a work item. BLOCKS: query blocks per step."""
-    return (item.end - item.begin + (BLOCKS - 1)) // BLOCKS
+def n_steps_of(item, BLOCKS_PER_STEP: gl.constexpr):
+    """Number of steps of a work item. BLOCKS_PER_STEP: query blocks per step."""
+    return (item.end - item.begin + (BLOCKS_PER_STEP - 1)) // BLOCKS_PER_STEP
 
 
 @gluon.jit
-def first_slot_of(ptrs, sizes):
-    """The entry of the first partial result of the round."""
-    return gl.load(ptrs.indptr_ptr + (sizes.first_line + sizes.first_line // sizes.n_rows))
+def first_entry_of_round(ptrs, sizes):
+    """Index into key_blocks of the round's first entry: the slot of an entry is its index minus this."""
+    return gl.load(ptrs.indptr_ptr + (sizes.first_query_block + sizes.first_query_block // sizes.n_query_blocks))
 
 
 @gluon.jit
-def first_entry_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
+def entries_of_step(ptrs, item, i_step, BLOCKS_PER_STEP: gl.constexpr):
     """(pointer to the first entry of a step, number of entries from there on).
 
     Its other entries are at constant offsets from the pointer. With an address register for each, which the next one
     overwrote, the ptxas of Triton 3.6 sometimes omitted the wait for the load (tests/support/scoreboards.py).
     """
-    i_entry = item.begin + i_step * BLOCKS
+    i_entry = item.begin + i_step * BLOCKS_PER_STEP
     return ptrs.entries_ptr + 2 * i_entry, item.end - i_entry
 
 
 @gluon.jit
-def blocks_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
+def load_query_blocks_of_step(ptrs, item, i_step, BLOCKS_PER_STEP: gl.constexpr):
     """The query blocks of a step; -1 for none."""
-    p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
+    p_entry, n_left = entries_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)
     blocks = ()
-    for i_block in gl.static_range(BLOCKS):
+    for i_block in gl.static_range(BLOCKS_PER_STEP):
         # the list is padded
         block = gl.load(p_entry + (2 * i_block + 1)) & INDEX_BITS
         blocks = blocks + (gl.where(i_block < n_left, block, -1),)  # type: ignore[assignment]  # noqa: RUF005
@@ -227,31 +233,31 @@ def blocks_of(ptrs, item, i_step, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def is_masked(ptrs, item, i_step, BLOCKS: gl.constexpr):
+def is_masked(ptrs, item, i_step, BLOCKS_PER_STEP: gl.constexpr):
     """Whether a step has pairs that do not attend, or fewer query blocks than it could."""
-    p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
-    found = n_left < BLOCKS
-    for i_block in gl.static_range(BLOCKS):
+    p_entry, n_left = entries_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)
+    found = n_left < BLOCKS_PER_STEP
+    for i_block in gl.static_range(BLOCKS_PER_STEP):
         found = found | (gl.load(p_entry + (2 * i_block + 1)) < 0)
     return found
 
 
 @gluon.jit
-def slots_of(ptrs, sizes, item, first_slot, i_step, BLOCKS: gl.constexpr):
-    """Number, in the workspace, of the partial result of each query block of a step; n_slots for none."""
-    p_entry, n_left = first_entry_of(ptrs, item, i_step, BLOCKS)
+def load_slots_of_step(ptrs, sizes, item, first_entry, i_step, BLOCKS_PER_STEP: gl.constexpr):
+    """The slot of each query block of a step; n_slots for none."""
+    p_entry, n_left = entries_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)
     slots = ()
-    for i_block in gl.static_range(BLOCKS):
-        slot = gl.load(p_entry + 2 * i_block) - first_slot
+    for i_block in gl.static_range(BLOCKS_PER_STEP):
+        slot = gl.load(p_entry + 2 * i_block) - first_entry
         slots = slots + (gl.where(i_block < n_left, slot, sizes.n_slots),)  # type: ignore[assignment]  # noqa: RUF005
     return slots
 
 
 @gluon.jit
-def of_rows(values, o_row):
+def broadcast_to_rows(values, o_row):
     """The value of each row's query block; values: one for each query block of a step."""
-    ROWS: gl.constexpr = SIDE // len(values)
-    o_block = o_row // ROWS
+    BLOCK_ROWS: gl.constexpr = SIDE // len(values)
+    o_block = o_row // BLOCK_ROWS
     b_value = o_row * 0 + values[0]
     for i_block in gl.static_range(1, len(values)):
         b_value = gl.where(o_block == i_block, values[i_block], b_value)
@@ -259,34 +265,34 @@ def of_rows(values, o_row):
 
 
 @gluon.jit
-def row_ranges(ptrs, sizes, item, i_step, o_row, BLOCKS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr):
+def row_ranges(ptrs, sizes, item, i_step, o_row, BLOCKS_PER_STEP: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr):
     """(first, one past the last) key that each row of a step attends to; an empty range without a query block."""
-    ROWS: gl.constexpr = SIDE // BLOCKS
-    b_entry = item.begin + i_step * BLOCKS + o_row // ROWS
+    BLOCK_ROWS: gl.constexpr = SIDE // BLOCKS_PER_STEP
+    b_entry = item.begin + i_step * BLOCKS_PER_STEP + o_row // BLOCK_ROWS
     b_block = gl.load(ptrs.entries_ptr + (2 * b_entry + 1)) & INDEX_BITS
-    o_token = gl.minimum((b_block * ROWS + o_row % ROWS) // ROWS_PER_TOKEN, sizes.n_tokens - 1)
+    o_token = gl.minimum((b_block * BLOCK_ROWS + o_row % BLOCK_ROWS) // ROWS_PER_TOKEN, sizes.n_tokens - 1)
     is_listed = b_entry < item.end
-    p_range = ptrs.ranges_ptr + 2 * (item.axis // sizes.n_heads * sizes.range_batches + o_token)
+    p_range = ptrs.ranges_ptr + 2 * (item.batch_head // sizes.n_heads * sizes.range_batch_stride + o_token)
     return gl.load(p_range, mask=is_listed, other=0), gl.load(p_range + 1, mask=is_listed, other=0)
 
 
 @gluon.jit
 def store_blocks(desc, buffer, slots, first_column=0):
     """Stores the rows of a step as partial results, from a column on; those of slots past the end are dropped."""
-    ROWS: gl.constexpr = SIDE // len(slots)
+    BLOCK_ROWS: gl.constexpr = SIDE // len(slots)
     COLUMNS: gl.constexpr = buffer.shape[3]
     for i_block in gl.static_range(len(slots)):
         for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
-            part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)
-            tma_store(desc, [0, 0, slots[i_block] * ROWS, first_column + column], part)
+            view = buffer.slice(i_block * BLOCK_ROWS, BLOCK_ROWS, 2).slice(column, SWIZZLE_COLS, 3)
+            tma_store(desc, [0, 0, slots[i_block] * BLOCK_ROWS, first_column + column], view)
 
 
 @gluon.jit
-def slots_of_part(slots, i_part, PARTS: gl.constexpr):
-    """Numbers of the partial results of program i_part of PARTS; each program has one per query block."""
+def slots_of_split(slots, i_split, KEY_SPLITS: gl.constexpr):
+    """Places of the partial results of program i_split of KEY_SPLITS: each slot has KEY_SPLITS."""
     found = ()
     for i_block in gl.static_range(len(slots)):
-        found = found + (slots[i_block] * PARTS + i_part,)  # type: ignore[assignment]  # noqa: RUF005
+        found = found + (slots[i_block] * KEY_SPLITS + i_split,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -299,12 +305,19 @@ def pointers_of(
     *,
     lse: torch.Tensor,
     delta: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
+    partial_dkdv: torch.Tensor | None = None,
 ) -> Pointers:
     """The Pointers of a plan and of the other memory, with new counters."""
     # cleared at each call: those kept for later calls would live on in the memory of a CUDA graph
     counters = torch.zeros(n_launches, dtype=torch.int32, device=lse.device)
     return Pointers(
-        indptr_ptr=plan.indptr, entries_ptr=plan.entries, list_items_ptr=plan.list_items, items_ptr=plan.items,
-        ranges_ptr=plan.ranges, lse_ptr=lse, delta_ptr=delta, sums_ptr=sums, counters_ptr=counters,
-    )  # fmt: skip
+        indptr_ptr=plan.indptr,
+        entries_ptr=plan.entries,
+        work_item_offsets_ptr=plan.work_item_offsets,
+        work_items_ptr=plan.work_items,
+        ranges_ptr=plan.ranges,
+        lse_ptr=lse,
+        delta_ptr=delta,
+        partial_dkdv_ptr=partial_dkdv,
+        counters_ptr=counters,
+    )

@@ -21,19 +21,19 @@ LOW_WORD = tl.constexpr(2**32 - 1)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["n_rows", "n_heads", "n_keys", "first_row", "n_rows_out", "range_batches"])
+@triton.jit(do_not_specialize=["n_rows", "n_heads", "n_keys", "first_row", "n_rows_out", "range_batch_stride"])
 def block_choice_kernel(
     # (batch, heads, n_rows, n_keys), contiguous; int64: own block and first selectable block of each row
     scores_ptr, own_ptr, earliest_ptr,
     # output: int64 (batch, heads, n_rows_out, N_CHOSEN), of which these rows begin at first_row
     cols_ptr,
-    n_rows, n_heads, n_keys, first_row, n_rows_out, range_batches,
+    n_rows, n_heads, n_keys, first_row, n_rows_out, range_batch_stride,
     PER_BLOCK: tl.constexpr, PER_KEY: tl.constexpr, ALWAYS_FIRST: tl.constexpr, ALWAYS_LAST: tl.constexpr,
     N_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, COLS: tl.constexpr,
 ):
     """A program chooses for one row: it sorts int64 keys, which have the order of a score above the block's number."""
     row, axis = tl.program_id(0) % n_rows, (tl.program_id(0) // n_rows).to(tl.int64)
-    o_range = axis // n_heads * range_batches + row
+    o_range = axis // n_heads * range_batch_stride + row
     own, earliest = tl.load(own_ptr + o_range).to(tl.int32), tl.load(earliest_ptr + o_range).to(tl.int32)
     p_scores = scores_ptr + (axis * n_rows + row) * n_keys
     b_best = tl.full([CHOSEN], UNUSED, tl.int64)
@@ -106,7 +106,7 @@ def choose_blocks(
         n_keys=n_keys,
         first_row=first_row,
         n_rows_out=cols.shape[2],
-        range_batches=n_rows if own.dim() == 4 and len(own) > 1 else 0,
+        range_batch_stride=n_rows if own.dim() == 4 and len(own) > 1 else 0,
         PER_BLOCK=per_block,
         PER_KEY=per_key,
         ALWAYS_FIRST=always[0],

@@ -1,7 +1,8 @@
 """The kernels that make a SelectedPlan: plan/selected_builder.py has PyTorch operations that define what they compute.
 
-ranges   of each token -> marks of each entry -> (one stable sort by list) -> entries
-bounds of each list in the sorted entries, and its number of work items -> (cumulative sum) -> items
+1. ranges_kernel: keys of each token. 2. mark_entries_kernel: list, key block and query block of each entry.
+3. a stable sort by list. 4. list_entries_kernel: `entries`. 5. count_items_kernel: bounds of each list, number of its
+work items. 6. a cumulative sum. 7. write_items_kernel: `work_items`.
 """
 
 from __future__ import annotations
@@ -13,74 +14,74 @@ import torch
 import triton
 import triton.language as tl
 
-from ...plan_format import ITEM_ROWS, SelectedPlan, axes_of_round
+from ...plan_format import MAX_ITEM_ROWS, SelectedPlan, max_heads_per_round
 from ...runtime.launch import Launch
 from .tile import PARTIAL as PARTIAL_MARK
 
-# values per program
+# tokens or entries per program; lists per program
 BLOCK, LISTS = 1024, 128
-# entries per program of mark_entries_kernel
-MARKED = 2048
+# of mark_entries_kernel
+ENTRIES_PER_PROGRAM = 2048
 
 
-class Lines(NamedTuple):
-    """The lines and lists of a plan: see SelectedPlan.
+class PlanGrid(NamedTuple):
+    """The query blocks, key blocks and lists of a plan: see SelectedPlan.
 
-    axes, heads      batch * heads, and heads
-    n_rows, n_cols   query blocks and key blocks of a head
+    n_batch_heads, heads  heads that select, of all batches and per batch
+    n_query_blocks, n_key_blocks  of a head
     query_rows, rows_per_token, keys  of a query block, of a token, of a key block
-    parts            key blocks per selected block
+    subblocks        key blocks per selected block
     n_tokens, kv_len  tokens and keys of a head
-    of_line          entries that a line may have
-    round_lines      lines of a round
+    max_key_blocks   entries of a query block, at most
+    query_blocks_per_round  of all heads
     causal           see selected_builder.build
     document_batches  batches of document ranges; 0: none
     """
 
-    axes: int
+    n_batch_heads: int
     heads: int
-    n_rows: int
-    n_cols: int
+    n_query_blocks: int
+    n_key_blocks: int
     query_rows: int
     rows_per_token: int
     keys: int
-    parts: int
+    subblocks: int
     n_tokens: int
     kv_len: int
-    of_line: int
-    round_lines: int
+    max_key_blocks: int
+    query_blocks_per_round: int
     causal: bool
     document_batches: int
 
     @property
-    def n_lines(self) -> int:
+    def total_query_blocks(self) -> int:
         """Query blocks of all heads."""
-        return self.axes * self.n_rows
+        return self.n_batch_heads * self.n_query_blocks
 
     @property
     def capacity(self) -> int:
-        """Entries that all lines may have."""
-        return self.n_lines * self.of_line
+        """Entries of all query blocks, at most."""
+        return self.total_query_blocks * self.max_key_blocks
 
     @property
-    def round_axes(self) -> int:
-        """Number of heads that may have lines in a round."""
-        return axes_of_round(self.axes, self.n_rows, self.round_lines)
+    def heads_per_round(self) -> int:
+        """Number of heads that may have query blocks in a round."""
+        return max_heads_per_round(self.n_batch_heads, self.n_query_blocks, self.query_blocks_per_round)
 
     @property
     def n_lists(self) -> int:
         """Lists of all rounds."""
-        return -(-self.n_lines // self.round_lines) * self.round_axes * self.n_cols
+        return -(-self.total_query_blocks // self.query_blocks_per_round) * self.heads_per_round * self.n_key_blocks
 
     @property
-    def list_blocks(self) -> int:
+    def max_item_blocks(self) -> int:
         """Query blocks of a work item, at most."""
-        return ITEM_ROWS // self.query_rows
+        return MAX_ITEM_ROWS // self.query_rows
 
     @property
     def n_items(self) -> int:
-        """Work items that the plan may have."""
-        return min(self.n_lists, self.capacity) + self.capacity // self.list_blocks
+        """Work items of all rounds, at most."""
+        return min(self.n_lists, self.capacity) + self.capacity // self.max_item_blocks
 
 
 # fmt: off
@@ -104,45 +105,54 @@ def ranges_kernel(documents_ptr, ranges_ptr, n_tokens, kv_len, CAUSAL: tl.conste
 
 @triton.jit(
     do_not_specialize=[
-        "n_lines", "heads", "n_rows", "n_cols", "n_tokens", "range_batches", "round_lines", "round_axes", "n_lists",
+        "total_query_blocks", "heads", "n_query_blocks", "n_key_blocks", "n_tokens", "range_batch_stride",
+        "query_blocks_per_round", "heads_per_round", "n_lists",
     ]
 )
 def mark_entries_kernel(
     indptr_ptr, indices_ptr, ranges_ptr,
-    # outputs of each entry: its list, n_lists if it is not used; key block, -1; query block, less PARTIAL if partial
-    lists_ptr, cols_ptr, blocks_ptr,
-    n_lines, heads, n_rows, n_cols, n_tokens, range_batches, round_lines, round_axes, n_lists,
-    TOKENS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, ENTRIES: tl.constexpr,
+    # outputs for each entry: its list (n_lists if unused); its key block (-1 if unused); its query block, minus PARTIAL
+    # if some pair does not attend
+    lists_ptr, key_blocks_ptr, blocks_ptr,
+    total_query_blocks, heads, n_query_blocks, n_key_blocks, n_tokens, range_batch_stride,
+    query_blocks_per_round, heads_per_round, n_lists,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, SUBBLOCKS: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr, ENTRIES: tl.constexpr,
 ):
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    m_line = line < n_lines
-    axis, row = line // n_rows, line % n_rows
-    begin = tl.load(indptr_ptr + line + axis, mask=m_line, other=0)
-    end = tl.load(indptr_ptr + line + axis + 1, mask=m_line, other=0)
-    first_token = row * TOKENS
+    """Marks the entries of QUERY_BLOCKS query blocks."""
+    query_block = tl.program_id(0) * QUERY_BLOCKS + tl.arange(0, QUERY_BLOCKS)
+    m_query_block = query_block < total_query_blocks
+    batch_head, block = query_block // n_query_blocks, query_block % n_query_blocks
+    begin = tl.load(indptr_ptr + query_block + batch_head, mask=m_query_block, other=0)
+    end = tl.load(indptr_ptr + query_block + batch_head + 1, mask=m_query_block, other=0)
+    first_token = block * TOKENS
     last_token = tl.minimum(first_token + (TOKENS - 1), n_tokens - 1)
-    p_range = ranges_ptr + axis // heads * range_batches * 2
-    first_begin = tl.load(p_range + first_token * 2, mask=m_line, other=0)[:, None]
-    first_stop = tl.load(p_range + first_token * 2 + 1, mask=m_line, other=0)[:, None]
-    last_begin = tl.load(p_range + last_token * 2, mask=m_line, other=0)[:, None]
-    last_stop = tl.load(p_range + last_token * 2 + 1, mask=m_line, other=0)[:, None]
-    i_round = line // round_lines
-    first_list = (i_round * round_axes + (axis - i_round * round_lines // n_rows)) * n_cols
-    # [LINES, ENTRIES]
+    p_range = ranges_ptr + batch_head // heads * range_batch_stride * 2
+    first_token_start = tl.load(p_range + first_token * 2, mask=m_query_block, other=0)[:, None]
+    first_token_stop = tl.load(p_range + first_token * 2 + 1, mask=m_query_block, other=0)[:, None]
+    last_token_start = tl.load(p_range + last_token * 2, mask=m_query_block, other=0)[:, None]
+    last_token_stop = tl.load(p_range + last_token * 2 + 1, mask=m_query_block, other=0)[:, None]
+    i_round = query_block // query_blocks_per_round
+    first_batch_head = i_round * query_blocks_per_round // n_query_blocks
+    first_list = (i_round * heads_per_round + (batch_head - first_batch_head)) * n_key_blocks
+    # ranges never decrease, so the keys of the block's tokens lie in [start of the first, stop of the last), and every
+    # token attends to [start of the last, stop of the first): see selected_builder.build_by_operations
+    # [QUERY_BLOCKS, ENTRIES]
     o_entry = begin[:, None] + tl.arange(0, ENTRIES)[None, :]
     m_entry = o_entry < end[:, None]
     b_index = tl.load(indices_ptr + o_entry, mask=m_entry, other=0)
-    for part in tl.static_range(PARTS):
-        b_col = b_index * PARTS + part
-        b_start = b_col * KEYS
-        is_used = (b_col < n_cols) & (last_stop > b_start) & (first_begin < b_start + KEYS)
-        # false if no token of the line has keys
-        is_used = is_used & (last_stop > first_begin)
-        is_full = (last_begin <= b_start) & (first_stop >= b_start + KEYS)
-        o_out = o_entry * PARTS + part
-        tl.store(lists_ptr + o_out, tl.where(is_used, first_list[:, None] + b_col, n_lists), mask=m_entry)
-        tl.store(cols_ptr + o_out, tl.where(is_used, b_col, -1), mask=m_entry)
-        tl.store(blocks_ptr + o_out, row[:, None] - tl.where(is_full, 0, PARTIAL_MARK), mask=m_entry)
+    for i_sub in tl.static_range(SUBBLOCKS):
+        b_key_block = b_index * SUBBLOCKS + i_sub
+        key_start = b_key_block * KEYS
+        key_stop = key_start + KEYS
+        is_used = (b_key_block < n_key_blocks) & (last_token_stop > key_start) & (first_token_start < key_stop)
+        # an empty range: no token of the query block has keys
+        is_used = is_used & (last_token_stop > first_token_start)
+        is_full = (last_token_start <= key_start) & (first_token_stop >= key_stop)
+        o_out = o_entry * SUBBLOCKS + i_sub
+        tl.store(lists_ptr + o_out, tl.where(is_used, first_list[:, None] + b_key_block, n_lists), mask=m_entry)
+        tl.store(key_blocks_ptr + o_out, tl.where(is_used, b_key_block, -1), mask=m_entry)
+        tl.store(blocks_ptr + o_out, block[:, None] - tl.where(is_full, 0, PARTIAL_MARK), mask=m_entry)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -158,6 +168,7 @@ def list_entries_kernel(order_ptr, blocks_ptr, entries_ptr, capacity, BLOCK: tl.
 @triton.jit
 def lower_bound(values_ptr, b_wanted, n_values, STEPS: tl.constexpr):
     """Number of values below the wanted ones, of n_values <= 2^STEPS sorted values."""
+    # torch.searchsorted, fused with the division below
     b_low, b_high = b_wanted * 0, b_wanted * 0 + n_values
     for _ in tl.static_range(STEPS + 1):
         b_middle = (b_low + b_high) // 2
@@ -170,39 +181,44 @@ def lower_bound(values_ptr, b_wanted, n_values, STEPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["capacity", "n_lists"])
 def count_items_kernel(
-    lists_ptr, bounds_ptr, counts_ptr, capacity, n_lists, MOST: tl.constexpr, STEPS: tl.constexpr, LISTS: tl.constexpr
+    lists_ptr, bounds_ptr, counts_ptr, capacity, n_lists,
+    MAX_ITEM_BLOCKS: tl.constexpr, STEPS: tl.constexpr, LISTS: tl.constexpr,
 ):
     """First entry of each list, and of the end; number of work items of each list."""
     i_list = tl.program_id(0) * LISTS + tl.arange(0, LISTS)
     begin = lower_bound(lists_ptr, i_list, capacity, STEPS)
     end = lower_bound(lists_ptr, i_list + 1, capacity, STEPS)
     tl.store(bounds_ptr + i_list, begin, mask=i_list <= n_lists)
-    tl.store(counts_ptr + i_list, (end - begin + (MOST - 1)) // MOST, mask=i_list < n_lists)
+    tl.store(counts_ptr + i_list, (end - begin + (MAX_ITEM_BLOCKS - 1)) // MAX_ITEM_BLOCKS, mask=i_list < n_lists)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_cols", "round_lines", "round_axes", "n_lists"])
+@triton.jit(
+    do_not_specialize=["n_query_blocks", "n_key_blocks", "query_blocks_per_round", "heads_per_round", "n_lists"]
+)
 def write_items_kernel(
-    list_items_ptr, bounds_ptr, items_ptr, n_rows, n_cols, round_lines, round_axes, n_lists,
-    MOST: tl.constexpr, LISTS: tl.constexpr,
+    work_item_offsets_ptr, bounds_ptr, work_items_ptr,
+    n_query_blocks, n_key_blocks, query_blocks_per_round, heads_per_round, n_lists,
+    MAX_ITEM_BLOCKS: tl.constexpr, LISTS: tl.constexpr,
 ):
     """The work items of LISTS lists."""
     i_list = tl.program_id(0) * LISTS + tl.arange(0, LISTS)
     m_list = i_list < n_lists
-    first = tl.load(list_items_ptr + i_list, mask=m_list, other=0)
-    n_items = tl.load(list_items_ptr + i_list + 1, mask=m_list, other=0) - first
+    first = tl.load(work_item_offsets_ptr + i_list, mask=m_list, other=0)
+    n_items = tl.load(work_item_offsets_ptr + i_list + 1, mask=m_list, other=0) - first
     begin = tl.load(bounds_ptr + i_list, mask=m_list, other=0)
     end = tl.load(bounds_ptr + i_list + 1, mask=m_list, other=0)
-    of_round = round_axes * n_cols
-    i_round, i_within = i_list // of_round, i_list % of_round
-    b_head, b_col = i_round * round_lines // n_rows + i_within // n_cols, i_within % n_cols
+    lists_per_round = heads_per_round * n_key_blocks
+    i_round, i_within = i_list // lists_per_round, i_list % lists_per_round
+    b_batch_head = i_round * query_blocks_per_round // n_query_blocks + i_within // n_key_blocks
+    b_key_block = i_within % n_key_blocks
     for i in tl.range(0, tl.max(n_items, 0)):
         m_item = m_list & (i < n_items)
-        p_item = items_ptr + (first + i) * 4
-        b_begin = begin + i * MOST
-        tl.store(p_item, b_head, mask=m_item)
-        tl.store(p_item + 1, b_col, mask=m_item)
+        p_item = work_items_ptr + (first + i) * 4
+        b_begin = begin + i * MAX_ITEM_BLOCKS
+        tl.store(p_item, b_batch_head, mask=m_item)
+        tl.store(p_item + 1, b_key_block, mask=m_item)
         tl.store(p_item + 2, b_begin, mask=m_item)
-        tl.store(p_item + 3, tl.minimum(b_begin + MOST, end), mask=m_item)
+        tl.store(p_item + 3, tl.minimum(b_begin + MAX_ITEM_BLOCKS, end), mask=m_item)
 # fmt: on
 
 
@@ -217,35 +233,39 @@ class PlanLaunches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_launches(lines: Lines) -> PlanLaunches:
+def plan_launches(grid: PlanGrid) -> PlanLaunches:
     """The launches for all plans of these sizes."""
-    n_lists, capacity = lines.n_lists, lines.capacity
-    batches = max(1, lines.document_batches)
-    range_batches = lines.n_tokens if batches > 1 else 0
-    entries = triton.next_power_of_2(lines.of_line // lines.parts)
-    per_program = max(1, MARKED // entries)
-    sizes = {"n_rows": lines.n_rows, "n_cols": lines.n_cols, "round_lines": lines.round_lines}
-    sizes |= {"round_axes": lines.round_axes, "n_lists": n_lists}
-    most, steps = lines.list_blocks, max(1, (capacity - 1).bit_length())
+    n_lists, capacity = grid.n_lists, grid.capacity
+    batches = max(1, grid.document_batches)
+    range_batch_stride = grid.n_tokens if batches > 1 else 0
+    entries = triton.next_power_of_2(grid.max_key_blocks // grid.subblocks)
+    per_program = max(1, ENTRIES_PER_PROGRAM // entries)
+    sizes = {
+        "n_query_blocks": grid.n_query_blocks,
+        "n_key_blocks": grid.n_key_blocks,
+        "query_blocks_per_round": grid.query_blocks_per_round,
+    }
+    sizes |= {"heads_per_round": grid.heads_per_round, "n_lists": n_lists}
+    max_item_blocks, steps = grid.max_item_blocks, max(1, (capacity - 1).bit_length())
     return PlanLaunches(
         make_ranges=Launch(
             ranges_kernel,
-            (triton.cdiv(lines.n_tokens, BLOCK), batches),
-            {"n_tokens": lines.n_tokens, "kv_len": lines.kv_len, "CAUSAL": lines.causal, "BLOCK": BLOCK},
+            (triton.cdiv(grid.n_tokens, BLOCK), batches),
+            {"n_tokens": grid.n_tokens, "kv_len": grid.kv_len, "CAUSAL": grid.causal, "BLOCK": BLOCK},
         ),
         mark_entries=Launch(
             mark_entries_kernel,
-            (triton.cdiv(lines.n_lines, per_program),),
+            (triton.cdiv(grid.total_query_blocks, per_program),),
             {
-                "n_lines": lines.n_lines,
-                "heads": lines.heads,
-                "n_tokens": lines.n_tokens,
-                "range_batches": range_batches,
+                "total_query_blocks": grid.total_query_blocks,
+                "heads": grid.heads,
+                "n_tokens": grid.n_tokens,
+                "range_batch_stride": range_batch_stride,
                 **sizes,
-                "TOKENS": lines.query_rows // lines.rows_per_token,
-                "KEYS": lines.keys,
-                "PARTS": lines.parts,
-                "LINES": per_program,
+                "TOKENS": grid.query_rows // grid.rows_per_token,
+                "KEYS": grid.keys,
+                "SUBBLOCKS": grid.subblocks,
+                "QUERY_BLOCKS": per_program,
                 "ENTRIES": entries,
             },
         ),
@@ -255,34 +275,46 @@ def plan_launches(lines: Lines) -> PlanLaunches:
         count_items=Launch(
             count_items_kernel,
             (triton.cdiv(n_lists + 1, LISTS),),
-            {"capacity": capacity, "n_lists": n_lists, "MOST": most, "STEPS": steps, "LISTS": LISTS},
+            {
+                "capacity": capacity,
+                "n_lists": n_lists,
+                "MAX_ITEM_BLOCKS": max_item_blocks,
+                "STEPS": steps,
+                "LISTS": LISTS,
+            },
         ),
-        write_items=Launch(write_items_kernel, (triton.cdiv(n_lists, LISTS),), {**sizes, "MOST": most, "LISTS": LISTS}),
+        write_items=Launch(
+            write_items_kernel,
+            (triton.cdiv(n_lists, LISTS),),
+            {**sizes, "MAX_ITEM_BLOCKS": max_item_blocks, "LISTS": LISTS},
+        ),
     )
 
 
 def build(
-    indptr: torch.Tensor, indices: torch.Tensor, documents: torch.Tensor | None, lines: Lines, padding: int
+    indptr: torch.Tensor, indices: torch.Tensor, documents: torch.Tensor | None, grid: PlanGrid, padding: int
 ) -> SelectedPlan:
     """The plan of a selection on the device of its tensors.
 
     indptr, indices, documents  see block_selection.Selection
-    padding  entries and items past the end
+    padding  entries and work items past the end
     """
-    launches, capacity, n_lists = plan_launches(lines), lines.capacity, lines.n_lists
-    ranges = indptr.new_empty(max(1, lines.document_batches), lines.n_tokens, 2)
+    launches, capacity, n_lists = plan_launches(grid), grid.capacity, grid.n_lists
+    ranges = indptr.new_empty(max(1, grid.document_batches), grid.n_tokens, 2)
     # entries that the selection does not use come last
-    lists, cols = indptr.new_full((capacity,), n_lists), indptr.new_full((capacity,), -1)
+    lists, key_blocks = indptr.new_full((capacity,), n_lists), indptr.new_full((capacity,), -1)
     blocks, entries = indptr.new_empty(capacity), indptr.new_empty(capacity + padding, 2)
     bounds, counts = indptr.new_empty(n_lists + 1), indptr.new_empty(n_lists)
-    list_items, items = indptr.new_zeros(n_lists + 1), indptr.new_empty(lines.n_items + padding, 4)
+    work_item_offsets, work_items = indptr.new_zeros(n_lists + 1), indptr.new_empty(grid.n_items + padding, 4)
     launches.make_ranges(documents, ranges)
-    launches.mark_entries(indptr, indices, ranges, lists, cols, blocks)
+    launches.mark_entries(indptr, indices, ranges, lists, key_blocks, blocks)
     lists, order = lists.sort(stable=True)
     launches.list_entries(order, blocks, entries)
     launches.count_items(lists, bounds, counts)
-    torch.cumsum(counts, 0, out=list_items[1:])
-    launches.write_items(list_items, bounds, items)
-    sizes = indptr.new_empty(0, lines.query_rows, lines.rows_per_token, lines.keys, lines.round_lines)
-    offsets = indptr if lines.parts == 1 else indptr * lines.parts
-    return SelectedPlan(offsets.view(lines.axes, -1), cols, entries, list_items, items, ranges, sizes)
+    torch.cumsum(counts, 0, out=work_item_offsets[1:])
+    launches.write_items(work_item_offsets, bounds, work_items)
+    sizes = indptr.new_empty(0, grid.query_rows, grid.rows_per_token, grid.keys, grid.query_blocks_per_round)
+    offsets = indptr if grid.subblocks == 1 else indptr * grid.subblocks
+    return SelectedPlan(
+        offsets.view(grid.n_batch_heads, -1), key_blocks, entries, work_item_offsets, work_items, ranges, sizes
+    )

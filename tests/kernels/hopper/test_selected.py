@@ -114,11 +114,11 @@ def run(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(ops, "_kernels", kernels)
             patched.setattr(dispatch, "choose", lambda *_: "hopper")
-            patched.setattr(selected_builder, "pays", lambda *_: True)
+            patched.setattr(selected_builder, "is_faster", lambda *_: True)
             if case.round_rows is not None:
                 patched.setattr(selected_builder, "ROUND_ROWS", case.round_rows)
             for module in (selected_builder, selected_shapes) if case.item_rows is not None else ():
-                patched.setattr(module, "ITEM_ROWS", case.item_rows)
+                patched.setattr(module, "MAX_ITEM_ROWS", case.item_rows)
             *tensors, dlse = case.tensors()
             q, k, v, dout = buried_inputs(dict(zip(("q", "k", "v", "dout"), tensors, strict=True))).values()
             leaves = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
@@ -200,7 +200,7 @@ CASES = {
     "many blocks of heads": Case(kv_heads=2, group=8, q_len=9, kv_len=1000, k=11, dims=(64, 40), batch=2),
     # rounds: of a few query blocks, of several heads, of one; the last one is ragged
     "rounds": Case(kv_heads=2, q_len=24, round_rows=8 * 2 * 5),
-    "rounds of parts": Case(kv_heads=2, q_len=11, block=256, kv_len=600, round_rows=8 * 4 * 7),
+    "rounds of subblocks": Case(kv_heads=2, q_len=11, block=256, kv_len=600, round_rows=8 * 4 * 7),
     "rounds of heads": Case(kv_heads=3, q_len=6, batch=2, round_rows=8 * 2 * 16),
     "rounds of one": Case(group=32, q_len=5, round_rows=1),
     "rounds by head": Case(kv_heads=1, group=3, query_block=8, q_len=50, n_selections=3, round_rows=8 * 2 * 5),
@@ -287,8 +287,8 @@ def test_queries_that_select_nothing_have_zeros(run):
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
-@pytest.mark.parametrize("pays", [True, False])
-def test_calls_have_plans_by_key_block_where_the_kernels_take_them(monkeypatch, pays, backend, expected, changes):
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_calls_have_plans_by_key_block_where_the_kernels_take_them(monkeypatch, is_faster, backend, expected, changes):
     case, tiles = Case()._replace(**changes), []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -297,13 +297,13 @@ def test_calls_have_plans_by_key_block_where_the_kernels_take_them(monkeypatch, 
 
     monkeypatch.setattr(ops, "_kernels", lambda _backend, _deterministic, tile: (tiles.append(tile) or forward, None))
     monkeypatch.setattr(dispatch, "choose", lambda *_: backend)
-    if pays:
+    if is_faster:
         # a small call
-        monkeypatch.setattr(selected_builder, "pays", lambda *_: True)
+        monkeypatch.setattr(selected_builder, "is_faster", lambda *_: True)
     bounds = None if case.documents is None else torch.tensor(case.documents)
     options: dict[str, Any] = {"block_size": case.block, "query_block_size": case.query_block, "causal": case.causal}
     selected_attention_with_lse(*case.tensors()[:3], case.indices, **options, cu_seqlens=bounds, backend=backend)
-    assert [tile == BY_KEY_BLOCK for tile in tiles] == [expected and pays and backend == "hopper"]
+    assert [tile == BY_KEY_BLOCK for tile in tiles] == [expected and is_faster and backend == "hopper"]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_heads_of_a_token_are_read_in_place(monkeypatch, is_packed, changes, aut
 
     monkeypatch.setattr(ops, "_kernels", lambda *_: (forward, None))
     monkeypatch.setattr(dispatch, "choose", lambda *_: "hopper")
-    monkeypatch.setattr(selected_builder, "pays", lambda *_: True)
+    monkeypatch.setattr(selected_builder, "is_faster", lambda *_: True)
     q, k, v = case.tensors()[:3]
     if autocast:
         q, k, v = q.float(), k.float(), v.float()
@@ -358,7 +358,9 @@ TILES, FORWARD, BACKWARD = (f"hopper.selected_{name}" for name in ("tiles", "for
 # faults of work items, loads and stores, which both directions share
 TILE_FAULTS = {
     "work items of the first round": Change(
-        TILES, "p_item = ptrs.items_ptr + (first_item + i_part", "p_item = ptrs.items_ptr + (0 * first_item + i_part"
+        TILES,
+        "p_item = ptrs.work_items_ptr + (first_item + i_work",
+        "p_item = ptrs.work_items_ptr + (0 * first_item + i_work",
     ),
     "work items past the end of the round": Change(
         TILES,
@@ -378,21 +380,23 @@ TILE_FAULTS = {
         "    consumer_release(items, stage)\n    consumer_release(items, stage)\n",
     ),
     "work item released before it is read": Change(
-        TILES, "    axis = load_int(", "    consumer_release(items, stage)\n    axis = load_int("
+        TILES, "    batch_head = load_int(", "    consumer_release(items, stage)\n    batch_head = load_int("
     ),
-    "work item not waited for": Change(TILES, "    consumer_wait(items, stage, i_tile // WORK_TILE_STAGES)\n", ""),
-    "keys loaded over those of the work item before": Change(TILES, "    producer_acquire(pipeline, 0, i_tile)\n", ""),
+    "work item not waited for": Change(TILES, "    consumer_wait(items, stage, i_iter // WORK_TILE_STAGES)\n", ""),
+    "keys loaded over those of the work item before": Change(TILES, "    producer_acquire(pipeline, 0, i_iter)\n", ""),
     "bytes of one query block expected": Change(
         TILES, "len(blocks) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes", "desc.block_type.nbytes"
     ),
     "query blocks in the place of the first": Change(
         TILES,
-        "part = buffer.slice(i_block * ROWS, ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            if OF_HEADS",
-        "part = buffer.slice(0, ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            if OF_HEADS",
+        "view = buffer.slice(i_block * BLOCK_ROWS, BLOCK_ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            if",
+        "view = buffer.slice(0, BLOCK_ROWS, 2).slice(column, SWIZZLE_COLS, 3)\n            if",
     ),
-    "the first query block loaded for all": Change(TILES, "blocks[i_block] * ROWS", "blocks[0] * ROWS"),
-    "the first token loaded for all": Change(TILES, "blocks[i_block], i_head * ROWS", "blocks[0], i_head * ROWS"),
-    "heads of the first KV head": Change(TILES, "i_head * ROWS, column", "0 * i_head, column"),
+    "the first query block loaded for all": Change(TILES, "blocks[i_block] * BLOCK_ROWS", "blocks[0] * BLOCK_ROWS"),
+    "the first token loaded for all": Change(
+        TILES, "blocks[i_block], i_head * BLOCK_ROWS", "blocks[0], i_head * BLOCK_ROWS"
+    ),
+    "heads of the first KV head": Change(TILES, "i_head * BLOCK_ROWS, column", "0 * i_head, column"),
     "buffer acquired in the wrong phase": Change(
         TILES,
         "producer_acquire(pipeline, stage, i_load // STAGES)",
@@ -403,24 +407,26 @@ TILE_FAULTS = {
     ),
     "mask of the last query block dropped": Change(
         TILES,
-        "for i_block in gl.static_range(BLOCKS):\n        found = found |",
-        "for i_block in gl.static_range(BLOCKS - 1):\n        found = found |",
+        "for i_block in gl.static_range(BLOCKS_PER_STEP):\n        found = found |",
+        "for i_block in gl.static_range(BLOCKS_PER_STEP - 1):\n        found = found |",
     ),
     "mask dropped": Change(TILES, "        found = found | (gl.load(", "        found = found & (gl.load("),
     "partial results of no query block stored over the first": Change(TILES, "sizes.n_slots),)", "0),)"),
     "partial results of the first round": Change(
-        TILES, "sizes.first_line + sizes.first_line // sizes.n_rows", "0 * sizes.first_line"
+        TILES,
+        "sizes.first_query_block + sizes.first_query_block // sizes.n_query_blocks",
+        "0 * sizes.first_query_block",
     ),
-    "first line counted without the heads before it": Change(
-        TILES, "sizes.first_line + sizes.first_line // sizes.n_rows", "sizes.first_line"
+    "first query block counted without the heads before it": Change(
+        TILES, "sizes.first_query_block + sizes.first_query_block // sizes.n_query_blocks", "sizes.first_query_block"
     ),
     "lse of the second query block for all that follow": Change(TILES, "o_block == i_block", "o_block >= 1"),
     "keys of the next token": Change(TILES, "// ROWS_PER_TOKEN, sizes", "// ROWS_PER_TOKEN + 1, sizes"),
     "keys of tokens past the last": Change(TILES, "sizes.n_tokens - 1)", "sizes.n_tokens)"),
-    "keys of the tokens of the first batch": Change(TILES, "* sizes.range_batches + o_token", "* 0 + o_token"),
-    "rows counted as tokens": Change(TILES, "o_row % ROWS) // ROWS_PER_TOKEN", "o_row % ROWS) // 1"),
+    "keys of the tokens of the first batch": Change(TILES, "* sizes.range_batch_stride + o_token", "* 0 + o_token"),
+    "rows counted as tokens": Change(TILES, "o_row % BLOCK_ROWS) // ROWS_PER_TOKEN", "o_row % BLOCK_ROWS) // 1"),
     "partial results of all query blocks in the place of the first": Change(
-        TILES, "slots[i_block] * ROWS", "slots[0] * ROWS"
+        TILES, "slots[i_block] * BLOCK_ROWS", "slots[0] * BLOCK_ROWS"
     ),
 }
 FORWARD_FAULTS = {
@@ -434,9 +440,9 @@ FORWARD_FAULTS = {
     "queries waited for in the wrong phase": Change(
         FORWARD, "consumer_wait(q, stage, i_load // STAGES)", "consumer_wait(q, stage, i_load // STAGES + 1)"
     ),
-    "steps of each work item counted anew": Change(FORWARD, "        n_done += n_steps\n", ""),
-    "keys not waited for": Change(FORWARD, "        consumer_wait(pipelines.k, 0, i_tile)\n", ""),
-    "values not waited for": Change(FORWARD, "        consumer_wait(pipelines.v, 0, i_tile)\n", ""),
+    "steps of each work item counted anew": Change(FORWARD, "        n_steps_done += n_steps\n", ""),
+    "keys not waited for": Change(FORWARD, "        consumer_wait(pipelines.k, 0, i_iter)\n", ""),
+    "values not waited for": Change(FORWARD, "        consumer_wait(pipelines.v, 0, i_iter)\n", ""),
     "keys released before the last step": Change(
         FORWARD,
         "        for i_step in range(n_steps):\n            i_load",
@@ -460,12 +466,14 @@ FORWARD_FAULTS = {
         "for i_step in range(n_steps - 1):\n            i_load",
     ),
     "queries of the first step for all": Change(
-        FORWARD, "blocks = blocks_of(ptrs, item, i_step, BLOCKS)", "blocks = blocks_of(ptrs, item, 0, BLOCKS)"
+        FORWARD,
+        "blocks = load_query_blocks_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)",
+        "blocks = load_query_blocks_of_step(ptrs, item, 0, BLOCKS_PER_STEP)",
     ),
     "keys of the query head": Change(
         FORWARD,
-        "load_keys(k_desc, pipelines.k, i_tile, i_batch, i_head // sizes.group",
-        "load_keys(k_desc, pipelines.k, i_tile, i_batch, i_head % 2",
+        "load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head // sizes.group",
+        "load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head % 2",
     ),
     "negative scale ignored": Change(FORWARD, "b_scores = b_scores * SIGN", "b_scores = b_scores * 1"),
     "out not normalized": Change(
@@ -482,7 +490,9 @@ FORWARD_FAULTS = {
 }
 BACKWARD_FAULTS = {
     "queries overwritten while TMA stores their dq": Change(
-        BACKWARD, "    # dq of the step before is stored\n    tma.store_wait(0)\n", ""
+        BACKWARD,
+        "so the producer may overwrite it\n    tma.store_wait(0)\n",
+        "so the producer may overwrite it\n",
     ),
     "dq in flight at the end": Change(BACKWARD, "    tma.store_wait(0)\n\n\n# ---- kernel", "\n\n# ---- kernel"),
     "queries released before the first step": Change(BACKWARD, ", pred=i_load > 0)", ", pred=i_load >= 0)"),
@@ -499,7 +509,7 @@ BACKWARD_FAULTS = {
     "dO never released": Change(BACKWARD, "    consumer_release(dout, stage)\n", ""),
     "dO not waited for": Change(BACKWARD, "    consumer_wait(dout, stage, i_load // STAGES)\n", ""),
     "queries not waited for": Change(BACKWARD, "    consumer_wait(q, stage, i_load // STAGES)\n", ""),
-    "steps of each work item counted anew": Change(BACKWARD, "        n_done += n_steps\n", ""),
+    "steps of each work item counted anew": Change(BACKWARD, "        n_steps_done += n_steps\n", ""),
     "ds multiplied without a fence": Change(BACKWARD, "    fence_async_shared()\n    b_dv, b_dk", "    b_dv, b_dk"),
     "dq stored without a fence": Change(
         BACKWARD, "    fence_async_shared()\n    thread_barrier()\n    slots", "    thread_barrier()\n    slots"
@@ -507,9 +517,11 @@ BACKWARD_FAULTS = {
     "ds multiplied before the other warpgroup has stored its half": Change(
         BACKWARD, '        named_barrier("sync", DS_BARRIER, WARPGROUPS)\n', "        thread_barrier()\n"
     ),
-    "one buffer of ds": Change(BACKWARD, "buffers.ds.index(i_load % WARPGROUPS)", "buffers.ds.index(0)"),
+    "one buffer of ds": Change(BACKWARD, "buffers.ds.index(i_load % DS_STAGES)", "buffers.ds.index(0)"),
     "both warpgroups store the first half of ds": Change(
-        BACKWARD, "ds.slice(WARPGROUP * SIDE, SIDE, 0).store(b_ds)", "ds.slice(0, SIDE, 0).store(b_ds)"
+        BACKWARD,
+        "ds.slice(WARPGROUP * WARPGROUP_KEYS, WARPGROUP_KEYS, 0).store(b_ds)",
+        "ds.slice(0, WARPGROUP_KEYS, 0).store(b_ds)",
     ),
     "both warpgroups store the first columns of dq": Change(
         BACKWARD,
@@ -521,13 +533,17 @@ BACKWARD_FAULTS = {
     ),
     "keys of the first warpgroup": Change(
         BACKWARD,
-        "kv_start = (item.i_col * PARTS + i_part) * KEYS + WARPGROUP * SIDE",
-        "kv_start = (item.i_col * PARTS + i_part) * KEYS",
+        "kv_start = (item.i_key_block * KEY_SPLITS + i_split) * KEYS + WARPGROUP * WARPGROUP_KEYS",
+        "kv_start = (item.i_key_block * KEY_SPLITS + i_split) * KEYS",
     ),
-    "keys of the first part": Change(
-        BACKWARD, "kv_start = (item.i_col * PARTS + i_part % PARTS) * KEYS", "kv_start = (item.i_col * PARTS) * KEYS"
+    "keys of the first split": Change(
+        BACKWARD,
+        "kv_start = (item.i_key_block * KEY_SPLITS + i_work % KEY_SPLITS) * KEYS",
+        "kv_start = (item.i_key_block * KEY_SPLITS) * KEYS",
     ),
-    "partial results of the first part": Change(TILES, "slots[i_block] * PARTS + i_part,", "slots[i_block] * PARTS,"),
+    "partial results of the first split": Change(
+        TILES, "slots[i_block] * KEY_SPLITS + i_split,", "slots[i_block] * KEY_SPLITS,"
+    ),
     "scores read while they are multiplied": Change(
         BACKWARD, "warpgroup_mma_wait(1, deps=(scores_token,))", "warpgroup_mma_wait(2, deps=(scores_token,))"
     ),
@@ -542,36 +558,36 @@ BACKWARD_FAULTS = {
         "        for i_step in range(n_steps):\n            b_dk",
         "        consumer_release(k, kv_stage)\n        for i_step in range(n_steps):\n            b_dk",
     ),
-    "values not waited for": Change(BACKWARD, "        consumer_wait(v, kv_stage, i_tile)\n", ""),
+    "values not waited for": Change(BACKWARD, "        consumer_wait(v, kv_stage, i_iter)\n", ""),
     "lse of this step for the next": Change(
         BACKWARD,
-        "load_lse_delta(ptrs, sizes, item, i_step + 1, BLOCKS)",
-        "load_lse_delta(ptrs, sizes, item, i_step, BLOCKS)",
+        "load_lse_delta(ptrs, sizes, item, i_step + 1, BLOCKS_PER_STEP)",
+        "load_lse_delta(ptrs, sizes, item, i_step, BLOCKS_PER_STEP)",
     ),
-    "lse of the first head": Change(BACKWARD, "(item.axis % sizes.n_heads).to", "(0 * item.axis).to"),
-    "lse of the first batch": Change(BACKWARD, "(item.axis // sizes.n_heads).to", "(0 * item.axis).to"),
+    "lse of the first head": Change(BACKWARD, "(item.batch_head % sizes.n_heads).to", "(0 * item.batch_head).to"),
+    "lse of the first batch": Change(BACKWARD, "(item.batch_head // sizes.n_heads).to", "(0 * item.batch_head).to"),
     "lse of the first query block": Change(BACKWARD, "b_block * block_stride", "b_block * 0"),
-    "lse of the first row": Change(BACKWARD, "o_row % ROWS * row_stride", "o_row % ROWS * 0"),
+    "lse of the first row": Change(BACKWARD, "o_row % BLOCK_ROWS * row_stride", "o_row % BLOCK_ROWS * 0"),
     "one buffer of lse": Change(
-        BACKWARD, "i_next_line = WARPGROUP * 2 + (i_step + 1) % 2", "i_next_line = WARPGROUP * 2"
+        BACKWARD, "next_lse_stage = WARPGROUP * 2 + (i_step + 1) % 2", "next_lse_stage = WARPGROUP * 2"
     ),
-    "lse of the first warpgroup": Change(BACKWARD, "i_line = WARPGROUP * 2 + i_step % 2", "i_line = i_step % 2"),
+    "lse of the first warpgroup": Change(BACKWARD, "lse_stage = WARPGROUP * 2 + i_step % 2", "lse_stage = i_step % 2"),
     "key before the first": Change(BACKWARD, ">= gl.expand_dims(b_first, 0)", ">= gl.expand_dims(b_first, 0) - 1"),
     "key after the last": Change(BACKWARD, "< gl.expand_dims(b_stop, 0)", "<= gl.expand_dims(b_stop, 0)"),
     "dq without the scale": Change(BACKWARD, "(b_dq * scale)", "(b_dq * 1.0)"),
     "dv in the place of dk": Change(
-        BACKWARD, "p_sums + (KEYS * PARTS * DIM + o_first * DIM_V)", "p_sums + o_first * DIM_V"
+        BACKWARD, "p_partial + (KEYS * KEY_SPLITS * DIM + o_first * DIM_V)", "p_partial + o_first * DIM_V"
     ),
     "sums of the first work item": Change(
-        BACKWARD, "(item.i_part // PARTS).to(gl.int64)", "(item.i_part * 0).to(gl.int64)"
+        BACKWARD, "(item.i_work // KEY_SPLITS).to(gl.int64)", "(item.i_work * 0).to(gl.int64)"
     ),
-    "sums of the first part": Change(
-        BACKWARD, "o_first = i_part * KEYS + WARPGROUP * SIDE", "o_first = WARPGROUP * SIDE"
+    "sums of the first split": Change(
+        BACKWARD, "o_first = i_split * KEYS + WARPGROUP * WARPGROUP_KEYS", "o_first = WARPGROUP * WARPGROUP_KEYS"
     ),
     "dk and dv of all work items of a program": Change(
         BACKWARD,
-        "        b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))\n        b_dv",
-        "        b_dk = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM)) if i_tile == 0 else b_dk\n        b_dv",
+        "[WARPGROUP_KEYS, DIM], gl.float32, accumulator(DIM))\n        b_dv",
+        "[WARPGROUP_KEYS, DIM], gl.float32, accumulator(DIM)) if i_iter == 0 else b_dk\n        b_dv",
     ),
 }
 

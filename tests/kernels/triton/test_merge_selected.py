@@ -49,19 +49,21 @@ def plan(request: pytest.FixtureRequest, device: torch.device) -> Iterator[tuple
 
 
 def entries_of(plan: SelectedPlan, shapes: SelectedShapes, this: Round) -> Iterator[tuple[int, list[int]]]:
-    """Each line of a round, with the positions of its entries that are used; positions count from the round's first."""
-    indptr, cols = plan.indptr.cpu(), plan.cols.tolist()
+    """Each query block of a round, with the slots of its entries that are used."""
+    indptr, key_blocks = plan.indptr.cpu(), plan.key_blocks.tolist()
     first = None
-    for line in range(this.first_line, min(this.first_line + shapes.round_lines, shapes.n_lines)):
-        begin, end = indptr[divmod(line, shapes.n_rows)[0], line % shapes.n_rows :][:2].tolist()
+    end_query_block = min(this.first_query_block + shapes.query_blocks_per_round, shapes.total_query_blocks)
+    for query_block in range(this.first_query_block, end_query_block):
+        batch_head, block = divmod(query_block, shapes.n_query_blocks)
+        begin, end = indptr[batch_head, block : block + 2].tolist()
         first = begin if first is None else first
-        yield line, [position - first for position in range(begin, end) if cols[position] >= 0]
+        yield query_block, [position - first for position in range(begin, end) if key_blocks[position] >= 0]
 
 
-def rows_of(whole: Tensor, line: int, shapes: SelectedShapes) -> Tensor:
+def rows_of(whole: Tensor, query_block: int, shapes: SelectedShapes) -> Tensor:
     """The rows of a query block in a tensor (heads of all batches, q_len, ...)."""
-    head, row = divmod(line, shapes.n_rows)
-    return whole[head, row * shapes.query_rows : (row + 1) * shapes.query_rows]
+    head, block = divmod(query_block, shapes.n_query_blocks)
+    return whole[head, block * shapes.query_rows : (block + 1) * shapes.query_rows]
 
 
 def result(batch: int, heads: int, length: int, dim: int, device: torch.device, *, by_token: bool) -> Tensor:
@@ -76,56 +78,56 @@ def test_rows_are_merged_by_weight(
     by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
 ) -> None:
     """Rows without keys in some partial results or in all; lse so far apart that only the largest counts."""
-    lists, shapes, case = plan
-    q_len, n_rows, rows = case.frame.q_len, shapes.slots * shapes.query_rows, shapes.query_rows
+    selected, shapes, case = plan
+    q_len, n_rows, rows = case.frame.q_len, shapes.max_slots * shapes.query_rows, shapes.query_rows
     out = result(case.axes[0], HEADS, q_len, DIMS[1], device, by_token=by_token)
-    launch = merge_selected.merge_rows(shapes, specs_of(out).tensors[0], PADDED[1])
-    lse = torch.full((shapes.axes, q_len), torch.nan, device=device)
+    launch = merge_selected.combine_out(shapes, specs_of(out).tensors[0], PADDED[1])
+    lse = torch.full((shapes.n_batch_heads, q_len), torch.nan, device=device)
     generator = torch.Generator().manual_seed(0)
     for this in shapes.rounds:
-        lses = 3 * torch.randn(shapes.slots, rows, generator=generator)
+        lses = 3 * torch.randn(shapes.max_slots, rows, generator=generator)
         lses[::2, 1::3], lses[:, 2], lses[-1:, 3] = -torch.inf, -torch.inf, 10_000.0
-        outs = torch.randn(shapes.slots, rows, PADDED[1], generator=generator)
+        outs = torch.randn(shapes.max_slots, rows, PADDED[1], generator=generator)
         outs[lses.isneginf()] = 0.0
         expected = {}
-        is_used = torch.zeros(shapes.slots, dtype=torch.bool)
-        for line, slots in entries_of(lists, shapes, this):
+        is_used = torch.zeros(shapes.max_slots, dtype=torch.bool)
+        for query_block, slots in entries_of(selected, shapes, this):
             logs = lses[slots].double() * math.log(2)
             weights = logs.softmax(0).nan_to_num(0.0)
-            expected[line] = (weights[..., None] * outs[slots]).sum(0)[:, : DIMS[1]], logs.logsumexp(0)
+            expected[query_block] = (weights[..., None] * outs[slots]).sum(0)[:, : DIMS[1]], logs.logsumexp(0)
             is_used[slots] = True
         # kernels write nothing for unused entries
         outs[~is_used], lses[~is_used] = torch.nan, torch.nan
         launch(
-            lists.indptr, lists.cols, outs.view(n_rows, -1).to(device), lses.view(-1).to(device), out, lse,
-            this.first_line,
+            selected.indptr, selected.key_blocks, outs.view(n_rows, -1).to(device), lses.view(-1).to(device), out, lse,
+            this.first_query_block,
         )  # fmt: skip
-        for line, (wanted, wanted_lse) in expected.items():
+        for query_block, (wanted, wanted_lse) in expected.items():
             for found, truth in ((out.flatten(0, 1), wanted), (lse, wanted_lse)):
-                part = rows_of(found, line, shapes).cpu().double()
+                part = rows_of(found, query_block, shapes).cpu().double()
                 torch.testing.assert_close(part, truth[: len(part)], rtol=1e-5, atol=1e-6)
     assert not out.isnan().any() and not lse.isnan().any()
 
 
 @pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_dq_is_added_over_entries_and_parts(
-    parts: int, by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
+@pytest.mark.parametrize("key_splits", [1, 2])
+def test_dq_is_added_over_entries_and_splits(
+    key_splits: int, by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
 ) -> None:
-    lists, shapes, case = plan
+    selected, shapes, case = plan
     q_len, rows = case.frame.q_len, shapes.query_rows
     dq = result(case.axes[0], HEADS, q_len, DIMS[0], device, by_token=by_token)
-    launch = merge_selected.sum_rows(shapes, parts, specs_of(dq).tensors[0], PADDED[0])
+    launch = merge_selected.reduce_dq(shapes, key_splits, specs_of(dq).tensors[0], PADDED[0])
     for this in shapes.rounds:
-        partial = torch.randn(shapes.slots, parts, rows, PADDED[0])
-        entries = dict(entries_of(lists, shapes, this))
-        is_used = torch.zeros(shapes.slots, dtype=torch.bool)
+        partial = torch.randn(shapes.max_slots, key_splits, rows, PADDED[0])
+        entries = dict(entries_of(selected, shapes, this))
+        is_used = torch.zeros(shapes.max_slots, dtype=torch.bool)
         for slots in entries.values():
             is_used[slots] = True
         partial[~is_used] = torch.nan
-        launch(lists.indptr, lists.cols, partial.view(-1, PADDED[0]).to(device), dq, this.first_line)
-        for line, slots in entries.items():
-            part = rows_of(dq.flatten(0, 1), line, shapes).cpu()
+        launch(selected.indptr, selected.key_blocks, partial.view(-1, PADDED[0]).to(device), dq, this.first_query_block)
+        for query_block, slots in entries.items():
+            part = rows_of(dq.flatten(0, 1), query_block, shapes).cpu()
             expected = partial[slots].sum((0, 1))[: len(part), : DIMS[0]]
             torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
     assert not dq.isnan().any()
@@ -135,7 +137,7 @@ def test_dq_is_added_over_entries_and_parts(
 def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
     by_token: bool, plan: tuple[SelectedPlan, SelectedShapes, Case], device: torch.device
 ) -> None:
-    lists, shapes, case = plan
+    selected, shapes, case = plan
     batch, scale, keys = case.axes[0], -0.3, shapes.keys
     adds = len(shapes.rounds) > 1
     # dk by head, so that the orders differ
@@ -144,7 +146,7 @@ def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
         result(batch, HEADS // GROUP, case.kv_len, dim, device, by_token=order)
         for dim, order in zip(DIMS, orders, strict=True)
     ]
-    launch = merge_selected.sum_keys(shapes, GROUP, *specs_of(*found).tensors, PADDED, scale, adds=adds)
+    launch = merge_selected.reduce_dkdv(shapes, GROUP, *specs_of(*found).tensors, PADDED, scale, adds=adds)
     # added to what is there, or written
     if adds:
         for tensor in found:
@@ -153,14 +155,14 @@ def test_dk_and_dv_are_added_over_work_items_heads_and_rounds(
     padded = -(-case.kv_len // keys) * keys
     expected = [torch.zeros(n_heads, padded, columns) for columns in PADDED]
     for this in shapes.rounds:
-        first, end = (int(lists.list_items[i]) for i in (this.first_list, this.end_list))
-        sums = torch.full((shapes.items, keys * sum(PADDED)), torch.nan)
+        first, end = (int(selected.work_item_offsets[i]) for i in (this.first_list, this.end_list))
+        sums = torch.full((shapes.max_work_items, keys * sum(PADDED)), torch.nan)
         sums[: end - first] = torch.randn(end - first, keys * sum(PADDED))
-        for (head, col, *_), total in zip(lists.items[first:end].tolist(), sums, strict=False):
+        for (head, key_block, *_), total in zip(selected.work_items[first:end].tolist(), sums, strict=False):
             of_dk, of_dv = total.split([keys * columns for columns in PADDED])
-            expected[0][head // GROUP, col * keys : (col + 1) * keys] += scale * of_dk.view(keys, -1)
-            expected[1][head // GROUP, col * keys : (col + 1) * keys] += of_dv.view(keys, -1)
-        launch(lists.list_items, sums.flatten().to(device), *found, *this[1:])
+            expected[0][head // GROUP, key_block * keys : (key_block + 1) * keys] += scale * of_dk.view(keys, -1)
+            expected[1][head // GROUP, key_block * keys : (key_block + 1) * keys] += of_dv.view(keys, -1)
+        launch(selected.work_item_offsets, sums.flatten().to(device), *found, *this[1:])
     for tensor, wanted in zip(found, expected, strict=True):
         assert wanted.any()
         torch.testing.assert_close(
