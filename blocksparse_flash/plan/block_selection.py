@@ -183,8 +183,8 @@ def by_indices(indices: Tensor, frame: Frame) -> Selection:
     from ..kernels.triton import block_selection
 
     with tracing.on_device(indices.device):
-        rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-        return _selected(block_selection.of_indices(indices.contiguous(), rows), frame)
+        grid = block_selection.BlockGrid(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
+        return _selected(block_selection.of_indices(indices.contiguous(), grid), frame)
 
 
 def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selection:
@@ -200,8 +200,8 @@ def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selectio
     from ..kernels.triton import block_selection
 
     with tracing.on_device(scores.device):
-        rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-        return _selected(block_selection.of_scores(scores.detach().contiguous(), rows, k, causal=causal), frame)
+        grid = block_selection.BlockGrid(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
+        return _selected(block_selection.of_scores(scores.detach().contiguous(), grid, k, causal=causal), frame)
 
 
 def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
@@ -288,9 +288,11 @@ def _plan_by_kernels(
 
     (batch, heads, n_ends), documents, bits = selection.indptr.shape, selection.documents, selection.bits
     assert bits is not None
-    rows = block_selection.Rows(batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size)
+    blocks = block_selection.BlockGrid(
+        batch * heads, n_ends - 1, -(-kv_len // block_size[1]), q_len, kv_len, block_size
+    )
     sizes = None if documents is None else plan_builder.DocumentSizes(len(documents), selection.n_documents)
-    grid = plan_builder.Grid(rows, causal, tile, selection.rows_per_token, sizes)
+    grid = plan_builder.Grid(blocks, causal, tile, selection.rows_per_token, sizes)
     if grid.n_bitmasks * grid.words_of_bitmask >= MOST_WORDS:
         raise ValueError(
             f"a plan of blocks of {block_size[0]} queries x {block_size[1]} keys would take "
@@ -298,7 +300,7 @@ def _plan_by_kernels(
             f"{kv_len} tokens: select for more queries together (query_block_size), or attend with fewer heads a call"
         )
     tiles = [max(1, side // tile) for side in block_size]
-    lengths = _lengths(len(selection.indices) * tiles[0] * tiles[1], rows.axes, grid.shape)
+    lengths = _lengths(len(selection.indices) * tiles[0] * tiles[1], blocks.axes, grid.shape)
     with tracing.on_device(bits.device):
         made = plan_builder.build_from_bits(bits, grid, (batch, heads), lengths, documents)
     return with_dynamic_lengths(Plan._make(made))

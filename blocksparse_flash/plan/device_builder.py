@@ -41,9 +41,11 @@ def _builder(frame: Frame) -> Callable[[torch.Tensor, tuple[int, int, int]], lis
     """(indptr and indices, lengths of the lists) -> the plan's tensors; cached, since imports take microseconds."""
     from ..kernels.triton import block_selection, plan_builder
 
-    rows = block_selection.Rows(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-    grid, axes = plan_builder.Grid(rows, causal=False), (frame.batch, frame.heads)
-    return lambda listed, n: plan_builder.build_from_bits(block_selection.of_rows(listed, rows), grid, axes, n)
+    blocks = block_selection.BlockGrid(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
+    grid, axes = plan_builder.Grid(blocks, causal=False), (frame.batch, frame.heads)
+    return lambda listed, n: plan_builder.build_from_bits(
+        block_selection.bits_of_block_list(listed, blocks), grid, axes, n
+    )
 
 
 def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:

@@ -301,10 +301,10 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
     Causal if a block is smaller than 128 x 128.
     """
     n = length // side
-    selected = block_selection.Rows(2, n, n, length, length, (side, side))
+    selected = block_selection.BlockGrid(2, n, n, length, length, (side, side))
     block_selection.of_scores(torch.empty(2, n, n, dtype=dtype), selected, 16, causal=side < 128)
     bits, *_ = block_selection.of_indices(torch.empty(2, n, 16, dtype=torch.int64), selected)
-    block_selection.of_rows(torch.empty(2 * (n + 1 + n * n), dtype=torch.int32), selected)
+    block_selection.bits_of_block_list(torch.empty(2 * (n + 1 + n * n), dtype=torch.int32), selected)
     for tile in (TILE, FINE_TILE):
         grid = plan_builder.Grid(selected, causal=side < 128, tile=tile)
         plan_builder.build_from_bits(bits, grid, (1, 2), (33, 35, 37))
@@ -328,7 +328,7 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
         packed_plan.build(boundaries, boundaries, boundaries[:, 1:].contiguous(), packing)
     # by token: bitmasks of each tile, of 2^16 patterns, and of 16
     for group in (1, 4, 16) if side < 128 else ():
-        by_token = block_selection.Rows(4, length, n, length * group, length, (group, side))
+        by_token = block_selection.BlockGrid(4, length, n, length * group, length, (group, side))
         bits, *_ = block_selection.of_indices(torch.empty(4, length, 16, dtype=torch.int64), by_token)
         grid = plan_builder.Grid(by_token, causal=True, tile=FINE_TILE, rows_per_token=group)
         plan_builder.build_from_bits(bits, grid, (2, 2), (33, 35, 37))

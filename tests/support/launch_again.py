@@ -267,7 +267,7 @@ def main() -> None:
     check(recorder, add, arguments[0], arguments)
     recorder.calls.clear()
     # integer arguments, also 1 and multiples of 16, which Triton specializes
-    grid = plan_builder.Grid(block_selection.Rows(2, 3, 3, 384, 384, (128, 128)), causal=False)
+    grid = plan_builder.Grid(block_selection.BlockGrid(2, 3, 3, 384, 384, (128, 128)), causal=False)
     bits, counts = torch.zeros(2, 3, 1, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
     arguments = [
         (bits, None, counts, *(torch.empty(8 * n, dtype=torch.int32) for _ in range(6)), n) for n in (9, 1, 16, 33)

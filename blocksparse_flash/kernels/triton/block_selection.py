@@ -3,8 +3,8 @@
     mark   one bit per block, and the count of each row: from indices, from indptr and indices, or the k highest scores
     list   indptr and indices of the set bits, ascending within a row
 
-One program marks one row, and each program sums the counts of all rows before its own: results are deterministic. For
-very many rows, PyTorch computes the prefix sums.
+One program marks one row. A program that lists LINES rows sums the counts of all rows before them: results are
+deterministic. For very many rows, PyTorch computes the prefix sums.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import Launch, allocator, contiguous
+from ...runtime.launch import Launch, allocator, cache_key_of, contiguous
 
-# entries of a step
+# elements of the [ENTRIES, WORDS] block of a step
 ELEMENTS = 4096
 # rows of a program, and cols of a step, in list_rows_kernel
 LINES, MINORS = 8, 128
@@ -26,10 +26,12 @@ LINES, MINORS = 8, 128
 CHUNK = 1024
 # rows up to which programs sum the counts: that takes time quadratic in the rows
 MOST_SUMMED = 1 << 14
+# (dtype, is aligned), see runtime.launch.cache_key_of
+CacheKey = tuple[torch.dtype, bool] | None
 
 
 @triton.jit
-def either(left, right):
+def bitwise_or(left, right):
     """Bitwise or."""
     return left | right
 
@@ -39,7 +41,7 @@ def words_of(b_col, m_col, o_word):
     """int32 words with the bits of cols set; repeated cols set the same bit."""
     b_bit = tl.where(m_col, 1, 0) << (b_col % 32)
     # [ENTRIES, WORDS]
-    return tl.reduce(tl.where((b_col // 32)[:, None] == o_word[None, :], b_bit[:, None], 0), 0, either)
+    return tl.reduce(tl.where((b_col // 32)[:, None] == o_word[None, :], b_bit[:, None], 0), 0, bitwise_or)
 
 
 @triton.jit
@@ -88,16 +90,16 @@ def mark_indices_kernel(
 @triton.jit(do_not_specialize=["n_rows", "n_words"])
 def mark_rows_kernel(
     # input: indptr, int32 (lines // n_rows, n_rows + 1), followed by indices (nnz,)
-    blocks_ptr,
+    indptr_and_indices_ptr,
     # output: int32 (lines, n_words)
     bits_ptr,
     n_rows, n_words,
     WORDS: tl.constexpr, ENTRIES: tl.constexpr,
 ):
     i_line = tl.program_id(0)
-    p_begin = blocks_ptr + i_line + i_line // n_rows
+    p_begin = indptr_and_indices_ptr + i_line + i_line // n_rows
     begin, end = tl.load(p_begin), tl.load(p_begin + 1)
-    indices_ptr = blocks_ptr + tl.num_programs(0) + tl.num_programs(0) // n_rows
+    indices_ptr = indptr_and_indices_ptr + tl.num_programs(0) + tl.num_programs(0) // n_rows
     o_word = tl.arange(0, WORDS)
     b_words = tl.zeros([WORDS], tl.int32)
     for first in range(begin, end, ENTRIES):
@@ -131,16 +133,17 @@ def mark_scores_kernel(
     b_key = b_score.to(tl.int32, bitcast=True)
     b_key = (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
     b_key = tl.where(m_col, b_key, 0)
-    # the k-th highest, bit by bit; 0 if there are fewer
-    least = tl.sum(tl.zeros([32], tl.int64), 0)
-    bit = least + 2147483648
+    # radix select: the largest threshold with at least k keys >= it, bit by bit; 0 if fewer than k can be selected.
+    # It begins as a scalar int64 zero that is a tensor, since the loop carries it
+    threshold = tl.sum(tl.zeros([32], tl.int64), 0)
+    bit = threshold + 2147483648
     for _ in range(32):
-        n_high = tl.sum(tl.sum((b_key >= (least | bit)).to(tl.int32), 1), 0)
-        least = tl.where(n_high >= k, least | bit, least)
+        n_high = tl.sum(tl.sum((b_key >= (threshold | bit)).to(tl.int32), 1), 0)
+        threshold = tl.where(n_high >= k, threshold | bit, threshold)
         bit = bit >> 1
-    b_above = (b_key > least).to(tl.int32)
+    b_above = (b_key > threshold).to(tl.int32)
     # ties go to the first
-    b_equal = ((b_key == least) & m_col).to(tl.int32)
+    b_equal = ((b_key == threshold) & m_col).to(tl.int32)
     b_of_words = tl.sum(b_equal, 1)
     b_place = (tl.cumsum(b_of_words, 0) - b_of_words)[:, None] + tl.cumsum(b_equal, 1)
     n_above = tl.sum(tl.sum(b_above, 1), 0)
@@ -190,7 +193,7 @@ def list_rows_kernel(
 # fmt: on
 
 
-class Rows(NamedTuple):
+class BlockGrid(NamedTuple):
     """Shape of a block grid: axes = (batch | 1) * (heads | 1), n_rows x n_cols blocks each, and lengths in tokens."""
 
     axes: int
@@ -211,98 +214,86 @@ class Rows(NamedTuple):
         return -(-self.n_cols // 32)
 
 
-class TensorKey(NamedTuple):
-    """Cache key of a contiguous tensor whose shape is known."""
-
-    dtype: torch.dtype
-    device: torch.device
-    is_aligned: bool
-
-
-def cache_key_of(tensor: torch.Tensor) -> TensorKey:
-    """The cache key of a tensor."""
-    return TensorKey(tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0)
-
-
 @functools.lru_cache(maxsize=256)
-def _mark_indices(key: TensorKey, rows: Rows, k: int) -> Launch:  # noqa: ARG001  part of the cache key
-    words = triton.next_power_of_2(rows.n_words)
+def _mark_indices(key: CacheKey, device: torch.device, grid: BlockGrid, k: int) -> Launch:  # noqa: ARG001  cache keys
+    words = triton.next_power_of_2(grid.n_words)
     entries = min(triton.next_power_of_2(max(16, k)), max(16, ELEMENTS // words))
-    rest = {"n_cols": rows.n_cols, "n_words": rows.n_words, "k": k, "WORDS": words, "ENTRIES": entries}
-    return Launch(mark_indices_kernel, (rows.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
+    rest = {"n_cols": grid.n_cols, "n_words": grid.n_words, "k": k, "WORDS": words, "ENTRIES": entries}
+    return Launch(mark_indices_kernel, (grid.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_rows(rows: Rows, device: torch.device) -> Launch:  # noqa: ARG001
-    words = triton.next_power_of_2(rows.n_words)
+def _mark_rows(grid: BlockGrid, device: torch.device) -> Launch:  # noqa: ARG001
+    words = triton.next_power_of_2(grid.n_words)
     entries = max(16, min(128, ELEMENTS // words))
-    rest = {"n_rows": rows.n_rows, "n_words": rows.n_words, "WORDS": words, "ENTRIES": entries}
-    return Launch(mark_rows_kernel, (rows.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
+    rest = {"n_rows": grid.n_rows, "n_words": grid.n_words, "WORDS": words, "ENTRIES": entries}
+    return Launch(mark_rows_kernel, (grid.n_lines,), {**rest, "num_warps": 4 if words * entries > 512 else 1})
 
 
 @functools.lru_cache(maxsize=256)
-def _mark_scores(key: TensorKey, rows: Rows, k: int, causal: bool) -> Launch:  # noqa: ARG001
-    words = triton.next_power_of_2(rows.n_words)
-    block_q, block_kv = rows.block_size
-    sizes = {"n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words, "k": k}
-    tokens = {"ahead": rows.kv_len - rows.q_len, "block_q": block_q, "block_kv": block_kv, "kv_len": rows.kv_len}
+def _mark_scores(key: CacheKey, device: torch.device, grid: BlockGrid, k: int, causal: bool) -> Launch:  # noqa: ARG001
+    words = triton.next_power_of_2(grid.n_words)
+    block_q, block_kv = grid.block_size
+    sizes = {"n_rows": grid.n_rows, "n_cols": grid.n_cols, "n_words": grid.n_words, "k": k}
+    tokens = {"ahead": grid.kv_len - grid.q_len, "block_q": block_q, "block_kv": block_kv, "kv_len": grid.kv_len}
     # one warp reduces without shared memory
-    how = {"CAUSAL": causal, "WORDS": words, "num_warps": 1 if words <= 16 else 4 if words <= 64 else 8}
-    return Launch(mark_scores_kernel, (rows.n_lines,), sizes | tokens | how)
+    meta = {"CAUSAL": causal, "WORDS": words, "num_warps": 1 if words <= 16 else 4 if words <= 64 else 8}
+    return Launch(mark_scores_kernel, (grid.n_lines,), sizes | tokens | meta)
 
 
 @functools.lru_cache(maxsize=256)
-def _list_rows(rows: Rows, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001
-    sizes = {"n_lines": rows.n_lines, "n_rows": rows.n_rows, "n_cols": rows.n_cols, "n_words": rows.n_words}
-    is_summed = rows.n_lines > MOST_SUMMED
-    how = {"IS_SUMMED": is_summed, "LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
-    return Launch(list_rows_kernel, (-(-rows.n_lines // LINES),), {**sizes, "capacity": capacity, **how})
+def _list_rows(grid: BlockGrid, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001
+    sizes = {"n_lines": grid.n_lines, "n_rows": grid.n_rows, "n_cols": grid.n_cols, "n_words": grid.n_words}
+    is_summed = grid.n_lines > MOST_SUMMED
+    meta = {"IS_SUMMED": is_summed, "LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
+    return Launch(list_rows_kernel, (-(-grid.n_lines // LINES),), {**sizes, "capacity": capacity, **meta})
 
 
-def _marked(rows: Rows, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _marked(grid: BlockGrid, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialized bits, int32 (axes, n_rows, n_words), and counts, int32 (axes * n_rows,)."""
     empty = allocator(like)
-    bits = empty(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
-    return bits, empty(*contiguous(torch.int32, rows.n_lines))
+    bits = empty(*contiguous(torch.int32, grid.axes, grid.n_rows, grid.n_words))
+    return bits, empty(*contiguous(torch.int32, grid.n_lines))
 
 
-def of_indices(indices: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
+def of_indices(indices: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, ...]:
     """bits, indptr, indices and bitmask ids (all full) of the given cols of each row; invalid cols are ignored.
 
     indices  contiguous integers (axes * n_rows * k entries)
     returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,); capacity = indices.numel()
     """
-    bits, counts = _marked(rows, indices)
-    _mark_indices(cache_key_of(indices), rows, indices.numel() // rows.n_lines)(indices, bits, counts)
-    return bits, *_listed(bits, counts, rows, indices.numel())
+    bits, counts = _marked(grid, indices)
+    k = indices.numel() // grid.n_lines
+    _mark_indices(cache_key_of(indices), indices.device, grid, k)(indices, bits, counts)
+    return bits, *_listed(bits, counts, grid, indices.numel())
 
 
-def of_rows(listed: torch.Tensor, rows: Rows) -> torch.Tensor:
+def bits_of_block_list(listed: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
     """The bits (axes, n_rows, n_words) of blocks given by indptr and indices, concatenated.
 
     listed  int32 (axes * (n_rows + 1) + nnz,), 16-byte aligned
     """
-    bits = allocator(listed)(*contiguous(torch.int32, rows.axes, rows.n_rows, rows.n_words))
-    _mark_rows(rows, listed.device)(listed, bits)
+    bits = allocator(listed)(*contiguous(torch.int32, grid.axes, grid.n_rows, grid.n_words))
+    _mark_rows(grid, listed.device)(listed, bits)
     return bits
 
 
-def of_scores(scores: torch.Tensor, rows: Rows, k: int, *, causal: bool) -> tuple[torch.Tensor, ...]:
+def of_scores(scores: torch.Tensor, grid: BlockGrid, k: int, *, causal: bool) -> tuple[torch.Tensor, ...]:
     """Like `of_indices`, for the k highest scores of each row (the first of equal ones); capacity = rows * k.
 
     scores  contiguous floats of at most 32 bits, axes * n_rows * n_cols; NaN and -inf are never selected
     causal  never selects a block without a pair kv_pos <= q_pos + (kv_len - q_len)
     """
-    bits, counts = _marked(rows, scores)
-    _mark_scores(cache_key_of(scores), rows, k, causal)(scores, bits, counts)
-    return bits, *_listed(bits, counts, rows, rows.n_lines * k)
+    bits, counts = _marked(grid, scores)
+    _mark_scores(cache_key_of(scores), scores.device, grid, k, causal)(scores, bits, counts)
+    return bits, *_listed(bits, counts, grid, grid.n_lines * k)
 
 
-def _listed(bits: torch.Tensor, counts: torch.Tensor, rows: Rows, capacity: int) -> tuple[torch.Tensor, ...]:
+def _listed(bits: torch.Tensor, counts: torch.Tensor, grid: BlockGrid, capacity: int) -> tuple[torch.Tensor, ...]:
     empty = allocator(bits)
-    indptr = empty(*contiguous(torch.int32, rows.axes, rows.n_rows + 1))
+    indptr = empty(*contiguous(torch.int32, grid.axes, grid.n_rows + 1))
     indices, ids = (empty(*contiguous(torch.int32, capacity)) for _ in range(2))
-    if rows.n_lines > MOST_SUMMED:
+    if grid.n_lines > MOST_SUMMED:
         counts = counts.cumsum(0, dtype=torch.int32)
-    _list_rows(rows, capacity, bits.device)(bits, counts, indptr, indices, ids)
+    _list_rows(grid, capacity, bits.device)(bits, counts, indptr, indices, ids)
     return indptr, indices, ids

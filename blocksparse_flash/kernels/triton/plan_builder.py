@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
-from .block_selection import CHUNK, Rows, fill_tail, sums_before
+from .block_selection import CHUNK, BlockGrid, fill_tail, sums_before
 from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
 
 # tile rows (or columns) of a program, tiles of a step; with 128 tiles list_kernel spills on sm80
@@ -63,7 +63,7 @@ class Grid(NamedTuple):
     documents  None: every sequence is one document
     """
 
-    rows: Rows
+    blocks: BlockGrid
     causal: bool
     tile: int = plan_format.TILE
     rows_per_token: int = 1
@@ -72,12 +72,12 @@ class Grid(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Tile rows and tile columns."""
-        return -(-self.rows.q_len // self.tile), -(-self.rows.kv_len // self.tile)
+        return -(-self.blocks.q_len // self.tile), -(-self.blocks.kv_len // self.tile)
 
     @property
     def parts(self) -> tuple[int, int]:
         """Blocks per tile along each dimension, at least 1."""
-        return max(1, self.tile // self.rows.block_size[0]), max(1, self.tile // self.rows.block_size[1])
+        return max(1, self.tile // self.blocks.block_size[0]), max(1, self.tile // self.blocks.block_size[1])
 
     @property
     def n_patterns(self) -> int:
@@ -92,11 +92,11 @@ class Grid(NamedTuple):
     @property
     def edges(self) -> int:
         """EDGES of the kernels. With many patterns, edges that the patterns or the diagonal contain are left out."""
-        parts, (q_len, kv_len) = self.parts[0] * self.parts[1], self.rows[3:5]
+        parts, (q_len, kv_len) = self.parts[0] * self.parts[1], self.blocks[3:5]
         if parts <= ALL_EDGES:
             return RIGHT + BOTTOM
         right = kv_len % self.tile != 0 and not self.causal
-        bottom = q_len % self.tile != 0 and q_len % self.rows.block_size[0] != 0
+        bottom = q_len % self.tile != 0 and q_len % self.blocks.block_size[0] != 0
         n_edges = (1 + right) * (1 + bottom)
         if parts > MOST_PARTS or self.n_tiles < self.n_patterns * n_edges * (1 + self.n_diagonals):
             return OWN.value
@@ -105,7 +105,7 @@ class Grid(NamedTuple):
     @property
     def n_tiles(self) -> int:
         """Tiles of all axes."""
-        return self.rows.axes * self.shape[0] * self.shape[1]
+        return self.blocks.axes * self.shape[0] * self.shape[1]
 
     @property
     def n_shared(self) -> int:
@@ -130,7 +130,7 @@ class Grid(NamedTuple):
     def n_bitmasks(self) -> int:
         """Number of bitmasks: `n_shared`, and those of the tiles that documents cut, see `tile_kinds`."""
         n_cut = self.n_mixed * self.shape[1] + 2 * self.shape[0] if self.has_cuts else 0
-        return self.n_shared + self.rows.axes * n_cut
+        return self.n_shared + self.blocks.axes * n_cut
 
     @property
     def words_of_bitmask(self) -> int:
@@ -139,20 +139,20 @@ class Grid(NamedTuple):
 
     def sizes(self) -> dict[str, Any]:
         """The size arguments of the kernels."""
-        rows, (q_tiles, kv_tiles) = self.rows, self.shape
+        blocks, (q_tiles, kv_tiles) = self.blocks, self.shape
         return {
-            "axes": rows.axes,
-            "n_rows": rows.n_rows,
-            "n_cols": rows.n_cols,
-            "n_words": rows.n_words,
-            "q_len": rows.q_len,
-            "kv_len": rows.kv_len,
+            "axes": blocks.axes,
+            "n_rows": blocks.n_rows,
+            "n_cols": blocks.n_cols,
+            "n_words": blocks.n_words,
+            "q_len": blocks.q_len,
+            "kv_len": blocks.kv_len,
             "q_tiles": q_tiles,
             "kv_tiles": kv_tiles,
-            "axes_of_documents": 1 if self.documents is None else rows.axes // self.documents.batch,
+            "axes_of_documents": 1 if self.documents is None else blocks.axes // self.documents.batch,
             "n_mixed": self.n_mixed,
-            "BLOCK_Q": rows.block_size[0],
-            "BLOCK_KV": rows.block_size[1],
+            "BLOCK_Q": blocks.block_size[0],
+            "BLOCK_KV": blocks.block_size[1],
             "ROWS_PER_TOKEN": self.rows_per_token,
             "EDGES": self.edges,
             "CAUSAL": self.causal,
@@ -658,15 +658,15 @@ class PlanLaunches(NamedTuple):
 def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: ARG001  part of the cache key
     """The launches, for lists of any length."""
     sizes, n_words = grid.sizes(), grid.n_shared * grid.words_of_bitmask
-    n_lines = grid.rows.axes * sum(-(-side // LINES) for side in grid.shape)
+    n_lines = grid.blocks.axes * sum(-(-side // LINES) for side in grid.shape)
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS, "CUT_WORDS": CUT_WORDS}
-    n_cut_rows = grid.rows.axes * grid.shape[0] if grid.has_cuts else 0
+    n_cut_rows = grid.blocks.axes * grid.shape[0] if grid.has_cuts else 0
     fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
     return PlanLaunches(
         Launch(count_kernel, (n_lines + -(-n_words // WORDS) + n_cut_rows,), count),
         Launch(list_kernel, (n_lines,), fill),
-        contiguous(torch.int32, 2 * grid.rows.axes * sum(grid.shape)),
+        contiguous(torch.int32, 2 * grid.blocks.axes * sum(grid.shape)),
         contiguous(torch.int32, grid.n_bitmasks, grid.tile, grid.tile // 32),
     )
 
