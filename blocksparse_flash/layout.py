@@ -259,7 +259,7 @@ class BlockLayout(LayoutPlans):
         frame = checks.frame(q_len, kv_len, block_size)
         frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
         block_selection.check_cols(indices, frame)
-        return cls._selected(block_selection.by_indices(indices, frame), frame)
+        return cls._from_selection(block_selection.by_indices(indices, frame), frame)
 
     @classmethod
     def from_scores(
@@ -281,7 +281,7 @@ class BlockLayout(LayoutPlans):
                 later keys; `attention(..., causal=True)` drops those
         """
         frame = block_selection.frame_of(scores, "scores", checks.frame(q_len, kv_len, block_size), kind="floats")
-        return cls._selected(block_selection.by_scores(scores, frame, k, causal=causal), frame)
+        return cls._from_selection(block_selection.by_scores(scores, frame, k, causal=causal), frame)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> BlockLayout:
@@ -298,7 +298,7 @@ class BlockLayout(LayoutPlans):
         if is_selected:
             block_selection.check_selected(tensors, frame)
             indptr, indices, bitmask_ids = (tensor.clone() for tensor in tensors[:3])
-            return cls._selected(block_selection.Selection(indptr, indices, bitmask_ids, None), frame)
+            return cls._from_selection(block_selection.Selection(indptr, indices, bitmask_ids, None), frame)
         if tensors.indptr.is_meta:
             return cls._bare(*tensors, *frame[2:])
         layout = cls(*tensors, **numbers)
@@ -601,7 +601,7 @@ class BlockLayout(LayoutPlans):
             indptr, indices, bitmask_ids = moving[:3]
             bits = moving[4] if more else None
             selection = found._replace(indptr=indptr, indices=indices, bitmask_ids=bitmask_ids, bits=bits)
-            moved = self._selected(selection, self._frame)
+            moved = self._from_selection(selection, self._frame)
         if "shares" in self._cache:
             moved._cache["shares"] = self._cache["shares"]
         for name in ("plans", "orders"):
@@ -786,7 +786,7 @@ class BlockLayout(LayoutPlans):
         return set_operations.broadcast(self._block_list(), self._frame, axes)
 
     @classmethod
-    def _selected(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
+    def _from_selection(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
         """The layout of selected blocks, which plans itself on its device."""
         block_q, block_kv = frame.block_size
         bitmasks = found.indptr.new_empty(0, block_q, block_list.words_per_query(block_kv))

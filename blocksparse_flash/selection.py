@@ -191,11 +191,13 @@ def selected_attention_with_lse(
 def _layout(indices: Tensor, bounds: Tensor | None, frame: Frame, rows_per_token: int) -> BlockLayout:
     """The layout of the rows of all tokens. bounds: of documents, see `checked_boundaries`."""
     with tracing.outside_transforms(indices):
-        selection = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token, is_by_token=True)
+        selection = block_selection.by_indices(indices, frame)._replace(
+            rows_per_token=rows_per_token, may_list_by_key_block=True
+        )
         if bounds is not None:
             documents = block_selection.document_of_tokens(bounds, frame.q_len // rows_per_token)
             selection = selection._replace(documents=documents, n_documents=bounds.shape[1] - 1)
-        return BlockLayout._selected(selection, frame)
+        return BlockLayout._from_selection(selection, frame)
 
 
 def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
@@ -211,7 +213,7 @@ def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
     with tracing.outside_transforms(first):
         ranges = torch.stack([numbers, first, stop], 1).to(torch.int32)
         selection = block_selection.by_indices(cols, frame)._replace(documents=ranges, n_documents=q_len)
-        return BlockLayout._selected(selection, frame)
+        return BlockLayout._from_selection(selection, frame)
 
 
 class _Packed(torch.autograd.Function):
@@ -279,7 +281,7 @@ def _mask(
 ) -> Tensor:
     """bool (batch | 1, heads, q_len, kv_len) of selected blocks, within documents."""
     n_cols = -(-kv_len // block_size)
-    cols = block_selection.known(indices, n_cols)
+    cols = block_selection.clamp_unknown_cols(indices, n_cols)
     blocks = torch.zeros(*cols.shape[:3], n_cols + 1, dtype=torch.bool, device=cols.device).scatter(3, cols, True)
     mask = blocks[..., :-1].repeat_interleave(query_block_size, 2).repeat_interleave(block_size, 3)
     mask = mask[:, :, :q_len, :kv_len]

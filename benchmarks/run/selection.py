@@ -123,8 +123,10 @@ def layout_of(case: Case, indices: Tensor) -> BlockLayout:
     rows_per_token = 1 << (group - 1).bit_length()
     sides = rows_per_token, case.block_size
     frame = Frame(1, case.kv_heads, case.length * rows_per_token, case.length, sides)
-    made = block_selection.by_indices(indices, frame)._replace(rows_per_token=rows_per_token, is_by_token=True)
-    return BlockLayout._selected(made, frame)
+    made = block_selection.by_indices(indices, frame)._replace(
+        rows_per_token=rows_per_token, may_list_by_key_block=True
+    )
+    return BlockLayout._from_selection(made, frame)
 
 
 class Planner:

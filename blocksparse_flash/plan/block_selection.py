@@ -24,20 +24,20 @@ from ..plan_format import N_LONG, PARTIAL, RECORD, TILE, Plan, list_lengths, wit
 from ..runtime import tracing
 
 # blocks per tile up to which all possible bitmasks are made in advance: 2^4 patterns
-FEW = 4
+MAX_TABLED_BLOCKS = 4
 # the kernels mark blocks as bits only up to this many block rows (of 128 tokens or more: a million tokens) and block
 # cols: a program holds all cols of a row, and the kernels visit every tile of the grid, stored or not
-MOST_LINES = 8192
+MAX_GRID_SIDE = 8192
 # rows of 128 tokens or block cols of all batches and heads together: each program sums the counts of all programs
 # before it, and offsets are 32-bit
-MOST_OF_ALL_AXES = 1 << 20
+MAX_TOTAL_GRID_SIDE = 1 << 20
 # block rows of all batches and heads together
-MOST_ROWS = 1 << 22
-# bit words allowed per row: FREE_WORDS (few beside the row's scores) plus WORDS_OF_ENTRY per selected entry (an entry
-# takes as much in a plan)
-FREE_WORDS, WORDS_OF_ENTRY = 64, 4
+MAX_BLOCK_ROWS = 1 << 22
+# bit words allowed per row: BASE_BIT_WORDS (few beside the row's scores) plus BIT_WORDS_PER_ENTRY per selected entry
+# (an entry takes as much in a plan)
+BASE_BIT_WORDS, BIT_WORDS_PER_ENTRY = 64, 4
 # int32 words of the bitmasks of a plan; their offsets are 32-bit
-MOST_WORDS = (1 << 31) - (1 << 12)
+MAX_BITMASK_WORDS = (1 << 31) - (1 << 12)
 # dtypes of scores that the kernels compare, as 32 bits
 COMPARABLE = (torch.float32, torch.float16, torch.bfloat16)
 # dtypes of scores and indices that PyTorch sorts and compares on every device
@@ -54,7 +54,7 @@ class Selection(NamedTuple):
     rows_per_token  consecutive queries at the position of one token, a power of two: the heads of a group
     documents       see `document_of_tokens`; plans drop the pairs of tokens of two documents. None: one document
     n_documents     documents of a sequence, at most
-    is_by_token     whether it comes from `selected_attention`, whose calls may list its blocks by key block: see
+    may_list_by_key_block  whether it comes from `selected_attention`, whose calls may have plans by key block: see
                     selected_builder.py
     """
 
@@ -65,7 +65,7 @@ class Selection(NamedTuple):
     rows_per_token: int = 1
     documents: Tensor | None = None
     n_documents: int = 0
-    is_by_token: bool = False
+    may_list_by_key_block: bool = False
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:
@@ -113,11 +113,12 @@ def check_selected(tensors: Sequence[Tensor], frame: Frame) -> None:
     bitmasks = tensors[3]
     if len(bitmasks):
         raise ValueError(f"bitmasks must be none for selected blocks, which are full, got {len(bitmasks)}")
-    n_lines, capacity = frame.batch_heads * frame.n_rows, len(tensors[1])
-    k = capacity // max(1, n_lines)
-    if k * n_lines != capacity:
+    n_flat_rows, capacity = frame.batch_heads * frame.n_rows, len(tensors[1])
+    k = capacity // max(1, n_flat_rows)
+    if k * n_flat_rows != capacity:
         raise ValueError(
-            f"indices must have k entries for each of the {n_lines} rows of all heads of a selection, got {capacity}"
+            f"indices must have k entries for each of the {n_flat_rows} rows of all heads of a selection, "
+            f"got {capacity}"
         )
     if bitmasks.is_meta:
         return
@@ -159,52 +160,52 @@ def _has_kernels(selected: Tensor, frame: Frame, k: int) -> bool:
     n_rows, n_cols = frame.n_rows, frame.n_cols
     return (
         is_on_gpu(selected)
-        and 0 < frame.q_len <= MOST_LINES * max(TILE, frame.block_size[0])
-        and 0 < n_cols <= MOST_LINES
-        and frame.batch_heads * max(-(-frame.q_len // TILE), n_cols) <= MOST_OF_ALL_AXES
-        and frame.batch_heads * n_rows <= MOST_ROWS
+        and 0 < frame.q_len <= MAX_GRID_SIDE * max(TILE, frame.block_size[0])
+        and 0 < n_cols <= MAX_GRID_SIDE
+        and frame.batch_heads * max(-(-frame.q_len // TILE), n_cols) <= MAX_TOTAL_GRID_SIDE
+        and frame.batch_heads * n_rows <= MAX_BLOCK_ROWS
         and k > 0
-        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * k
+        and -(-n_cols // 32) <= BASE_BIT_WORDS + BIT_WORDS_PER_ENTRY * k
     )
 
 
-def _selected(found: tuple[Tensor, ...], frame: Frame) -> Selection:
+def _selection_of(found: tuple[Tensor, ...], frame: Frame) -> Selection:
     bits, indptr, indices, ids = found
     return Selection(indptr.view(frame.batch, frame.heads, frame.n_rows + 1), indices, ids, bits)
 
 
 def by_indices(indices: Tensor, frame: Frame) -> Selection:
-    """The layout of the cols that each row names; numbers that are no cols and repeated cols are left out.
+    """The selection of the cols that each row names; numbers that are no cols and repeated cols are left out.
 
     indices  integers (batch, heads, n_rows, k)
     """
     if not _has_kernels(indices, frame, indices.shape[3]):
-        return Selection(*sorted_rows(known(indices, frame.n_cols), frame.n_cols), None)
+        return Selection(*sorted_rows(clamp_unknown_cols(indices, frame.n_cols), frame.n_cols), None)
     from ..kernels.triton import block_selection
 
     with tracing.on_device(indices.device):
         grid = block_selection.BlockGrid(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-        return _selected(block_selection.of_indices(indices.contiguous(), grid), frame)
+        return _selection_of(block_selection.of_indices(indices.contiguous(), grid), frame)
 
 
 def by_scores(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Selection:
-    """The layout of the cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
+    """The selection of the cols with the k highest scores (batch, heads, n_rows, n_cols) of each row."""
     if checks.integer(k, "k") < 1:
         raise ValueError(f"k must be at least 1 col per row, got {k}")
     checks.boolean(causal, "causal")
     k = min(k, frame.n_cols)
     if not _has_kernels(scores, frame, k):
-        return Selection(*sorted_rows(highest(scores, frame, k, causal=causal), frame.n_cols), None)
+        return Selection(*sorted_rows(top_k_cols(scores, frame, k, causal=causal), frame.n_cols), None)
     if scores.dtype not in COMPARABLE:
-        return by_indices(highest(scores, frame, k, causal=causal), frame)
+        return by_indices(top_k_cols(scores, frame, k, causal=causal), frame)
     from ..kernels.triton import block_selection
 
     with tracing.on_device(scores.device):
         grid = block_selection.BlockGrid(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-        return _selected(block_selection.of_scores(scores.detach().contiguous(), grid, k, causal=causal), frame)
+        return _selection_of(block_selection.of_scores(scores.detach().contiguous(), grid, k, causal=causal), frame)
 
 
-def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
+def top_k_cols(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
     """The cols with the k highest scores of each row, k <= n_cols; n_cols where fewer can be selected."""
     values = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if causal:
@@ -219,7 +220,7 @@ def highest(scores: Tensor, frame: Frame, k: int, *, causal: bool) -> Tensor:
     return found.indices.masked_fill_(found.values == -torch.inf, frame.n_cols)
 
 
-def known(selected: Tensor, n_cols: int) -> Tensor:
+def clamp_unknown_cols(selected: Tensor, n_cols: int) -> Tensor:
     """The cols as int64, with n_cols for numbers that are no cols."""
     return selected.to(torch.int64).clamp(-1, n_cols).remainder(n_cols + 1)
 
@@ -269,14 +270,16 @@ def plan_of_selection(
     """The plan of selected blocks, made on the device of the tensors without waiting for it.
 
     Equals host_builder.build_plan, except that lists have the length of the capacity and some bitmasks may be unused.
-    causal  also drops the pairs with kv_pos > q_pos + (kv_len - q_len)
+    q_len   rows: rows_per_token for each token
+    causal  also drops the pairs with kv_pos > token + (kv_len - tokens), where tokens = q_len // rows_per_token
     tile    tokens per side of a tile, TILE or FINE_TILE
     """
-    parts = [max(1, tile // side) for side in block_size]
-    # sorting would take longer for a selection by token
-    is_by_token = selection.rows_per_token > 1 or block_size[0] < 16
+    blocks_per_tile = [max(1, tile // side) for side in block_size]
+    # small rows: sorting would take longer
+    has_small_rows = selection.rows_per_token > 1 or block_size[0] < 16
     bits = selection.bits
-    has_kernels = bits is not None and is_on_gpu(bits) and (parts[0] * parts[1] <= FEW or is_by_token)
+    are_tabled = blocks_per_tile[0] * blocks_per_tile[1] <= MAX_TABLED_BLOCKS
+    has_kernels = bits is not None and is_on_gpu(bits) and (are_tabled or has_small_rows)
     make = _plan_by_kernels if has_kernels else _plan_by_operations
     return make(selection, q_len=q_len, kv_len=kv_len, block_size=block_size, causal=causal, tile=tile)
 
@@ -293,14 +296,14 @@ def _plan_by_kernels(
     )
     sizes = None if documents is None else plan_builder.DocumentSizes(len(documents), selection.n_documents)
     grid = plan_builder.Grid(blocks, causal, tile, selection.rows_per_token, sizes)
-    if grid.n_bitmasks * grid.words_of_bitmask >= MOST_WORDS:
+    if grid.n_bitmasks * grid.words_of_bitmask >= MAX_BITMASK_WORDS:
         raise ValueError(
             f"a plan of blocks of {block_size[0]} queries x {block_size[1]} keys would take "
             f"{grid.n_bitmasks * grid.words_of_bitmask >> 28} GB of bitmasks for {batch * heads} heads of {q_len} x "
             f"{kv_len} tokens: select for more queries together (query_block_size), or attend with fewer heads a call"
         )
-    tiles = [max(1, side // tile) for side in block_size]
-    lengths = _lengths(len(selection.indices) * tiles[0] * tiles[1], blocks.axes, grid.shape)
+    tiles_per_block = [max(1, side // tile) for side in block_size]
+    lengths = _lengths(len(selection.indices) * tiles_per_block[0] * tiles_per_block[1], blocks.axes, grid.shape)
     with tracing.on_device(bits.device):
         made = plan_builder.build_from_bits(bits, grid, (batch, heads), lengths, documents)
     return with_dynamic_lengths(Plan._make(made))
@@ -334,8 +337,9 @@ def _plan_by_operations(
         kind.add_(row == grid[0] - 1, alpha=2)
     if causal:
         if rows_per_token == 1:
-            # the first query of a tile is (row - col) * tile + kv_len - q_len after its first key: from tile - 1 on
-            # every pair attends, from -tile down none
+            # the general case below with rows_per_token = 1, in fewer operations: the first query of a tile is
+            # (row - col) * tile + kv_len - q_len after its first key; from tile - 1 on every pair attends, from -tile
+            # down none
             behind, ahead = row - col, q_len - kv_len
             for least in (tile - 1, 0):
                 kind.add_(behind < -(-(ahead + least) // tile), alpha=4)
@@ -343,7 +347,8 @@ def _plan_by_operations(
         else:
             # the same in tokens, for tile rows of fewer tokens
             behind = row * tile // rows_per_token - col * tile + (kv_len - q_len // rows_per_token)
-            diagonal = (bitmasks.steps - (behind - bitmasks.rest) // bitmasks.tokens).clamp_(max=bitmasks.steps + 1)
+            diagonal = bitmasks.steps - (behind - bitmasks.diagonal_offset) // bitmasks.tokens
+            diagonal.clamp_(max=bitmasks.steps + 1)
             kind.add_(diagonal.masked_fill_(behind >= tile - 1, 0), alpha=4)
             is_behind = behind > -bitmasks.tokens
     if pattern.dim() > 1 or documents is not None:
@@ -355,13 +360,13 @@ def _plan_by_operations(
         if documents is not None:
             words &= bitmasks.within_documents(documents, axis, row, col, axes)
         is_full = (words == -1).flatten(1).all(dim=1)
-    elif bitmasks.n_sub <= FEW:
-        ids = torch.add(pattern, kind, alpha=2**bitmasks.n_sub)
-        is_full = ids == 2**bitmasks.n_sub - 1
+    elif bitmasks.blocks_in_tile <= MAX_TABLED_BLOCKS:
+        ids = torch.add(pattern, kind, alpha=2**bitmasks.blocks_in_tile)
+        is_full = ids == 2**bitmasks.blocks_in_tile - 1
         words = bitmasks.every(n_diagonals=bitmasks.steps + 1 if causal else 0)
     else:
         ids = torch.arange(len(row), device=row.device)
-        is_full = (pattern == (-1 if bitmasks.n_sub == 64 else 2**bitmasks.n_sub - 1)) & (kind == 0)
+        is_full = (pattern == (-1 if bitmasks.blocks_in_tile == 64 else 2**bitmasks.blocks_in_tile - 1)) & (kind == 0)
         words = bitmasks.words(pattern, kind & 3, kind >> 2)
     if causal or documents is not None:
         # drop tiles that lie entirely beyond the diagonal, or outside the documents of their queries
@@ -381,30 +386,30 @@ def _tiles(
     n_rows = max(1, indptr.shape[2] - 1)
     # (axis, row) of each entry; past the end for unused entries
     entry = torch.arange(len(indices), dtype=torch.int32, device=device)
-    line = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
-    axis, row, col = line // n_rows, line % n_rows, indices
+    flat_row = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
+    axis, row, col = flat_row // n_rows, flat_row % n_rows, indices
     # tiles per block and blocks per tile, along each axis
-    tiles = [max(1, side // tile) for side in block_size]
-    parts = [max(1, tile // side) for side in block_size]
+    tiles_per_block = [max(1, side // tile) for side in block_size]
+    blocks_per_tile = [max(1, tile // side) for side in block_size]
     bit = torch.ones_like(row)
-    if parts != [1, 1]:
+    if blocks_per_tile != [1, 1]:
         # number of the block in its tile
-        sub = row % parts[0] * parts[1] + col % parts[1]
-        if parts[0] * parts[1] <= 64:
+        sub = row % blocks_per_tile[0] * blocks_per_tile[1] + col % blocks_per_tile[1]
+        if blocks_per_tile[0] * blocks_per_tile[1] <= 64:
             bit = bit << sub
-        row, col = row // parts[0], col // parts[1]
-    if tiles != [1, 1]:
-        step = torch.arange(tiles[0] * tiles[1], device=device)
-        row = row[:, None] * tiles[0] + step // tiles[1]
-        col = col[:, None] * tiles[1] + step % tiles[1]
+        row, col = row // blocks_per_tile[0], col // blocks_per_tile[1]
+    if tiles_per_block != [1, 1]:
+        step = torch.arange(tiles_per_block[0] * tiles_per_block[1], device=device)
+        row = row[:, None] * tiles_per_block[0] + step // tiles_per_block[1]
+        col = col[:, None] * tiles_per_block[1] + step % tiles_per_block[1]
         axis = torch.where((row < grid[0]) & (col < grid[1]), axis[:, None], axes)
         # kernels read one index ahead, so unused entries must be valid tiles too
         row, col = row.clamp_(max=max(1, grid[0]) - 1), col.clamp_(max=max(1, grid[1]) - 1)
         bit = bit[:, None].expand_as(axis).flatten()
-        if parts != [1, 1]:
+        if blocks_per_tile != [1, 1]:
             sub = sub[:, None].expand_as(axis).flatten()
         axis, row, col = axis.flatten(), row.flatten(), col.flatten()
-    if parts == [1, 1]:
+    if blocks_per_tile == [1, 1]:
         return axis, row, col, bit
 
     n_tiles = axes * grid[0] * grid[1]
@@ -414,25 +419,27 @@ def _tiles(
     # at most one tile per entry, and the tiles of the grid; one more for the unused
     size = min(len(key), n_tiles + 1)
     found = torch.full((size,), n_tiles, device=device).scatter_(0, place, key)
-    if parts[0] * parts[1] > 64:
-        pattern = _words_of_parts(place, sub[order], axis[order] < axes, size, parts, tile)
+    if blocks_per_tile[0] * blocks_per_tile[1] > 64:
+        pattern = _words_of_blocks(place, sub[order], axis[order] < axes, size, blocks_per_tile, tile)
     else:
         # blocks are distinct, so a sum of bits is their union
         pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(axis >= axes, 0)[order])
-    line = found // max(1, grid[1])
-    return line // max(1, grid[0]), line % max(1, grid[0]), found % max(1, grid[1]), pattern
+    flat_row = found // max(1, grid[1])
+    return flat_row // max(1, grid[0]), flat_row % max(1, grid[0]), found % max(1, grid[1]), pattern
 
 
-def _words_of_parts(place: Tensor, sub: Tensor, is_used: Tensor, size: int, parts: list[int], tile: int) -> Tensor:
+def _words_of_blocks(
+    place: Tensor, sub: Tensor, is_used: Tensor, size: int, blocks_per_tile: list[int], tile: int
+) -> Tensor:
     """int32 words (size, tile, tile // 32) of tiles, from the blocks in them.
 
     place, sub  of each block: its tile, and its number in the tile
     """
-    height, width = tile // parts[0], tile // parts[1]
+    height, width = tile // blocks_per_tile[0], tile // blocks_per_tile[1]
     # pieces of 16 keys, half a word each
     pieces = torch.zeros(size * tile * tile // 16 + 1, dtype=torch.int16, device=place.device)
-    query = sub[:, None] // parts[1] * height + torch.arange(height, device=place.device)
-    piece = sub[:, None] % parts[1] * (width // 16) + torch.arange(width // 16, device=place.device)
+    query = sub[:, None] // blocks_per_tile[1] * height + torch.arange(height, device=place.device)
+    piece = sub[:, None] % blocks_per_tile[1] * (width // 16) + torch.arange(width // 16, device=place.device)
     index = ((place[:, None] * tile + query) * (tile // 16))[:, :, None] + piece[:, None]
     index = index.masked_fill_(~is_used[:, None, None], len(pieces) - 1)
     return pieces.index_fill_(0, index.flatten(), -1)[:-1].view(torch.int32).view(size, tile, tile // 32)
@@ -457,10 +464,10 @@ def _listed(
     axes, n_major, n_entries = batch_heads[0] * batch_heads[1], max(grid), len(row)
     majors = torch.stack([row, col])
     # (direction, axis, major, is full, minor) in one number, in the order of Plan
-    line = 2 * PARTIAL
-    keys = torch.add(majors.flip(0), majors, alpha=line)
-    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=line * n_major)
-    keys[1].add_(line * n_major * (axes + 1))
+    major_stride = 2 * PARTIAL
+    keys = torch.add(majors.flip(0), majors, alpha=major_stride)
+    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=major_stride * n_major)
+    keys[1].add_(major_stride * n_major * (axes + 1))
     flat_keys, flat_order = keys.flatten().sort()
     keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
     order[1].sub_(n_entries)
@@ -477,7 +484,7 @@ def _listed(
     twice = 2 * bounds[2 * axes * n_major]
     limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
-    # never all: see host_builder._long
+    # never all: see host_builder.long_of
     n_long = (work[..., : max(0, n_major - 1)] > limit).sum(dim=2).amax(dim=1)
     if grid[0] != grid[1]:
         n_long[int(grid[0] > grid[1])].clamp_(max=max(0, min(grid) - 1))
@@ -490,7 +497,7 @@ def _listed(
     n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]))
     # every list is aligned to 32 bytes
     lists = torch.zeros(2, 2, -(-max(n_ids) // 8) * 8, dtype=torch.int32, device=row.device)
-    lists[0, :, :size] = (keys[:, :size] & (line - 1)) - PARTIAL
+    lists[0, :, :size] = (keys[:, :size] & (major_stride - 1)) - PARTIAL
     lists[1, :, :size] = ids.masked_fill(is_full, 0)[order[:, :size]]
     sides: list[Tensor] = []
     for side in (0, 1):
@@ -506,44 +513,52 @@ class _Bitmasks:
         self, block_size: Size, q_len: int, kv_len: int, tile: int, device: torch.device, rows_per_token: int = 1
     ) -> None:
         self.tile, self.rows_per_token = tile, rows_per_token
-        # tokens of a tile row, and tile rows that start within `tile` tokens
+        # tokens: of a tile row. steps: tile rows per `tile` tokens. blocks_per_tile: along each axis; blocks_in_tile:
+        # in all. sides: queries and keys of a block within a tile. last_sizes: valid queries and keys of the last tile.
+        # diagonal_offset: of the diagonal, modulo `tokens`
         self.tokens = max(1, tile // rows_per_token)
         self.steps = tile // self.tokens
-        self.parts = [max(1, tile // side) for side in block_size]
-        self.n_sub = self.parts[0] * self.parts[1]
+        self.blocks_per_tile = [max(1, tile // side) for side in block_size]
+        self.blocks_in_tile = self.blocks_per_tile[0] * self.blocks_per_tile[1]
         self.sides = [min(tile, side) for side in block_size]
-        self.lasts = [(length - 1) % tile + 1 for length in (q_len, kv_len)]
-        self.rest = (kv_len - q_len // rows_per_token) % self.tokens
+        self.last_sizes = [(length - 1) % tile + 1 for length in (q_len, kv_len)]
+        self.diagonal_offset = (kv_len - q_len // rows_per_token) % self.tokens
         self.device = device
 
     def every(self, n_diagonals: int) -> Tensor:
-        """`words` of every diagonal 0 .. n_diagonals, edge and pattern, the last one fastest; n_sub <= FEW."""
+        """`words` of every diagonal 0 .. n_diagonals, edge and pattern, the last one fastest.
+
+        For at most MAX_TABLED_BLOCKS blocks in a tile.
+        """
         tile = self.tile
         words = torch.full(
-            (n_diagonals + 1, 4, 2**self.n_sub, tile, tile // 32), -1, dtype=torch.int32, device=self.device
+            (n_diagonals + 1, 4, 2**self.blocks_in_tile, tile, tile // 32), -1, dtype=torch.int32, device=self.device
         )
         # blocks of 16 keys take half a word
         unit = min(32, self.sides[1])
         pieces = words if unit == 32 else words.view(torch.int16)
         down, across = self.sides[0], self.sides[1] // unit
-        for sub in range(self.n_sub):
-            row, col = divmod(sub, self.parts[1])
+        for sub in range(self.blocks_in_tile):
+            row, col = divmod(sub, self.blocks_per_tile[1])
             without = pieces.unflatten(2, (-1, 2, 2**sub))[:, :, :, 0]
             without[..., row * down : (row + 1) * down, col * across : (col + 1) * across].zero_()
-        word, bits = divmod(self.lasts[1], 32)
+        word, bits = divmod(self.last_sizes[1], 32)
         if word < tile // 32:
             words[:, 1::2, ..., word].bitwise_and_(2**bits - 1)
             words[:, 1::2, ..., word + 1 :].zero_()
-        if self.lasts[0] < tile:
-            words[:, 2:, :, self.lasts[0] :].zero_()
+        if self.last_sizes[0] < tile:
+            words[:, 2:, :, self.last_sizes[0] :].zero_()
         if n_diagonals:
             token = torch.arange(tile, device=self.device)[:, None]
             # per diagonal and word: the first key that query 0 does not see, less the first key of the word
             if self.rows_per_token == 1:
-                first = torch.arange(self.rest + 1, self.rest + 1 - 2 * tile, -32, device=self.device).view(2, 1, -1)
+                # the general case below with rows_per_token = 1, in fewer operations
+                ends = self.diagonal_offset + 1, self.diagonal_offset + 1 - 2 * tile
+                first = torch.arange(*ends, -32, device=self.device).view(2, 1, -1)
             else:
                 token = token // self.rows_per_token
-                first = self.rest + 1 + self.tokens * torch.arange(self.steps - 1, -2, -1, device=self.device)
+                first = self.tokens * torch.arange(self.steps - 1, -2, -1, device=self.device)
+                first = first + (self.diagonal_offset + 1)
                 first = first[:, None, None] - torch.arange(0, tile, 32, device=self.device)
             seen = _first_bits(token + first)
             # the lower half of each 64-bit number
@@ -556,7 +571,7 @@ class _Bitmasks:
         start = torch.arange(0, self.tile, 32, device=self.device)
         words = torch.zeros(1, 1, 1, dtype=torch.int64, device=self.device)
         for half in (0, 16):
-            sub = query // self.sides[0] * self.parts[1] + (start + half) // self.sides[1]
+            sub = query // self.sides[0] * self.blocks_per_tile[1] + (start + half) // self.sides[1]
             words = words | ((pattern[:, None, None] >> sub & 1) * (0xFFFF << half))
         return self.cut(words, edge, diagonal)
 
@@ -565,10 +580,10 @@ class _Bitmasks:
         query = torch.arange(self.tile, device=self.device)[:, None]
         start = torch.arange(0, self.tile, 32, device=self.device)
         edge, diagonal = edge[:, None, None], diagonal[:, None, None]
-        words = words & torch.where((edge & 1) == 1, _first_bits(self.lasts[1] - start), 2**32 - 1)
-        words = torch.where(((edge & 2) == 2) & (query >= self.lasts[0]), 0, words)
+        words = words & torch.where((edge & 1) == 1, _first_bits(self.last_sizes[1] - start), 2**32 - 1)
+        words = torch.where(((edge & 2) == 2) & (query >= self.last_sizes[0]), 0, words)
         # the last key that each query sees, relative to the tile
-        last_key = query // self.rows_per_token + self.rest - self.tokens * (diagonal - self.steps)
+        last_key = query // self.rows_per_token + self.diagonal_offset - self.tokens * (diagonal - self.steps)
         words = torch.where(diagonal > 0, words & _first_bits(last_key + 1 - start), words)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 

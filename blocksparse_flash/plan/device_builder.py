@@ -14,7 +14,7 @@ from ..blocks.block_list import BlockRows, Frame
 from ..blocks.transfer import sent_flat
 from ..plan_format import TILE, Plan, list_lengths, with_dynamic_lengths
 from ..runtime import tracing
-from .block_selection import FREE_WORDS, MOST_LINES, MOST_OF_ALL_AXES, WORDS_OF_ENTRY
+from .block_selection import BASE_BIT_WORDS, BIT_WORDS_PER_ENTRY, MAX_GRID_SIDE, MAX_TOTAL_GRID_SIDE
 from .host_builder import count_long, count_tiles
 
 # blocks from which building on the GPU pays: a new mask of 2,048 blocks adds 0.42 ms to a step instead of 0.71 (H200)
@@ -28,9 +28,9 @@ def suits(frame: Frame, nnz: int, n_bitmasks: int, device: torch.device) -> bool
     n_rows, n_cols, batch_heads = frame.n_rows, frame.n_cols, frame.batch_heads
     n_lines = max(n_rows, n_cols)
     return (
-        n_lines <= MOST_LINES
-        and batch_heads * n_lines <= MOST_OF_ALL_AXES
-        and -(-n_cols // 32) <= FREE_WORDS + WORDS_OF_ENTRY * (nnz // (batch_heads * n_rows))
+        n_lines <= MAX_GRID_SIDE
+        and batch_heads * n_lines <= MAX_TOTAL_GRID_SIDE
+        and -(-n_cols // 32) <= BASE_BIT_WORDS + BIT_WORDS_PER_ENTRY * (nnz // (batch_heads * n_rows))
         and not tracing.has_observers()
         and tracing.runs_triton(device.index)
     )

@@ -140,7 +140,7 @@ class LayoutPlans:
         batch_heads  batch and heads of q: those that share a selection have no SelectedPlan
         """
         selection: block_selection.Selection | None = self._cache.get("selection")
-        if selection is None or not selection.is_by_token or device != self._anchor.device:
+        if selection is None or not selection.may_list_by_key_block or device != self._anchor.device:
             return False
         if self._frame[:2] != tuple(batch_heads):
             return False

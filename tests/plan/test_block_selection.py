@@ -194,12 +194,14 @@ def test_bitmasks_made_in_advance_equal_those_made_one_by_one(
     tile, block_size = case
     q_len *= rows_per_token
     bitmasks = block_selection._Bitmasks(block_size, q_len, kv_len, tile, torch.device("cpu"), rows_per_token)
-    assert bitmasks.n_sub <= block_selection.FEW
+    assert bitmasks.blocks_in_tile <= block_selection.MAX_TABLED_BLOCKS
     n_diagonals = min(tile, rows_per_token) + 1
-    code = torch.arange((1 + n_diagonals) * 4 * 2**bitmasks.n_sub)
-    one_by_one = bitmasks.words(code % 2**bitmasks.n_sub, code >> bitmasks.n_sub & 3, code >> (bitmasks.n_sub + 2))
+    code = torch.arange((1 + n_diagonals) * 4 * 2**bitmasks.blocks_in_tile)
+    one_by_one = bitmasks.words(
+        code % 2**bitmasks.blocks_in_tile, code >> bitmasks.blocks_in_tile & 3, code >> (bitmasks.blocks_in_tile + 2)
+    )
     assert torch.equal(bitmasks.every(n_diagonals=n_diagonals), one_by_one)
-    assert torch.equal(bitmasks.every(n_diagonals=0), one_by_one[: 4 * 2**bitmasks.n_sub])
+    assert torch.equal(bitmasks.every(n_diagonals=0), one_by_one[: 4 * 2**bitmasks.blocks_in_tile])
 
 
 def test_plans_of_too_many_tiles_are_refused() -> None:

@@ -630,7 +630,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("plan/block_selection.py", "first = ahead + block_q - 1", "first = ahead + block_q", OPERATIONS),
         ("plan/block_selection.py", "(cols[:, 1:] != cols[:, :-1])", "(cols[:, 1:] >= cols[:, :-1])", OPERATIONS),
         ("plan/block_selection.py", "indptr[1:, 0] = indptr[:-1, -1]", "indptr[1:, 0] = indptr[:-1, 0]", OPERATIONS),
-        ("plan/block_selection.py", "row % parts[0] * parts[1] + col", "row % parts[0] * parts[0] + col", OPERATIONS),
+        (
+            "plan/block_selection.py",
+            "row % blocks_per_tile[0] * blocks_per_tile[1] + col",
+            "row % blocks_per_tile[0] * blocks_per_tile[0] + col",
+            OPERATIONS,
+        ),
         ("plan/block_selection.py", "- self.tokens * (diagonal - self.steps)", "- self.tokens * diagonal", OPERATIONS),
         ("plan/block_selection.py", "unit = min(32, self.sides[1])", "unit = 32", OPERATIONS),
         ("plan/block_selection.py", "for least in (tile - 1, 0):", "for least in (tile, 0):", BY_INDEX),

@@ -127,7 +127,9 @@ SORTED_ROWS, PLAN_BY_OPERATIONS = block_selection.sorted_rows, block_selection._
 @pytest.mark.parametrize("frame", FRAMES, ids=str)
 def test_selection_by_index_equals_pytorch(frame: Frame, device: torch.device) -> None:
     indices = random_indices(frame, 5, device)
-    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    expected = block_selection.Selection(
+        *SORTED_ROWS(block_selection.clamp_unknown_cols(indices, frame.n_cols), frame.n_cols), None
+    )
     assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True))
 
 
@@ -135,7 +137,9 @@ def test_selection_by_index_equals_pytorch(frame: Frame, device: torch.device) -
 @pytest.mark.parametrize("frame", FINE_FRAMES, ids=str)
 def test_fine_plans_equal_pytorch(frame: Frame, device: torch.device) -> None:
     indices = random_indices(frame, 5, device)
-    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    expected = block_selection.Selection(
+        *SORTED_ROWS(block_selection.clamp_unknown_cols(indices, frame.n_cols), frame.n_cols), None
+    )
     assert_same(BlockLayout.from_topk(indices, **frame.sizes), expected, frame, (False, True), (FINE_TILE,))
 
 
@@ -145,7 +149,7 @@ def test_fine_plans_equal_pytorch(frame: Frame, device: torch.device) -> None:
 def test_selection_by_score_equals_pytorch(frame: Frame, causal: bool, device: torch.device) -> None:
     scores, k = random_scores(frame, device), min(3, frame.n_cols)
     scores[:, :, ::3, 0] = 50
-    highest = block_selection.highest(scores, frame, k, causal=causal)
+    highest = block_selection.top_k_cols(scores, frame, k, causal=causal)
     expected = block_selection.Selection(*SORTED_ROWS(highest, frame.n_cols), None)
     assert_same(BlockLayout.from_scores(scores, **frame.sizes, k=k, causal=causal), expected, frame, (causal,))
 
@@ -161,7 +165,9 @@ def test_programs_with_many_iterations_equal_pytorch(
     if has_one_batch:
         # all long lines belong to the heads of the first iteration
         indices[0, :, 1:] = indices[1:] = -1
-    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    expected = block_selection.Selection(
+        *SORTED_ROWS(block_selection.clamp_unknown_cols(indices, frame.n_cols), frame.n_cols), None
+    )
     layout = BlockLayout.from_topk(indices, **frame.sizes)
     assert_same(layout, expected, frame, (not has_one_batch,), (TILE, FINE_TILE))
 
@@ -172,7 +178,9 @@ def test_one_line_of_a_head_is_never_counted_as_long(device: torch.device) -> No
     frame = Frame(3, 1, 250, 100, (128, 128))
     indices = torch.full((3, 1, 2, 1), -1, device=device)
     indices[0] = 0
-    expected = block_selection.Selection(*SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols), None)
+    expected = block_selection.Selection(
+        *SORTED_ROWS(block_selection.clamp_unknown_cols(indices, frame.n_cols), frame.n_cols), None
+    )
     layout = BlockLayout.from_topk(indices, **frame.sizes)
     assert_same(layout, expected, frame, (False,))
     plan = layout.plan(device)
@@ -312,7 +320,7 @@ def test_plans_of_selections_by_token_have_the_pairs_of_pytorch(
         selection_kernels._list_rows.cache_clear()
     indices = random_indices(frame, 3, device)
     made = block_selection.by_indices(indices, frame)
-    expected = SORTED_ROWS(block_selection.known(indices, frame.n_cols), frame.n_cols)
+    expected = SORTED_ROWS(block_selection.clamp_unknown_cols(indices, frame.n_cols), frame.n_cols)
     for values, wanted in zip(made[:3], expected, strict=True):
         assert torch.equal(values, wanted)
     plan_builder.plan_launches.cache_clear()
