@@ -19,10 +19,10 @@ from .plan_format import TILE
 from .runtime import tracing
 
 # allowed values of query_block_size
-QUERY_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+QUERY_BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def has_blocks_of(size: int) -> bool:
+def is_key_block_size(size: int) -> bool:
     """Whether blocks of this many keys can be selected."""
     return size in (16, 32, 64) or (size > 0 and size % TILE == 0)
 
@@ -46,9 +46,9 @@ def selected_attention(
 
     q            (batch, heads, q_len, head_dim)
     k, v         (batch, kv_heads, kv_len, head_dim | v_head_dim), kv_heads a divisor of heads
-    indices      integers (batch | 1, heads | kv_heads | 1, ceil(q_len / query_block_size), k): the blocks of each
-                 query, in any order. With kv_heads selections, query heads that share a KV head share one; a size of
-                 1 is shared by all. -1 marks an unused entry; repeated blocks are ignored. Other numbers are refused
+    indices      integers (batch | 1, heads | kv_heads | 1, ceil(q_len / query_block_size), n_selected): the blocks of
+                 each query, in any order. With kv_heads selections, query heads that share a KV head share one; a size
+                 of 1 is shared by all. -1 marks an unused entry; repeated blocks are ignored. Other numbers are refused
                  on the CPU and ignored on a GPU
     block_size   keys per block: 16, 32, 64 or a multiple of 128; block i begins at key i * block_size
     query_block_size  consecutive tokens that select together: 1, 2, 4, ..., 128
@@ -87,7 +87,7 @@ def selected_attention(
     - 8, 16 or 32 rows (query_block_size x padded group) share a selection,
     - block_size is 64 or a multiple of 128, and both head dimensions are at most 128,
     - each batch and KV head has a selection of its own, or each batch and query head,
-    - a query selects at most a quarter of the keys: kv_len >= 4 * k * block_size, and
+    - a query selects at most a quarter of the keys: kv_len >= 4 * n_selected * block_size, and
     - the call is large: indices.numel() * rows * max(1, block_size // 128) is at least 2^22.
 
     Extra memory: about 50 bytes for each entry of `indices` (and each 128 keys of its block) while the plan is made; at
@@ -102,10 +102,20 @@ def selected_attention(
     >>> selected_attention(q, k, k, indices, block_size=16).shape
     torch.Size([1, 4, 64, 16])
     """
-    options: dict[str, Any] = {"causal": causal, "cu_seqlens": cu_seqlens, "scale": scale}
-    options |= {"block_size": block_size, "query_block_size": query_block_size}
-    options |= {"deterministic": deterministic, "backend": backend}
-    return selected_attention_with_lse(q, k, v, indices, **options)[0]
+    out, _ = selected_attention_with_lse(
+        q,
+        k,
+        v,
+        indices,
+        block_size=block_size,
+        query_block_size=query_block_size,
+        causal=causal,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return out
 
 
 @tracing.untraced
@@ -129,6 +139,7 @@ def selected_attention_with_lse(
     scale, deterministic, backend  as `attention`
     returns  out (batch, heads, q_len, v_head_dim) and lse (batch, heads, q_len), natural logarithm; -inf for a query
              that selects no key
+    raises   as `selected_attention`
     """
     # all that `attention` would refuse below, before anything is computed
     dtype, checked_scale = validation.check(
@@ -136,7 +147,7 @@ def selected_attention_with_lse(
     )
     _check_sides(block_size, query_block_size)
     checks.check_tensor("indices", indices, "; torch.tensor(indices) makes one")
-    # real ones are constants of the graph that fake q, k and v belong to
+    # under a FakeTensorMode, real indices become constants of the graph
     (indices,) = tracing.as_graph_constants([indices], q)
     _check_indices(indices, q, k, query_block_size)
     bounds = None if cu_seqlens is None else checked_boundaries(cu_seqlens, q, k)
@@ -149,12 +160,12 @@ def selected_attention_with_lse(
         )
     # symbolic sizes become constants: plans have fixed sizes
     heads, q_len, kv_heads, kv_len = map(int, (*q.shape[1:3], *k.shape[1:3]))
-    # a larger block is the only one
+    # a block longer than the keys is cut to them, in whole tiles
     block_size = min(block_size, max(TILE, -(-kv_len // TILE) * TILE))
-    # fake tensors may come without their mode
+    # fake tensors may be used outside of their mode
     with tracing.mode_of(q):
         if 0 in q.shape[:2]:
-            # no queries select, and layouts have at least one batch and head
+            # no queries: a layout still has one batch and one head, so one that selects nothing
             indices = indices.new_zeros(1, 1, indices.shape[2], 0)
         # query heads that select together
         group = heads // max(1, kv_heads) if indices.shape[1] in (1, kv_heads) else 1
@@ -173,18 +184,28 @@ def selected_attention_with_lse(
                 q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
                 return reference.attention(q, k, v, mask, causal=causal, scale=checked_scale)
         layout = _layout(indices, bounds, frame, rows_per_token)
+        # the kernels read the heads of a token in place, if there is a plan by key block
         if group == rows_per_token and query_block_size == 1:
-            options: dict[str, Any] = {"scale": checked_scale, "deterministic": deterministic, "backend": backend}
             with tracing.without_autocast(q.device):
-                of_q, of_k, of_v = (tensor.to(dtype) for tensor in (q, k, v))
-                found = attention_of_heads(of_q, of_k, of_v, layout, causal=causal, **options)
+                q_cast, k_cast, v_cast = (tensor.to(dtype) for tensor in (q, k, v))
+                found = attention_of_heads(
+                    q_cast,
+                    k_cast,
+                    v_cast,
+                    layout,
+                    causal=causal,
+                    scale=checked_scale,
+                    deterministic=deterministic,
+                    backend=backend,
+                )
             if found is not None:
                 return found
         is_direct = tracing.can_launch_directly(q, k, v)
-        rows = _copied(_Packed, q, group, rows_per_token, is_direct=is_direct)
-        options = {"causal": causal, "scale": scale, "deterministic": deterministic, "backend": backend}
-        out, lse = attention_with_lse(rows, k, v, layout, **options)
-        out = _copied(_Unpacked, out, group, rows_per_token, is_direct=is_direct)
+        packed_q = _pack(q, group, rows_per_token, is_direct=is_direct)
+        out, lse = attention_with_lse(
+            packed_q, k, v, layout, causal=causal, scale=scale, deterministic=deterministic, backend=backend
+        )
+        out = _unpack(out, group, rows_per_token, is_direct=is_direct)
         return out, _unpacked(lse[..., None], group, rows_per_token)[..., 0]
 
 
@@ -201,14 +222,14 @@ def _layout(indices: Tensor, bounds: Tensor | None, frame: Frame, rows_per_token
 
 
 def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
-    """The layout in which each query attends to keys first .. stop - 1. It is made on the device, without waiting.
+    """The layout in which each query attends to keys first .. stop - 1, made on the device without synchronization.
 
     first, stop  integers (batch, q_len) that never decrease, between 0 and kv_len
     """
     batch, q_len = first.shape
     frame = Frame(batch, 1, q_len, kv_len, (TILE, TILE))
     cols = torch.arange(frame.n_cols, device=first.device).expand(batch, 1, frame.n_rows, -1)
-    # as if each query were a document: every tile may need its own bitmask
+    # reuses documents: one per query, whose keys are first .. stop - 1, so that tiles get bitmasks of their own
     numbers = torch.arange(1, q_len + 1, device=first.device).expand_as(first)
     with tracing.outside_transforms(first):
         ranges = torch.stack([numbers, first, stop], 1).to(torch.int32)
@@ -217,41 +238,51 @@ def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
 
 
 class _Packed(torch.autograd.Function):
-    """`_packed`, copied as int64: three times as fast."""
+    """`_packed`, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:
         ctx.sizes = group, rows_per_token
+        # as int64: 8-byte loads are three times as fast
         return _packed(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ops.refuse_mapped(grad)
         is_direct = tracing.can_launch_directly(grad, grad, grad)
-        return _copied(_Unpacked, grad, *ctx.sizes, is_direct=is_direct), None, None
+        return _unpack(grad, *ctx.sizes, is_direct=is_direct), None, None
 
 
 class _Unpacked(torch.autograd.Function):
-    """`_unpacked`, likewise."""
+    """`_unpacked`, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:
         ctx.sizes = group, rows_per_token
+        # as int64, likewise
         return _unpacked(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ops.refuse_mapped(grad)
         is_direct = tracing.can_launch_directly(grad, grad, grad)
-        return _copied(_Packed, grad, *ctx.sizes, is_direct=is_direct), None, None
+        return _pack(grad, *ctx.sizes, is_direct=is_direct), None, None
 
 
-def _copied(function: Any, tensor: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
-    """The result of _Packed or _Unpacked. is_direct: torch neither traces nor transforms the call."""
-    if rows_per_token > 1 and is_direct and _has_words(tensor):
-        made: Tensor = function.apply(tensor, group, rows_per_token)
+def _pack(q: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
+    """`_packed`, fast where it can be. is_direct: torch neither traces nor transforms the call."""
+    if rows_per_token > 1 and is_direct and _has_words(q):
+        made: Tensor = _Packed.apply(q, group, rows_per_token)
         return made
-    return (_packed if function is _Packed else _unpacked)(tensor, group, rows_per_token)
+    return _packed(q, group, rows_per_token)
+
+
+def _unpack(rows: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
+    """`_unpacked`, likewise."""
+    if rows_per_token > 1 and is_direct and _has_words(rows):
+        made: Tensor = _Unpacked.apply(rows, group, rows_per_token)
+        return made
+    return _unpacked(rows, group, rows_per_token)
 
 
 def _has_words(tensor: Tensor) -> bool:
@@ -294,11 +325,11 @@ def _mask(
 
 def _check_sides(block_size: object, query_block_size: object) -> None:
     keys = checks.integer(block_size, "block_size")
-    if not has_blocks_of(keys):
+    if not is_key_block_size(keys):
         raise ValueError(
             f"block_size must be 16, 32, 64 or a multiple of {TILE} keys, got {keys}; single keys cannot be selected"
         )
-    if checks.integer(query_block_size, "query_block_size") not in QUERY_BLOCKS:
+    if checks.integer(query_block_size, "query_block_size") not in QUERY_BLOCK_SIZES:
         raise ValueError(f"query_block_size must be a power of two from 1 to 128 tokens, got {query_block_size}")
 
 
@@ -309,7 +340,7 @@ def _check_indices(indices: Tensor, q: Tensor, k: Tensor, query_block_size: int)
     shape = tuple(indices.shape)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, kv_heads, heads) or shape[2] != n_rows:
         raise ValueError(
-            f"indices must have shape (batch = {batch} or 1, heads = {heads}, kv_heads = {kv_heads} or 1, {n_rows}, k) "
-            f"for {q_len} queries in blocks of query_block_size = {query_block_size}, got {shape}"
+            f"indices must have shape (batch = {batch} or 1, heads = {heads}, kv_heads = {kv_heads} or 1, {n_rows}, "
+            f"n_selected) for {q_len} queries in blocks of query_block_size = {query_block_size}, got {shape}"
         )
     validation.check_device("indices", indices, q)

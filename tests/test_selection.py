@@ -335,7 +335,11 @@ INDICES = torch.zeros(1, 2, 40, 2, dtype=torch.int64)
 WRONG = {
     "type": (TypeError, "indices must be a torch.Tensor, got list", {"indices": [[0]]}),
     "dtype": (ValueError, "indices must be integers, got torch.float32", {"indices": INDICES.float()}),
-    "rows": (ValueError, r"heads = 4, kv_heads = 2 or 1, 10, k\) for 40 queries in blocks", {"query_block_size": 4}),
+    "rows": (
+        ValueError,
+        r"heads = 4, kv_heads = 2 or 1, 10, n_selected\) for 40 queries in blocks",
+        {"query_block_size": 4},
+    ),
     "heads": (ValueError, "indices must have shape", {"indices": INDICES.expand(1, 2, 40, 2).repeat(1, 4, 1, 1)}),
     "range": (ValueError, r"indices must be -1 \(none\) or in 0 .. n_cols - 1 = 2, got 3", {"indices": INDICES + 3}),
     "keys": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 keys, got 1;", {"block_size": 1}),

@@ -14,7 +14,7 @@ from ..nn.document_blocks import DocumentBlocks
 from ..nn.mixture_of_blocks import mixture_of_block_attention
 from ..nn.native_sparse import compressed_layout, compressed_layout_in_documents, most_important_blocks
 from ..runtime import tracing
-from ..selection import has_blocks_of, selected_attention
+from ..selection import is_key_block_size, selected_attention
 from .mask import Mask
 from .names import CONFIG_KEY, running_layer
 
@@ -50,7 +50,7 @@ def selection_of(given: dict[Any, Any], name: str) -> Selection:
     counts = f"an int of {fewest} or more, counting blocks always selected"
     _check(given, name, "k_blocks", counts, lambda n: n >= fewest)
     sizes = "16, 32, 64 or a multiple of 128, the tokens of a block"
-    _check(given, name, "block_size", sizes, has_blocks_of)
+    _check(given, name, "block_size", sizes, is_key_block_size)
     if not isinstance(given.get("by_group", False), bool):
         raise ValueError(
             f"{name}['by_group'] must be True or False, got {given['by_group']!r}; True lets the query heads that "

@@ -8,13 +8,13 @@ from torch.nn.functional import pad
 
 from ..plan import block_selection
 from ..runtime import tracing
-from ..selection import has_blocks_of
+from ..selection import is_key_block_size
 from .arguments import positive_int
 
 
 def check_block_size(block_size: int) -> None:
     """Refuse a size of blocks that `selected_attention` does not have."""
-    if not has_blocks_of(positive_int("block_size", block_size)):
+    if not is_key_block_size(positive_int("block_size", block_size)):
         raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 tokens, got {block_size}")
 
 

@@ -52,7 +52,8 @@ class Selection(NamedTuple):
                     entries come last
     bits            the same blocks as bits (batch * heads, n_rows, words), if kernels made them
     rows_per_token  consecutive queries at the position of one token, a power of two: the heads of a group
-    documents       see `document_of_tokens`; plans drop the pairs of tokens of two documents. None: one document
+    documents       int32 (batch | 1, 3, tokens): number of the document, first key, one past the last key of each
+                    token; plans drop the other pairs. None: one document
     n_documents     documents of a sequence, at most
     may_list_by_key_block  whether it comes from `selected_attention`, whose calls may have plans by key block: see
                     selected_builder.py

@@ -747,7 +747,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             for old, new in [
                 ("group == rows_per_token and query_block_size == 1", "query_block_size == 1"),
                 ("group == rows_per_token and query_block_size == 1", "group == rows_per_token"),
-                ("of_v = (tensor.to(dtype) for", "of_v = (tensor.to(q.dtype) for"),
+                ("v_cast = (tensor.to(dtype) for", "v_cast = (tensor.to(q.dtype) for"),
                 ("if group == rows_per_token", "if False and group == rows_per_token"),
             ]
         ),
