@@ -144,3 +144,10 @@ def runs_kernels(tensor: Tensor) -> bool:
     """Whether the layers' own pointwise kernels take a tensor: on a GPU, without tracing or forward-mode gradients."""
     is_plain = block_selection.is_on_gpu(tensor) and forward_ad._current_level < 0
     return is_plain and tensor.dtype in block_selection.COMPARABLE
+
+
+def takes_half_kernels(x: Tensor) -> bool:
+    """Whether kernels that keep products in registers take x: float16 or bfloat16, last dimension <= 128, on a GPU."""
+    # products of float32 would spill
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    return is_half and x.shape[-1] <= 128 and block_selection.is_on_gpu(x)

@@ -11,6 +11,9 @@ from ..runtime import tracing
 from ..selection import is_key_block_size
 from .arguments import positive_int
 
+# scores in memory at a time, for all heads: 256 MB as float32
+MAX_SCORES_PER_CHUNK = 1 << 26
+
 
 def check_block_size(block_size: int) -> None:
     """Refuse a size of blocks that `selected_attention` does not have."""
@@ -27,17 +30,17 @@ def choose_best(
     *,
     n_seen: int,
     always: tuple[int, int] = (0, 1),
-    pieces: tuple[int, int] | None = None,
+    strides: tuple[int, int] | None = None,
 ) -> None:
     """Write the blocks with the highest scores into rows of cols, -1 for unused entries.
 
     cols       int64 (batch, heads, all queries, blocks per query)
-    scores     (batch, heads, queries, n) of blocks, or with `pieces` weights of keys. May be overwritten
+    scores     (batch, heads, queries, n) of blocks, or with `strides` weights of compressed keys. May be overwritten
     own, earliest  blocks of these queries, see block_ranges: a query may select the blocks from earliest to own, and
                keys that begin before the block `earliest` do not count
     first_row  row of cols for the first query
     n_seen     blocks up to the last query's own; scores of blocks have as many, or more
-    pieces     per_block and per_key of block_importance
+    strides    (strides per block, strides per key): a compressed key i covers strides i .. i + per_key - 1
     always     blocks that are selected whatever their score: the first ones, and the last ones up to the query's own
     """
     n_rows, n_chosen = scores.shape[2], cols.shape[3]
@@ -45,15 +48,17 @@ def choose_best(
         from ..kernels.triton import block_choice
 
         # a block is its own only key
-        of_kernel = pieces or (1, 1)
-        if block_choice.can_choose(scores, n_chosen, of_kernel):
+        kernel_strides = strides or (1, 1)
+        if block_choice.can_choose(scores, n_chosen, kernel_strides):
             with tracing.on_device(scores.device):
-                block_choice.choose_blocks(scores, own, earliest, cols, first_row, always=always, pieces=of_kernel)
+                block_choice.choose_blocks(
+                    scores, own, earliest, cols, first_row, always=always, strides=kernel_strides
+                )
             return
-    if pieces is not None:
-        per_block, _ = pieces
+    if strides is not None:
+        per_block, _ = strides
         scores.masked_fill_(torch.arange(scores.shape[3], device=scores.device) < earliest * per_block, 0)
-        scores = block_importance(scores, n_seen, *pieces)
+        scores = block_importance(scores, n_seen, *strides)
     # NaN and infinities, such as products beyond the range of float16, would tie with the marks below
     largest = torch.finfo(scores.dtype).max
     scores.nan_to_num_(nan=largest, posinf=largest, neginf=-largest)
@@ -66,15 +71,16 @@ def choose_best(
 
 
 def block_importance(weights: Tensor, n_blocks: int, per_block: int, per_key: int) -> Tensor:
-    """Importance of blocks (..., n_blocks) from weights of keys (..., n): sums over pieces of the sequence.
+    """Importance of blocks (..., n_blocks) from weights of keys (..., n): sums over strides of the sequence.
 
-    A block has per_block pieces, and key i has per_key pieces, the first of which is piece i. Each key counts once for
-    every piece that it has in common with a block.
+    A stride is a group of consecutive tokens: from the first token of a compressed key to that of the next. A block has
+    per_block strides, and key i has per_key, the first of which is stride i. Each key counts once for every stride that
+    it shares with a block.
     """
-    n_pieces = n_blocks * per_block
-    padded = pad(weights, (per_key - 1, n_pieces - weights.shape[-1]))
-    # piece p is in the keys p - per_key + 1 .. p
-    pieces = padded[..., :n_pieces].clone()
+    n_strides = n_blocks * per_block
+    padded = pad(weights, (per_key - 1, n_strides - weights.shape[-1]))
+    # stride i is in the keys i - per_key + 1 .. i
+    strides = padded[..., :n_strides].clone()
     for shift in range(1, per_key):
-        pieces += padded[..., shift : shift + n_pieces]
-    return pieces.unflatten(-1, (n_blocks, per_block)).sum(-1)
+        strides += padded[..., shift : shift + n_strides]
+    return strides.unflatten(-1, (n_blocks, per_block)).sum(-1)

@@ -11,14 +11,11 @@ from ..blocks.checks import boolean
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
-from .block_choice import check_block_size, choose_best
+from .block_choice import MAX_SCORES_PER_CHUNK, check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges
 from .layers import SelfAttention
 from .positions import RotaryTable
 from .video_sparse import block_means
-
-# scores of blocks in memory at a time, for all heads: 256 MB as float32
-SCORES_OF_CHUNK = 1 << 26
 
 
 @torch.no_grad()
@@ -46,7 +43,7 @@ def best_blocks(
         q = q.sum(2)
     own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
     chosen = own.new_empty(*q.shape[:2], length, min(k_blocks, n_cols))
-    chunk = max(1, SCORES_OF_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
+    chunk = max(1, MAX_SCORES_PER_CHUNK // max(1, q.shape[0] * q.shape[1] * n_cols))
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         scores = q[:, :, rows] @ means.mT

@@ -13,17 +13,22 @@ from torch import Tensor, nn
 from .. import validation
 from ..functional import attention, attention_with_lse
 from ..layout import BlockLayout
-from ..plan import block_selection
+from ..plan_format import TILE
 from ..runtime import tracing
 from ..selection import layout_of_ranges, selected_attention
-from .arguments import Heads, check_gates, check_input, check_tensor, positive_int, runs_kernels
-from .block_choice import check_block_size, choose_best
+from .arguments import (
+    Heads,
+    check_gates,
+    check_input,
+    check_tensor,
+    positive_int,
+    runs_kernels,
+    takes_half_kernels,
+)
+from .block_choice import MAX_SCORES_PER_CHUNK, check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table, table_of
 from .positions import rotary_table, rotate
 from .projections import heads_of
-
-# scores of compressed keys in memory at a time, for all heads: 256 MB as float32
-SCORES_OF_CHUNK = 1 << 26
 
 
 class KeysAndValues(NamedTuple):
@@ -47,11 +52,12 @@ def compressed_layout(length: int, size: int, stride: int) -> BlockLayout:
         return kv_pos * stride + size - 1 <= q_pos
 
     def distance(row: np.ndarray, col: np.ndarray) -> np.ndarray:
-        # in tokens, from the first key of a block to its first query; clipped where all pairs attend, or none
-        return (128 * (row - stride * col)).clip(-129, 128 * stride + size)
+        # equal values have equal bitmasks: first query - first token of the first key, in tokens. From
+        # 127 * stride + size - 1 on all pairs attend, from size - 129 down none
+        return (TILE * (row - stride * col)).clip(-TILE - 1, TILE * stride + size)
 
     n_cols = n_compressed(length, size, stride)
-    return BlockLayout.from_predicate(has_ended, length, n_cols, block_size=128, dedup_key=distance)
+    return BlockLayout.from_predicate(has_ended, length, n_cols, block_size=TILE, dedup_key=distance)
 
 
 def compressed_layout_in_documents(documents: DocumentBlocks, block_size: int, size: int, stride: int) -> BlockLayout:
@@ -59,6 +65,7 @@ def compressed_layout_in_documents(documents: DocumentBlocks, block_size: int, s
 
     block_size  block size of `documents`, a multiple of stride
     """
+    # compressed block i begins at token i * stride; ended: compressed blocks that end at or before each query
     begins = documents.begins[:, 0, :, 0] * block_size
     length = begins.shape[1]
     first, ended = begins // stride, (torch.arange(length, device=begins.device) + 1 - size) // stride + 1
@@ -102,9 +109,9 @@ def most_important_blocks(
     documents  documents of queries and keys; each query selects blocks of its own document
     returns    int64 (batch, kv_heads, length, k_blocks or fewer), -1 for unused entries
 
-    The importance of a block is a sum of attention weights of compressed keys: each key counts once for every piece of
-    `stride` tokens that it shares with the block, in each head of the group. There is no gradient. Queries are
-    processed in chunks, so that memory is O(chunk * n_compressed).
+    The importance of a block is a sum of attention weights of compressed keys: each key counts once for every stride
+    (group of `stride` tokens) that it shares with the block, in each head of the group. There is no gradient. Queries
+    are processed in chunks, so that memory is O(chunk * n_compressed).
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, n_keys = k.shape[1:3]
@@ -113,11 +120,10 @@ def most_important_blocks(
     group = heads // max(1, kv_heads)
     queries, lse = (each.unflatten(1, (kv_heads, group)) for each in (q, lse))
     own, earliest = block_ranges(documents, length, block_size, q.device, q_start)
-    # products of float32 would spill
-    uses_kernel = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] <= 128 and block_selection.is_on_gpu(q)
+    uses_kernel = takes_half_kernels(q)
     n_scores = batch * (kv_heads if uses_kernel else heads) * n_keys
-    chunk = max(block_size, SCORES_OF_CHUNK // max(1, n_scores) // block_size * block_size)
-    pieces = block_size // stride, compressed_size // stride
+    chunk = max(block_size, MAX_SCORES_PER_CHUNK // max(1, n_scores) // block_size * block_size)
+    strides = block_size // stride, compressed_size // stride
     chosen = own.new_empty(batch, kv_heads, length, min(k_blocks, n_cols))
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
@@ -127,7 +133,7 @@ def most_important_blocks(
             queries[:, :, :, rows], k[:, :, :n_seen], lse[..., rows], begin, scale, compressed_size, stride, uses_kernel
         )
         ranges = own[..., rows, :], earliest[..., rows, :]
-        choose_best(chosen, weights, *ranges, first, n_seen=n_seen_blocks, always=always, pieces=pieces)
+        choose_best(chosen, weights, *ranges, first, n_seen=n_seen_blocks, always=always, strides=strides)
     return chosen
 
 
@@ -213,12 +219,14 @@ def native_sparse_attention(
     _check_gates(gates, q)
     sizes: dict[str, Any] = {"k_blocks": k_blocks, "block_size": block_size, "compressed_size": compressed_size}
     sizes |= {"stride": stride, "always": always}
-    coarse, fine = _coarse_and_fine(q, branches["compressed"], branches["selected"], sizes, scale)
-    recent = attention(q, *branches["window"], window_layout(q.shape[2], window_size), scale=scale)
-    return _mixed(gates, coarse, fine, recent)
+    compressed_out, selected_out = _compressed_and_selected(
+        q, branches["compressed"], branches["selected"], sizes, scale
+    )
+    window_out = attention(q, *branches["window"], window_layout(q.shape[2], window_size), scale=scale)
+    return _gated_sum(gates, compressed_out, selected_out, window_out)
 
 
-def _coarse_and_fine(
+def _compressed_and_selected(
     q: Tensor,
     compressed: KeysAndValues,
     selected: KeysAndValues,
@@ -230,29 +238,29 @@ def _coarse_and_fine(
 
     sizes  k_blocks, block_size, compressed_size, stride and always
     """
-    blocks = sizes["block_size"], sizes["compressed_size"], sizes["stride"]
+    block_size, compressed_size, stride = (sizes[name] for name in ("block_size", "compressed_size", "stride"))
     layout = None
     # keys that no query sees yet have no layout
     if compressed.k.shape[2] and documents is None:
-        layout = compressed_layout(q.shape[2], *blocks[1:])
+        layout = compressed_layout(q.shape[2], compressed_size, stride)
     elif compressed.k.shape[2] and documents is not None:
-        layout = compressed_layout_in_documents(documents, *blocks)
-    coarse, lse = attention_with_lse(q, *compressed, layout, scale=scale)
-    known = q.detach(), compressed.k.detach().to(q.dtype), lse.detach()
-    indices = most_important_blocks(*known, **sizes, scale=scale, documents=documents)
-    return coarse, selected_attention(q, *selected, indices, block_size=blocks[0], scale=scale)
+        layout = compressed_layout_in_documents(documents, block_size, compressed_size, stride)
+    compressed_out, lse = attention_with_lse(q, *compressed, layout, scale=scale)
+    detached = q.detach(), compressed.k.detach().to(q.dtype), lse.detach()
+    indices = most_important_blocks(*detached, **sizes, scale=scale, documents=documents)
+    return compressed_out, selected_attention(q, *selected, indices, block_size=block_size, scale=scale)
 
 
-def _mixed(gates: Tensor, coarse: Tensor, fine: Tensor, recent: Tensor) -> Tensor:
+def _gated_sum(gates: Tensor, compressed_out: Tensor, selected_out: Tensor, window_out: Tensor) -> Tensor:
     """The sum of the branches, weighted by gates (batch, heads, length, 3)."""
-    if runs_kernels(fine):
+    if runs_kernels(selected_out):
         from ..kernels.triton.gated_sum import GatedSum
 
-        with tracing.on_device(fine.device):
-            mixed: Tensor = GatedSum.apply(gates, coarse, fine, recent)
-        return mixed
-    gate = gates.to(fine.dtype)[..., None].unbind(3)
-    return gate[0] * coarse + gate[1] * fine + gate[2] * recent
+        with tracing.on_device(selected_out.device):
+            out: Tensor = GatedSum.apply(gates, compressed_out, selected_out, window_out)
+        return out
+    gate = gates.to(selected_out.dtype)[..., None].unbind(3)
+    return gate[0] * compressed_out + gate[1] * selected_out + gate[2] * window_out
 
 
 def check_sizes(
@@ -453,13 +461,13 @@ class NativeSparseAttention(nn.Module):
         sizes, scale = dict(self.sizes), self.heads.head_dim**-0.5
         left = sizes.pop("window_size") - 1
         apart = KeysAndValues(*(documents.apart(tensor) for tensor in selected))
-        branches = _coarse_and_fine(documents.apart(q), compressed, apart, sizes, scale, documents)
-        coarse, fine = (documents.together(branch) for branch in branches)
+        branches = _compressed_and_selected(documents.apart(q), compressed, apart, sizes, scale, documents)
+        compressed_out, selected_out = (documents.together(branch) for branch in branches)
         # tokens after the last document
-        coarse = coarse.masked_fill(documents.together(documents.own) < 0, 0)
+        compressed_out = compressed_out.masked_fill(documents.together(documents.own) < 0, 0)
         layout = documents_layout(cu_seqlens, causal=True, window=(left, 0), length=q.shape[2])
-        recent = attention(q, *window, layout, scale=scale)
-        return _mixed(gates, coarse, fine, recent)
+        window_out = attention(q, *window, layout, scale=scale)
+        return _gated_sum(gates, compressed_out, selected_out, window_out)
 
     def extra_repr(self) -> str:
         return f"{self.heads}, {', '.join(f'{name}={size}' for name, size in self.sizes.items())}"

@@ -11,17 +11,13 @@ from torch.nn.functional import pad
 
 from .. import validation
 from ..blocks.checks import boolean
-from ..plan import block_selection
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
-from .arguments import check_tensor, positive_int
-from .block_choice import check_block_size, choose_best
+from .arguments import check_tensor, positive_int, takes_half_kernels
+from .block_choice import MAX_SCORES_PER_CHUNK, check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table
 from .layers import SelfAttention
 from .positions import rotary_table, rotate
-
-# scores of tokens in memory at a time, for all heads of the indexer: 128 MB in half precision
-SCORES_OF_CHUNK = 1 << 26
 
 
 @torch.no_grad()
@@ -39,10 +35,8 @@ def best_indexed_blocks(
     n_cols = -(-length // block_size)
     own, earliest = block_ranges(documents, length, block_size, index_q.device)
     chosen = own.new_empty(batch, heads, length, min(k_blocks, n_cols))
-    # products of float32 would spill
-    uses_kernel = index_q.dtype in (torch.float16, torch.bfloat16) and index_q.shape[3] <= 128
-    uses_kernel = uses_kernel and block_selection.is_on_gpu(index_q)
-    chunk = max(1, SCORES_OF_CHUNK // max(1, batch * heads * (n_cols if uses_kernel else length)))
+    uses_kernel = takes_half_kernels(index_q)
+    chunk = max(1, MAX_SCORES_PER_CHUNK // max(1, batch * heads * (n_cols if uses_kernel else length)))
     for first in range(0, length, chunk):
         rows = slice(first, min(first + chunk, length))
         n_seen = -(-rows.stop // block_size)
@@ -56,7 +50,8 @@ def _best_tokens(
 ) -> Tensor:
     """The highest score of each query, from token `first` on, in each block of keys: (batch, heads, queries, n_blocks).
 
-    Blocks that are not wholly before a query, which it cannot select but for its own, hold any values.
+    Only scores of blocks that end at or before the query are meaningful: a query always selects its own block, and
+    cannot select later ones.
     """
     if uses_kernel:
         from ..kernels.triton.index_scores import index_scores
@@ -147,12 +142,15 @@ def shared_index_attention(
     _, lse = selected_attention_with_lse(
         index_q, index_k, index_k.detach(), indices, block_size=block_size, scale=index_scale
     )
-    # sum of P index_k: attention to the tokens' index keys
-    keys = index_k.expand(-1, kv_heads, -1, -1).contiguous()
-    means = selected_attention(q.detach(), k.detach(), keys.to(k.dtype), indices, block_size=block_size, scale=scale)
-    means = means.unflatten(1, (index_heads, heads // max(1, index_heads))).to(lse.dtype).mean(2)
-    # 0 without queries
-    cross_entropy = lse - index_scale * (index_q.to(lse.dtype) * means).sum(3)
+    # sum_j P_j index_k_j: attention to the tokens' index keys
+    index_k_per_head = index_k.expand(-1, kv_heads, -1, -1).contiguous()
+    expected_index_k = selected_attention(
+        q.detach(), k.detach(), index_k_per_head.to(k.dtype), indices, block_size=block_size, scale=scale
+    )
+    expected_index_k = expected_index_k.unflatten(1, (index_heads, heads // max(1, index_heads))).to(lse.dtype).mean(2)
+    # -sum_j P_j log Q_j = lse - index_q . (sum_j P_j index_k_j) / sqrt(index_dim)
+    cross_entropy = lse - index_scale * (index_q.to(lse.dtype) * expected_index_k).sum(3)
+    # max: the loss of no queries is 0, not NaN
     if documents is None:
         return out, cross_entropy.sum() / max(1, cross_entropy.numel())
     is_token = (documents.own >= 0)[..., 0].expand_as(cross_entropy)

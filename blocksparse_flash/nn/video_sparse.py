@@ -89,8 +89,11 @@ def _check_gate(gate: Tensor | None, q: Tensor, v: Tensor) -> None:
         return
     check_gates("coarse_gate", gate, q)
     shape = *q.shape[:3], v.shape[3]
-    own = (1,) * (4 - gate.dim()) + gate.shape
-    if len(own) > 4 or any(size not in (1, wanted) for size, wanted in zip(own, shape, strict=True)):
+    padded_shape = (1,) * (4 - gate.dim()) + gate.shape
+    does_broadcast = len(padded_shape) == 4 and all(
+        size in (1, wanted) for size, wanted in zip(padded_shape, shape, strict=True)
+    )
+    if not does_broadcast:
         raise ValueError(f"coarse_gate must broadcast to the shape of the result, {shape}, got {tuple(gate.shape)}")
 
 

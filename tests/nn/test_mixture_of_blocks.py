@@ -48,7 +48,7 @@ def test_it_is_the_definition(
     length: int, block: int, k_blocks: int, kv_heads: int, by_group: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several chunks of queries."""
-    monkeypatch.setattr(mixture_of_blocks, "SCORES_OF_CHUNK", 1000)
+    monkeypatch.setattr(mixture_of_blocks, "MAX_SCORES_PER_CHUNK", 1000)
     leaves = [drawn(2, 4, length, 16), drawn(2, kv_heads, length, 16, seed=1), drawn(2, kv_heads, length, 12, seed=2)]
     found = mixture_of_block_attention(*leaves, k_blocks=k_blocks, block_size=block, by_group=by_group)
     truth = expected(*leaves, k_blocks=k_blocks, block=block, by_group=by_group)

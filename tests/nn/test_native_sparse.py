@@ -102,7 +102,7 @@ def inputs(case: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_is_the_definition(case: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With several chunks of queries."""
-    monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", 1)
+    monkeypatch.setattr(native_sparse, "MAX_SCORES_PER_CHUNK", 1)
     q, compressed_k, compressed_v, k, v, window_k, window_v, gates = leaves = inputs(case)
     arguments = q, (compressed_k, compressed_v), (k, v), (window_k, window_v), gates
     found = native_sparse_attention(*arguments, **sizes_of(case))
@@ -120,7 +120,7 @@ def test_chunks_do_not_change_the_selection(monkeypatch: pytest.MonkeyPatch) -> 
     sizes = {"k_blocks": 6, "block_size": 16, "compressed_size": 16, "stride": 8}
     found = []
     for size in (1, 1 << 26):
-        monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", size)
+        monkeypatch.setattr(native_sparse, "MAX_SCORES_PER_CHUNK", size)
         found.append(native_sparse.most_important_blocks(q, compressed_k, lse, **sizes).sort(3).values)
     assert torch.equal(*found)
 
@@ -199,7 +199,7 @@ def test_packed_documents_equal_each_document_alone(
     boundaries: list[Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any length, also shorter than a compressed block, and with tokens after the last one. In chunks of queries."""
-    monkeypatch.setattr(native_sparse, "SCORES_OF_CHUNK", 1)
+    monkeypatch.setattr(native_sparse, "MAX_SCORES_PER_CHUNK", 1)
     layer, x = layer_of(**changes), drawn(2, 150, 48)
     found = layer(x, cu_seqlens=torch.tensor(boundaries))
     alone = layer.out(torch.zeros_like(x))

@@ -55,7 +55,7 @@ def test_it_is_the_definition(
     length: int, block: int, k_blocks: int, kv_heads: int, index_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several chunks of queries. The gradients of the loss are those of the divergence."""
-    monkeypatch.setattr(shared_index, "SCORES_OF_CHUNK", 10_000)
+    monkeypatch.setattr(shared_index, "MAX_SCORES_PER_CHUNK", 10_000)
     leaves = [drawn(2, 4, length, 16), drawn(2, kv_heads, length, 16, seed=1), drawn(2, kv_heads, length, 12, seed=2)]
     leaves += [drawn(2, index_heads, length, 8, seed=3), drawn(2, 1, length, 8, seed=4)]
     found, loss = shared_index_attention(*leaves, k_blocks=k_blocks, block_size=block)
@@ -98,7 +98,7 @@ def test_packed_documents_equal_each_document_alone(
     boundaries: list[Any], index_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the loss, averaged over the tokens of all documents, and all gradients. With several chunks of queries."""
-    monkeypatch.setattr(shared_index, "SCORES_OF_CHUNK", 10_000)
+    monkeypatch.setattr(shared_index, "MAX_SCORES_PER_CHUNK", 10_000)
     leaves = [drawn(2, 4, 150, 16), drawn(2, 2, 150, 16, seed=1), drawn(2, 2, 150, 12, seed=2)]
     leaves += [drawn(2, index_heads, 150, 8, seed=3), drawn(2, 1, 150, 8, seed=4)]
     sizes: dict[str, Any] = {"k_blocks": 2, "block_size": 16}

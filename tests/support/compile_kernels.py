@@ -315,9 +315,9 @@ def run_selection(side: int, dtype: torch.dtype, length: int) -> None:
             index_scores.index_scores(queries[:, 0], keys[:, :1], 256, 8, block_size)
     ranges, chosen = torch.empty(256, 1, dtype=torch.int64), torch.empty(1, 2, 256, 16, dtype=torch.int64)
     # weights of compressed keys, and scores of blocks
-    for n_keys, pieces in ((4096, (4, 2)), (n, (1, 1))):
-        scores = torch.empty(1, 2, 256, n_keys, dtype=torch.float32 if pieces[0] > 1 else dtype)
-        block_choice.choose_blocks(scores, ranges, ranges, chosen, 0, always=(1, 2), pieces=pieces)
+    for n_keys, strides in ((4096, (4, 2)), (n, (1, 1))):
+        scores = torch.empty(1, 2, 256, n_keys, dtype=torch.float32 if strides[0] > 1 else dtype)
+        block_choice.choose_blocks(scores, ranges, ranges, chosen, 0, always=(1, 2), strides=strides)
     boundaries = torch.empty(2, 9, dtype=torch.int32 if side == 64 else torch.int64)
     for tile, causal in ((TILE, True), (FINE_TILE, False)):
         packing = packed_plan.Packing(

@@ -1335,7 +1335,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "(col >= own - always[1])",
             "tests/nn/test_native_sparse.py",
         ),
-        ("nn/block_choice.py", "(per_key - 1, n_pieces", "(0, n_pieces", "tests/nn/test_native_sparse.py"),
+        ("nn/block_choice.py", "(per_key - 1, n_strides", "(0, n_strides", "tests/nn/test_native_sparse.py"),
         ("nn/block_choice.py", "range(1, per_key)", "range(per_key - 1)", "tests/nn/test_native_sparse.py"),
         ("nn/native_sparse.py", "window=(window - 1, 0)", "window=(window, 0)", "tests/nn/test_native_sparse.py"),
         (
@@ -1409,7 +1409,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             MEMORY,
         ),
         ("nn/mixture_of_blocks.py", "b (h group) n d", "b (group h) n d", "tests/nn/test_mixture_of_blocks.py"),
-        ("nn/shared_index.py", "q.detach(), k.detach(), keys", "q, k, keys", "tests/nn/test_shared_index.py"),
+        (
+            "nn/shared_index.py",
+            "q.detach(), k.detach(), index_k_per_head",
+            "q, k, index_k_per_head",
+            "tests/nn/test_shared_index.py",
+        ),
         ("nn/shared_index.py", "self.index(x.detach())", "self.index(x)", "tests/nn/test_shared_index.py"),
         (
             "selection.py",

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # of a query, at most, and scores that make up one of a block: both are unrolled
-MOST_CHOSEN, MOST_PIECES = 256, 64
+MOST_CHOSEN, MAX_STRIDES = 256, 64
 # columns that are sorted at a time, at least
 SORTED = 512
 # below the key of any block
@@ -45,7 +45,7 @@ def block_choice_kernel(
             b_key = b_col * PER_BLOCK + (i - PER_KEY + 1)
             # keys that begin in the previous document do not count
             m_key = m_col & (b_key >= earliest * PER_BLOCK) & (b_key < n_keys)
-            # pieces that a block has in common with its i-th key
+            # strides that a block shares with its i-th key
             n_common = min(PER_BLOCK, i + 1, PER_KEY, PER_BLOCK + PER_KEY - 1 - i)
             b_score += n_common * tl.load(p_scores + b_key, mask=m_key, other=0.0).to(tl.float32)
         b_bits = b_score.to(tl.int32, bitcast=True)
@@ -65,9 +65,9 @@ def block_choice_kernel(
 # fmt: on
 
 
-def can_choose(scores: torch.Tensor, n_chosen: int, pieces: tuple[int, int]) -> bool:
+def can_choose(scores: torch.Tensor, n_chosen: int, strides: tuple[int, int]) -> bool:
     """Whether the kernel takes scores on a GPU."""
-    return scores.dtype != torch.float64 and n_chosen <= MOST_CHOSEN and sum(pieces) <= MOST_PIECES
+    return scores.dtype != torch.float64 and n_chosen <= MOST_CHOSEN and sum(strides) <= MAX_STRIDES
 
 
 def choose_blocks(
@@ -78,7 +78,7 @@ def choose_blocks(
     first_row: int,
     *,
     always: tuple[int, int],
-    pieces: tuple[int, int],
+    strides: tuple[int, int],
 ) -> None:
     """Writes the chosen blocks of rows into cols: see nn/block_choice.py.
 
@@ -95,7 +95,7 @@ def choose_blocks(
         return
     # Triton's topk returns at least two
     chosen = max(2, triton.next_power_of_2(n_chosen))
-    per_block, per_key = pieces
+    per_block, per_key = strides
     block_choice_kernel[(n_programs,)](
         scores_ptr=scores,
         own_ptr=own,

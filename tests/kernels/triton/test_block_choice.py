@@ -30,7 +30,7 @@ def both(scores: Tensor, device: torch.device, *, n_chosen: int, kind: str, **op
     # rows before and after those of scores
     found, expected = (torch.full((*scores.shape[:2], scores.shape[2] + 3, n_chosen), -5) for _ in range(2))
     choose_best(expected, scores.clone(), own, earliest, 2, n_seen=N_SEEN, **options)  # type: ignore[arg-type]
-    options = {"always": (0, 1), "pieces": (1, 1)} | options
+    options = {"always": (0, 1), "strides": (1, 1)} | options
     arguments = [each.to(device) for each in (scores, own, earliest, found)]
     block_choice.choose_blocks(*arguments, 2, **options)
     assert (arguments[3][:, :, [0, 1, -1]] == -5).all()
@@ -55,14 +55,14 @@ def test_blocks(
 
 @pytest.mark.parametrize("kind", ["document", "documents"])
 @pytest.mark.parametrize(
-    ("pieces", "n"), [((4, 2), 25), ((2, 1), 13), ((1, 3), 5), ((1, 1), 6), ((3, 5), 14), ((4, 4), 0)]
+    ("strides", "n"), [((4, 2), 25), ((2, 1), 13), ((1, 3), 5), ((1, 1), 6), ((3, 5), 14), ((4, 4), 0)]
 )
 def test_weights_of_keys(
-    pieces: tuple[int, int], n: int, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    strides: tuple[int, int], n: int, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_choice, "SORTED", 2)
     # of no keys, as many as are selected: the choice between equal blocks is open
-    found, expected = both(drawn(n).abs(), device, n_chosen=3 if n else 7, kind=kind, always=(1, 1), pieces=pieces)
+    found, expected = both(drawn(n).abs(), device, n_chosen=3 if n else 7, kind=kind, always=(1, 1), strides=strides)
     assert torch.equal(found, expected)
 
 
@@ -89,13 +89,13 @@ def test_infinite_scores_do_not_displace_blocks_that_are_always_selected(
     scores = torch.full((1, 1, len(OWN), N_SEEN), torch.inf, dtype=dtype, device=device)
     own, earliest = (each.to(device) for each in ranges("document"))
     cols = torch.empty(1, 1, len(OWN), 2, dtype=torch.int64, device=device)
-    block_choice.choose_blocks(scores, own, earliest, cols, 0, always=(0, 1), pieces=(1, 1))
+    block_choice.choose_blocks(scores, own, earliest, cols, 0, always=(0, 1), strides=(1, 1))
     assert torch.equal(cols[0, 0, :, :1], own)
     # equal scores: the first block
     assert torch.equal(cols[0, 0, :, 1:], torch.where(own > 0, 0, -1))
 
 
-def test_too_many_blocks_or_pieces_are_left_to_pytorch() -> None:
+def test_too_many_blocks_or_strides_are_left_to_pytorch() -> None:
     scores = torch.zeros(1)
     assert block_choice.can_choose(scores, 256, (4, 2))
     assert not block_choice.can_choose(scores, 257, (4, 2))
