@@ -195,6 +195,22 @@ def test_vmap_over_a_layer_is_refused(name: str) -> None:
         torch.func.vmap(LAYERS[name]())(torch.randn(2, 1, LENGTH, 64))
 
 
+@pytest.mark.parametrize("name", ["q", "gates"])
+def test_vmap_over_native_sparse_attention_is_refused(name: str) -> None:
+    q, k, v = tensors()
+    inputs = {"q": q, "gates": torch.rand(*q.shape[:3], 3)}
+
+    def of_one(one: Tensor) -> Tensor:
+        given = {**inputs, name: one}
+        compressed, branch = (k[:, :, : LENGTH // 16], v[:, :, : LENGTH // 16]), (k, v)
+        sizes = {"k_blocks": 3, "block_size": 16, "compressed_size": 16, "stride": 16}
+        return nn.native_sparse_attention(given["q"], compressed, branch, branch, given["gates"], **sizes)
+
+    assert of_one(inputs[name]).shape == q.shape
+    with pytest.raises(RuntimeError, match="cannot be transformed by torch"):
+        torch.func.vmap(of_one)(torch.stack([inputs[name]] * 2))
+
+
 # ---- strides ----
 
 

@@ -195,7 +195,7 @@ def native_sparse_attention(
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
     scale       of the scores; None is head_dim ** -0.5
     returns     (batch, heads, length, v_head_dim)
-    raises      TypeError, ValueError
+    raises      TypeError, ValueError; RuntimeError under transforms of torch.func
 
     Selection, layouts and plans are made on the device of q, without synchronization, except in the first call with
     each length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
@@ -217,6 +217,7 @@ def native_sparse_attention(
     )[1]
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
+    tracing.refuse_transforms("auto", q, *compressed, *selected, *window, gates)
     sizes: dict[str, Any] = {"k_blocks": k_blocks, "block_size": block_size, "compressed_size": compressed_size}
     sizes |= {"stride": stride, "always": always}
     compressed_out, selected_out = _compressed_and_selected(
