@@ -66,7 +66,7 @@ from .work_tiles import END, write_end
 
 # number of the named barrier at which the consumers have stored ds; Triton uses the numbers below 9
 DS_BARRIER = gl.constexpr(9)
-# keys of a consumer warpgroup
+# SIDE: rows of q in a step, and keys of a consumer warpgroup
 WARPGROUP_KEYS: gl.constexpr = SIDE
 
 
