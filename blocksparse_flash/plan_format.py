@@ -110,9 +110,9 @@ class SelectedPlan(NamedTuple):
 
     An entry is a query block and a key block that it selects. A round is a range of query_blocks_per_round query
     blocks, whose partial results fit into the workspace; each kernel is launched once per round. A list has the entries
-    of one head and one key block in one round. Each round has lists for max_heads_per_round heads, from the head of its
-    first query block on: list = (round * max_heads_per_round + head of the round) * n_key_blocks + key block. Lists may
-    be empty. A work item is a chunk of a list with at most MAX_ITEM_ROWS rows of q.
+    of one head and one key block in one round. Each round has lists for heads_per_round heads (SelectedSizes), from the
+    head of its first query block on: list = (round * heads_per_round + head of the round) * n_key_blocks + key block.
+    Lists may be empty. A work item is a chunk of a list with at most MAX_ITEM_ROWS rows of q.
 
     By query block, to combine partial results
         indptr      (batch * heads, n_query_blocks + 1)  entries of query block i of a head: indptr[i] to
@@ -142,13 +142,90 @@ class SelectedPlan(NamedTuple):
     sizes: Tensor
 
 
-def max_heads_per_round(n_batch_heads: int, n_query_blocks: int, query_blocks_per_round: int) -> int:
-    """Number of heads that may have query blocks in a round of a SelectedPlan.
+class Round(NamedTuple):
+    """One round of a SelectedPlan: its number, its first query block, and its lists."""
 
-    n_batch_heads   batch * heads
-    n_query_blocks  query blocks of a head
+    i_round: int
+    first_query_block: int
+    first_list: int
+    end_list: int
+
+
+class SelectedSizes(NamedTuple):
+    """Sizes of a SelectedPlan, and of its rounds.
+
+    n_batch_heads   heads that select, of all batches
+    n_query_blocks, n_key_blocks  of a head
+    query_rows, rows_per_token, keys, query_blocks_per_round  see SelectedPlan.sizes
+    max_key_blocks  entries of a query block, at most
+    n_tokens        tokens of a head
+    has_batches     whether each batch has its own ranges
     """
-    return min(n_batch_heads, (query_blocks_per_round - 1) // n_query_blocks + 2)
+
+    n_batch_heads: int
+    n_query_blocks: int
+    n_key_blocks: int
+    query_rows: int
+    rows_per_token: int
+    keys: int
+    query_blocks_per_round: int
+    max_key_blocks: int
+    n_tokens: int
+    has_batches: bool
+
+    @property
+    def total_query_blocks(self) -> int:
+        """Query blocks of all heads."""
+        return self.n_batch_heads * self.n_query_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Entries of all query blocks, at most."""
+        return self.total_query_blocks * self.max_key_blocks
+
+    @property
+    def heads_per_round(self) -> int:
+        """Heads that may have query blocks in a round."""
+        return min(self.n_batch_heads, (self.query_blocks_per_round - 1) // self.n_query_blocks + 2)
+
+    @property
+    def lists_per_round(self) -> int:
+        return self.heads_per_round * self.n_key_blocks
+
+    @property
+    def n_rounds(self) -> int:
+        return -(-self.total_query_blocks // self.query_blocks_per_round)
+
+    @property
+    def n_lists(self) -> int:
+        """Lists of all rounds."""
+        return self.n_rounds * self.lists_per_round
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds, in order."""
+        blocks, lists = self.query_blocks_per_round, self.lists_per_round
+        return tuple(Round(i, i * blocks, i * lists, (i + 1) * lists) for i in range(self.n_rounds))
+
+    @property
+    def max_slots(self) -> int:
+        """Entries of a round, at most."""
+        return self.query_blocks_per_round * self.max_key_blocks
+
+    @property
+    def max_item_blocks(self) -> int:
+        """Query blocks of a work item, at most."""
+        return MAX_ITEM_ROWS // self.query_rows
+
+    @property
+    def max_work_items(self) -> int:
+        """Upper bound of the work items of a round: the full ones, and one partly filled item per list."""
+        return self.lists_per_round + self.max_slots * self.query_rows // MAX_ITEM_ROWS
+
+    @property
+    def max_total_work_items(self) -> int:
+        """Upper bound of the work items of all rounds."""
+        return min(self.n_lists, self.capacity) + self.capacity // self.max_item_blocks
 
 
 def tile_of(plan: Sequence[Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Sizes of the launches for a SelectedPlan, from the shapes of its tensors."""
+"""Sizes and arguments of the launches for a SelectedPlan, from the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -8,78 +8,20 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import MAX_ITEM_ROWS, SelectedPlan, max_heads_per_round
+from ..plan_format import SelectedPlan, SelectedSizes
 from ..runtime.tensor_spec import TensorSpec
 
 
-class Round(NamedTuple):
-    """One round: its number, its first query block, and its lists."""
-
-    i_round: int
-    first_query_block: int
-    first_list: int
-    end_list: int
-
-
-class SelectedShapes(NamedTuple):
-    """Sizes of a SelectedPlan, and of its rounds.
-
-    n_batch_heads   heads that select, of all batches
-    n_query_blocks, n_key_blocks  of a head
-    query_rows, rows_per_token, keys, query_blocks_per_round  see SelectedPlan.sizes
-    max_key_blocks  entries of a query block, at most
-    n_tokens        tokens of a head
-    has_batches     whether each batch has its own ranges
-    """
-
-    n_batch_heads: int
-    n_query_blocks: int
-    n_key_blocks: int
-    query_rows: int
-    rows_per_token: int
-    keys: int
-    query_blocks_per_round: int
-    max_key_blocks: int
-    n_tokens: int
-    has_batches: bool
-
-    @property
-    def total_query_blocks(self) -> int:
-        """Query blocks of all heads."""
-        return self.n_batch_heads * self.n_query_blocks
-
-    @property
-    def heads_per_round(self) -> int:
-        """Number of heads that may have query blocks in a round."""
-        return max_heads_per_round(self.n_batch_heads, self.n_query_blocks, self.query_blocks_per_round)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The rounds, in order."""
-        blocks, lists = self.query_blocks_per_round, self.heads_per_round * self.n_key_blocks
-        n_rounds = -(-self.total_query_blocks // blocks)
-        return tuple(Round(i, i * blocks, i * lists, (i + 1) * lists) for i in range(n_rounds))
-
-    @property
-    def max_slots(self) -> int:
-        """Entries of a round, at most."""
-        return self.query_blocks_per_round * self.max_key_blocks
-
-    @property
-    def max_work_items(self) -> int:
-        """Upper bound of the work items of a round: the full ones, and one partly filled item per list."""
-        return self.heads_per_round * self.n_key_blocks + self.max_slots * self.query_rows // MAX_ITEM_ROWS
-
-    def arguments(self, heads: int) -> dict[str, int]:
-        """Keyword arguments of both Hopper kernels. heads: heads that select, per batch, see RowLayout."""
-        return {
-            "n_heads": heads,
-            "n_query_blocks": self.n_query_blocks,
-            "n_tokens": self.n_tokens,
-            "range_batch_stride": self.n_tokens if self.has_batches else 0,
-            "n_slots": self.max_slots,
-            "ROWS_PER_TOKEN": self.rows_per_token,
-        }
+def arguments_of(sizes: SelectedSizes, heads: int) -> dict[str, int]:
+    """Keyword arguments of both Hopper kernels. heads: heads that select, per batch, see RowLayout."""
+    return {
+        "n_heads": heads,
+        "n_query_blocks": sizes.n_query_blocks,
+        "n_tokens": sizes.n_tokens,
+        "range_batch_stride": sizes.n_tokens if sizes.has_batches else 0,
+        "n_slots": sizes.max_slots,
+        "ROWS_PER_TOKEN": sizes.rows_per_token,
+    }
 
 
 class RowLayout(NamedTuple):
@@ -111,23 +53,23 @@ class RowLayout(NamedTuple):
         return spec._replace(shape=(batch, queries, heads, columns), strides=(s_batch, s_query, s_head, s_column))
 
 
-def row_layout_of(shapes: SelectedShapes, q_shape: Sequence[int]) -> RowLayout:
+def row_layout_of(sizes: SelectedSizes, q_shape: Sequence[int]) -> RowLayout:
     """The layout of q (batch, heads, queries, columns), whose heads are those that select, or query_rows for each."""
     batch, heads, queries, _ = q_shape
-    rows = shapes.query_rows
-    if shapes.n_batch_heads == batch * heads:
+    rows = sizes.query_rows
+    if sizes.n_batch_heads == batch * heads:
         return RowLayout(heads, rows, queries, False)
-    has_rows_of_heads = shapes.n_batch_heads * rows == batch * heads and shapes.n_query_blocks == queries
+    has_rows_of_heads = sizes.n_batch_heads * rows == batch * heads and sizes.n_query_blocks == queries
     assert has_rows_of_heads, "q has other heads than the plan"
     return RowLayout(heads // rows, rows, queries * rows, True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of(tensors: tuple[Sequence[int], ...], kv_len: int) -> SelectedShapes:
-    (n_batch_heads, n_ends), (capacity,), (batches, n_tokens, _), sizes = tensors
-    _, query_rows, rows_per_token, keys, query_blocks_per_round = sizes
+def _of(tensors: tuple[Sequence[int], ...], kv_len: int) -> SelectedSizes:
+    (n_batch_heads, n_ends), (capacity,), (batches, n_tokens, _), sides = tensors
+    _, query_rows, rows_per_token, keys, query_blocks_per_round = sides
     n_query_blocks = n_ends - 1
-    return SelectedShapes(
+    return SelectedSizes(
         n_batch_heads=n_batch_heads,
         n_query_blocks=n_query_blocks,
         n_key_blocks=-(-kv_len // keys),
@@ -141,7 +83,7 @@ def _of(tensors: tuple[Sequence[int], ...], kv_len: int) -> SelectedShapes:
     )
 
 
-def shapes_of(plan: Sequence[torch.Tensor], kv_len: int) -> SelectedShapes:
+def sizes_of(plan: Sequence[torch.Tensor], kv_len: int) -> SelectedSizes:
     """The sizes of the tensors of a SelectedPlan."""
     made = SelectedPlan(*plan)
     return _of((made.indptr.shape, made.key_blocks.shape, made.ranges.shape, made.sizes.shape), kv_len)

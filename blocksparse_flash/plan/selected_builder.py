@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
-from ..plan_format import MAX_ITEM_ROWS, PARTIAL, TILE, SelectedPlan, mark_dynamic, max_heads_per_round
+from ..plan_format import PARTIAL, TILE, SelectedPlan, SelectedSizes, mark_dynamic
 from ..runtime import tracing
 from .block_selection import Selection, is_on_gpu
 
@@ -73,56 +73,59 @@ def build(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, ca
     return plan
 
 
+def sizes_of(selection: Selection, *, q_len: int, kv_len: int, block_size: Size) -> SelectedSizes:
+    """The sizes of the plan of a selection."""
+    batch, heads, n_ends = selection.indptr.shape
+    query_rows, keys = block_size
+    subblocks = subblocks_of(block_size)
+    total_query_blocks = batch * heads * (n_ends - 1)
+    max_key_blocks = len(selection.indices) // total_query_blocks * subblocks
+    return SelectedSizes(
+        n_batch_heads=batch * heads,
+        n_query_blocks=n_ends - 1,
+        n_key_blocks=-(-kv_len // (keys // subblocks)),
+        query_rows=query_rows,
+        rows_per_token=selection.rows_per_token,
+        keys=keys // subblocks,
+        query_blocks_per_round=min(total_query_blocks, max(1, ROUND_ROWS // (max_key_blocks * query_rows))),
+        max_key_blocks=max_key_blocks,
+        n_tokens=q_len // selection.rows_per_token,
+        has_batches=selection.documents is not None and len(selection.documents) > 1,
+    )
+
+
+def subblocks_of(block_size: Size) -> int:
+    """Key blocks of the plan per selected block."""
+    return max(1, block_size[1] // TILE)
+
+
 def _build_by_kernels(selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool) -> SelectedPlan:
     from ..kernels.triton import selected_plan
 
-    (batch, heads, n_ends), documents = selection.indptr.shape, selection.documents
-    (query_rows, keys), n_query_blocks, rows_per_token = block_size, n_ends - 1, selection.rows_per_token
-    subblocks = max(1, keys // TILE)
-    max_key_blocks = len(selection.indices) // (batch * heads * n_query_blocks) * subblocks
+    documents = None if selection.documents is None else selection.documents.contiguous()
     grid = selected_plan.PlanGrid(
-        n_batch_heads=batch * heads,
-        heads=heads,
-        n_query_blocks=n_query_blocks,
-        n_key_blocks=-(-kv_len // (keys // subblocks)),
-        query_rows=query_rows,
-        rows_per_token=rows_per_token,
-        keys=keys // subblocks,
-        subblocks=subblocks,
-        n_tokens=q_len // rows_per_token,
+        sizes=sizes_of(selection, q_len=q_len, kv_len=kv_len, block_size=block_size),
+        heads=selection.indptr.shape[1],
+        subblocks=subblocks_of(block_size),
         kv_len=kv_len,
-        max_key_blocks=max_key_blocks,
-        query_blocks_per_round=count_query_blocks_per_round(batch * heads * n_query_blocks, max_key_blocks, query_rows),
         causal=causal,
         document_batches=0 if documents is None else len(documents),
     )
-    if documents is not None:
-        documents = documents.contiguous()
     with tracing.on_device(selection.indptr.device):
         return selected_plan.build(selection.indptr, selection.indices, documents, grid, PADDING)
-
-
-def count_query_blocks_per_round(total_query_blocks: int, max_key_blocks: int, query_rows: int) -> int:
-    """Query blocks of a round. max_key_blocks: entries of each, at most."""
-    return min(total_query_blocks, max(1, ROUND_ROWS // (max_key_blocks * query_rows)))
 
 
 def build_by_operations(
     selection: Selection, *, q_len: int, kv_len: int, block_size: Size, causal: bool
 ) -> SelectedPlan:
     """`build` by PyTorch operations, which define what the kernels compute."""
-    indptr, indices, rows_per_token = selection.indptr, selection.indices, selection.rows_per_token
+    indptr, indices = selection.indptr, selection.indices
     device, (batch, heads, n_ends) = indptr.device, indptr.shape
-    (query_rows, keys), n_query_blocks, n_batch_heads = block_size, n_ends - 1, batch * heads
-    subblocks = max(1, keys // TILE)
-    keys //= subblocks
-    total_query_blocks, n_tokens = n_batch_heads * n_query_blocks, q_len // rows_per_token
-    n_key_blocks = -(-kv_len // keys)
-    capacity = len(indices) * subblocks
-    max_key_blocks = capacity // total_query_blocks
-    query_blocks_per_round = count_query_blocks_per_round(total_query_blocks, max_key_blocks, query_rows)
-    n_rounds = -(-total_query_blocks // query_blocks_per_round)
-    heads_per_round = max_heads_per_round(n_batch_heads, n_query_blocks, query_blocks_per_round)
+    sizes = sizes_of(selection, q_len=q_len, kv_len=kv_len, block_size=block_size)
+    subblocks, keys, rows_per_token = subblocks_of(block_size), sizes.keys, sizes.rows_per_token
+    n_query_blocks, n_key_blocks, n_tokens = sizes.n_query_blocks, sizes.n_key_blocks, sizes.n_tokens
+    total_query_blocks, query_blocks_per_round = sizes.total_query_blocks, sizes.query_blocks_per_round
+    n_lists, capacity, max_item_blocks = sizes.n_lists, sizes.capacity, sizes.max_item_blocks
 
     # the query block of each entry, total_query_blocks if it is unused
     ends = indptr[..., 1:].flatten().contiguous()
@@ -138,7 +141,7 @@ def build_by_operations(
     # token attends to [start of the last, stop of the first). Conservative: with several documents in a query block, an
     # entry may be listed although no pair attends
     ranges = token_ranges(selection, n_tokens, kv_len, causal=causal)
-    tokens = query_rows // rows_per_token
+    tokens = sizes.query_rows // rows_per_token
     first_token = block * tokens
     last_token = (first_token + (tokens - 1)).clamp_(max=n_tokens - 1)
     if len(ranges) > 1:
@@ -158,9 +161,7 @@ def build_by_operations(
     # one stable sort lists the entries
     i_round = query_block // query_blocks_per_round
     first_batch_head = i_round * query_blocks_per_round // n_query_blocks
-    lists_per_round = heads_per_round * n_key_blocks
-    n_lists = n_rounds * lists_per_round
-    list_of_entry = (i_round * heads_per_round + (batch_head - first_batch_head)) * n_key_blocks + key_block
+    list_of_entry = (i_round * sizes.heads_per_round + (batch_head - first_batch_head)) * n_key_blocks + key_block
     list_of_entry, order = list_of_entry.masked_fill_(~is_used, n_lists).sort(stable=True)
     i_list = torch.arange(n_lists + 1, dtype=torch.int32, device=device)
     bounds = torch.searchsorted(list_of_entry, i_list, out_int32=True)
@@ -169,21 +170,19 @@ def build_by_operations(
     entries[:capacity, 1] = (block - PARTIAL * (~is_full).to(torch.int32)).index_select(0, order)
 
     # lists are cut into work items of a bounded length
-    max_item_blocks = MAX_ITEM_ROWS // query_rows
     work_item_offsets = torch.zeros(n_lists + 1, dtype=torch.int32, device=device)
     torch.cumsum((bounds[1:] - bounds[:-1] + (max_item_blocks - 1)) // max_item_blocks, 0, out=work_item_offsets[1:])
-    n_items = min(n_lists, capacity) + capacity // max_item_blocks
-    i_item = torch.arange(n_items + PADDING, dtype=torch.int32, device=device)
+    i_item = torch.arange(sizes.max_total_work_items + PADDING, dtype=torch.int32, device=device)
     list_of_item = torch.searchsorted(work_item_offsets[1:], i_item, right=True, out_int32=True)
     list_of_item.clamp_(max=n_lists - 1)
     begin = bounds[list_of_item] + (i_item - work_item_offsets[list_of_item]) * max_item_blocks
     end = torch.minimum(begin + max_item_blocks, bounds[list_of_item + 1])
-    round_of_item, within = list_of_item // lists_per_round, list_of_item % lists_per_round
+    round_of_item, within = list_of_item // sizes.lists_per_round, list_of_item % sizes.lists_per_round
     batch_head = round_of_item * query_blocks_per_round // n_query_blocks + within // n_key_blocks
     work_items = torch.stack([batch_head, within % n_key_blocks, begin, end], 1)
 
-    # only the shape of `sizes` is read
-    sizes = indptr.new_empty(0, query_rows, rows_per_token, keys, query_blocks_per_round)
+    # of `sizes` only the shape is read
+    shape = 0, sizes.query_rows, rows_per_token, keys, query_blocks_per_round
     key_blocks = key_block.masked_fill(~is_used, -1)
-    indptr = (indptr * subblocks).view(n_batch_heads, n_ends)
-    return SelectedPlan(indptr, key_blocks, entries, work_item_offsets, work_items, ranges, sizes)
+    indptr = (indptr * subblocks).view(sizes.n_batch_heads, n_ends)
+    return SelectedPlan(indptr, key_blocks, entries, work_item_offsets, work_items, ranges, indptr.new_empty(shape))

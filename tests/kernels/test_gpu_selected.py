@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from blocksparse_flash import ops, selected_attention_with_lse
 from blocksparse_flash.kernels.hopper import selected_backward, selected_forward
-from blocksparse_flash.kernels.selected_shapes import shapes_of
+from blocksparse_flash.kernels.selected_shapes import sizes_of
 from blocksparse_flash.plan import selected_builder
 from blocksparse_flash.plan_format import BY_KEY_BLOCK
 from tests.kernels.hopper import test_selected as simulated
@@ -184,7 +184,7 @@ def test_samples_of_large_calls_are_accurate(name: str, plans: list[list[Tensor]
     tensors, indices = call.tensors(), call.indices()
     results = step(tensors, indices, **call.options)
     assert len(plans) == 1
-    assert (len(shapes_of(plans[0], call.length).rounds) > 1) or not name.startswith("rounds")
+    assert (len(sizes_of(plans[0], call.length).rounds) > 1) or not name.startswith("rounds")
     assert_samples_are_accurate(call, tensors, indices, results)
 
 
@@ -213,7 +213,7 @@ def test_offsets_past_2_to_the_31_are_accurate(plans: list[list[Tensor]]) -> Non
     torch.manual_seed(0)
     tensors, indices = call.tensors(), call.indices()
     results = step(tensors, indices, **call.options)
-    assert len(plans) == 1 and len(shapes_of(plans[0], call.length).rounds) > 4
+    assert len(plans) == 1 and len(sizes_of(plans[0], call.length).rounds) > 4
     sampled = torch.cat([torch.randint(call.length, (60,)), torch.tensor([0, call.length - 1])]).cuda()
     same, single, exact = (
         rows_of(call, tensors, indices, sampled, 47, dtype) for dtype in (call.dtype, torch.float32, torch.float64)

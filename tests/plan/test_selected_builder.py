@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from blocksparse_flash import plan_format
 from blocksparse_flash.blocks.block_list import Frame
-from blocksparse_flash.kernels import selected_shapes
-from blocksparse_flash.kernels.selected_shapes import shapes_of
+from blocksparse_flash.kernels.selected_shapes import sizes_of
 from blocksparse_flash.kernels.triton import selected_plan
 from blocksparse_flash.plan import block_selection, selected_builder
 from blocksparse_flash.plan_format import BY_KEY_BLOCK, MAX_ITEM_ROWS, PARTIAL, SelectedPlan, tile_of
@@ -155,7 +155,7 @@ def check(case: Case, by: str, indices: Tensor | None = None) -> SelectedPlan:
     for begin, end in itertools.pairwise(work_item_offsets):
         if begin == end:
             continue
-        head, key_block, first, stop = list_of(items[begin:end], selected_builder.MAX_ITEM_ROWS // query_rows)
+        head, key_block, first, stop = list_of(items[begin:end], plan_format.MAX_ITEM_ROWS // query_rows)
         positions = [position for position, _ in entries[first:stop]]
         # stable, so that results do not depend on the order of events
         assert positions == sorted(positions)
@@ -199,16 +199,16 @@ def check_ranges(plan: SelectedPlan, case: Case) -> None:
 
 def check_rounds(plan: SelectedPlan, case: Case, of_position: dict[int, int]) -> None:
     """The launches have all query blocks and all lists, and memory for their partial results and work items."""
-    shapes, work_item_offsets = shapes_of(list(plan), case.kv_len), plan.work_item_offsets.tolist()
-    firsts = [each.first_query_block for each in shapes.rounds]
-    assert firsts[0] == shapes.rounds[0].first_list == 0 and shapes.rounds[-1].end_list == len(work_item_offsets) - 1
-    for i, (this, end) in enumerate(zip(shapes.rounds, [*firsts[1:], shapes.total_query_blocks], strict=True)):
-        assert this.i_round == i and 0 < end - this.first_query_block <= shapes.query_blocks_per_round
-        assert i == 0 or this.first_list == shapes.rounds[i - 1].end_list
+    sizes, work_item_offsets = sizes_of(list(plan), case.kv_len), plan.work_item_offsets.tolist()
+    firsts = [each.first_query_block for each in sizes.rounds]
+    assert firsts[0] == sizes.rounds[0].first_list == 0 and sizes.rounds[-1].end_list == len(work_item_offsets) - 1
+    for i, (this, end) in enumerate(zip(sizes.rounds, [*firsts[1:], sizes.total_query_blocks], strict=True)):
+        assert this.i_round == i and 0 < end - this.first_query_block <= sizes.query_blocks_per_round
+        assert i == 0 or this.first_list == sizes.rounds[i - 1].end_list
         positions = {at for at, query_block in of_position.items() if this.first_query_block <= query_block < end}
-        assert not positions or max(positions) - min(positions) < shapes.max_slots
+        assert not positions or max(positions) - min(positions) < sizes.max_slots
         first_item, end_item = work_item_offsets[this.first_list], work_item_offsets[this.end_list]
-        assert end_item - first_item <= shapes.max_work_items
+        assert end_item - first_item <= sizes.max_work_items
         for *_, begin, stop in plan.work_items[first_item:end_item].tolist():
             assert positions >= {*plan.entries[begin:stop, 0].tolist()}
 
@@ -219,8 +219,8 @@ def limited(*, round_rows: int | None = None, item_rows: int | None = None) -> I
     with contextlib.ExitStack() as stack:
         if round_rows is not None:
             stack.enter_context(mock.patch.object(selected_builder, "ROUND_ROWS", round_rows))
-        for module in (selected_builder, selected_shapes, selected_plan) if item_rows is not None else ():
-            stack.enter_context(mock.patch.object(module, "MAX_ITEM_ROWS", item_rows))
+        if item_rows is not None:
+            stack.enter_context(mock.patch.object(plan_format, "MAX_ITEM_ROWS", item_rows))
         # their sizes depend on the constants
         selected_plan.plan_launches.cache_clear()
         yield

@@ -63,7 +63,7 @@ from blocksparse_flash.kernels.triton import (
     selected_plan,
     split_kv,
 )
-from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan
+from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan, SelectedSizes
 from blocksparse_flash.score_mods import Scores
 from tests.support.scoreboards import unwaited
 
@@ -359,15 +359,18 @@ def run_key_blocks(
         # the rows of a query block are heads of one token
         heads, n_query_blocks, n_tokens = kv_heads, q_len, q_len
     documents = torch.empty(batch, 3, n_tokens, dtype=torch.int32) if rounds > 1 else None
+    sizes = SelectedSizes(
+        n_batch_heads=batch * heads, n_query_blocks=n_query_blocks, n_key_blocks=kv_len * subblocks // keys,
+        query_rows=rows, rows_per_token=rows // tokens, keys=keys // subblocks,
+        query_blocks_per_round=batch * heads * n_query_blocks // rounds, max_key_blocks=16 * subblocks,
+        n_tokens=n_tokens, has_batches=documents is not None and batch > 1,
+    )  # fmt: skip
     grid = selected_plan.PlanGrid(
-        n_batch_heads=batch * heads, heads=heads, n_query_blocks=n_query_blocks,
-        n_key_blocks=kv_len * subblocks // keys, query_rows=rows, rows_per_token=rows // tokens, keys=keys // subblocks,
-        subblocks=subblocks, n_tokens=n_tokens, kv_len=kv_len, max_key_blocks=16 * subblocks,
-        query_blocks_per_round=batch * heads * n_query_blocks // rounds, causal=documents is None,
+        sizes, heads=heads, subblocks=subblocks, kv_len=kv_len, causal=documents is None,
         document_batches=0 if documents is None else batch,
     )  # fmt: skip
     indptr = torch.empty(batch, heads, n_query_blocks + 1, dtype=torch.int32)
-    indices = torch.empty(grid.capacity // subblocks, dtype=torch.int32)
+    indices = torch.empty(sizes.capacity // subblocks, dtype=torch.int32)
     plan = [*selected_plan.build(indptr, indices, documents, grid, 32)]
     out, lse = selected_forward.forward(q, k, v, plan, None, None, scale, False, 0.0)
     inputs = BackwardInputs(dout, torch.empty_like(lse) if dlse else None, q, k, v, out, lse)

@@ -706,16 +706,14 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ),
             ]
         ),
-        (
-            "plan_format.py",
-            "(query_blocks_per_round - 1) // n_query_blocks + 2)",
-            "(query_blocks_per_round - 1) // n_query_blocks + 1)",
-            BY_KEY_BLOCK,
-        ),
         *(
-            ("kernels/selected_shapes.py", old, new, BY_KEY_BLOCK)
+            ("plan_format.py", old, new, BY_KEY_BLOCK)
             for old, new in [
-                ("self.heads_per_round * self.n_key_blocks +", "self.heads_per_round * self.n_key_blocks // 2 +"),
+                (
+                    "(self.query_blocks_per_round - 1) // self.n_query_blocks + 2)",
+                    "(self.query_blocks_per_round - 1) // self.n_query_blocks + 1)",
+                ),
+                ("self.lists_per_round + self.max_slots", "self.lists_per_round // 2 + self.max_slots"),
                 (
                     "self.query_blocks_per_round * self.max_key_blocks",
                     "(self.query_blocks_per_round - 1) * self.max_key_blocks",

@@ -27,14 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import SelectedPlan
+from ...plan_format import SelectedPlan, SelectedSizes
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import LOG2_E
 from ..inputs import BackwardInputs
 from ..schedule import padded_dim
-from ..selected_shapes import SelectedShapes, row_layout_of, shapes_of
+from ..selected_shapes import arguments_of, row_layout_of, sizes_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.merge_selected import reduce_dkdv, reduce_dq
 from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, named_barrier, thread_barrier
@@ -451,7 +451,7 @@ class BackwardLaunches(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def backward_launches(
     specs: TensorSpecs,
-    shapes: SelectedShapes,
+    sizes: SelectedSizes,
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
     out_strides: tuple[int, ...],
     scale: float,
@@ -460,7 +460,7 @@ def backward_launches(
     """The launches for all calls with these cache keys.
 
     specs   of q, k, v and dout
-    shapes  of the plan
+    sizes  of the plan
     others  of out, lse and dlse
     out_strides  (batch, head, row)
     index   of the device
@@ -468,16 +468,16 @@ def backward_launches(
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, _, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    side, rows, is_single = SIDE.value, shapes.query_rows, len(shapes.rounds) == 1
-    chosen = config(shapes.keys, dim)
+    side, rows, is_single = SIDE.value, sizes.query_rows, len(sizes.rounds) == 1
+    chosen = config(sizes.keys, dim)
     keys = chosen.warpgroups * WARPGROUP_KEYS.value
-    key_splits = shapes.keys // keys
+    key_splits = sizes.keys // keys
     n_padded = -(-q_len // side) * side
-    partial = contiguous(q.dtype, 1, 1, shapes.max_slots * key_splits * rows, dim)
-    row_layout = row_layout_of(shapes, q.shape)
+    partial = contiguous(q.dtype, 1, 1, sizes.max_slots * key_splits * rows, dim)
+    row_layout = row_layout_of(sizes, q.shape)
     group = row_layout.heads // kv_heads
     arguments = {
-        **shapes.arguments(row_layout.heads),
+        **arguments_of(sizes, row_layout.heads),
         "group": group,
         "lse_strides": row_layout.strides((heads * n_padded, n_padded, 1)),
         "ROWS_ARE_HEADS": row_layout.rows_are_heads,
@@ -497,19 +497,19 @@ def backward_launches(
         "dout_desc": DescriptorFactory(row_layout.by_block(dout), (1, 1, rows, SWIZZLE_COLS.value)),
         "dq_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),
     }
-    n_programs = min(shapes.max_work_items * key_splits, chosen.programs_per_sm * num_sms(index))
+    n_programs = min(sizes.max_work_items * key_splits, chosen.programs_per_sm * num_sms(index))
     dq, dk, dv = (memory_in_order_of(spec, spec.shape[3]) for spec in (q, k, v))
     totals = None if is_single else (dk._replace(dtype=torch.float32), dv._replace(dtype=torch.float32))
     dk_sums, dv_sums = (memory.spec for memory in totals or (dk, dv))
     return BackwardLaunches(
         preprocess=preprocess_launch(dout, out_strides, n_padded),
         kernel=Launch(selected_backward_kernel, (n_programs,), arguments, descriptor_factories),
-        reduce_dq=reduce_dq(shapes, key_splits, dq.spec, dim),
-        reduce_dkdv=reduce_dkdv(shapes, group, dk_sums, dv_sums, (dim, dim_v), scale, adds=not is_single),
+        reduce_dq=reduce_dq(sizes, key_splits, dq.spec, dim),
+        reduce_dkdv=reduce_dkdv(sizes, group, dk_sums, dv_sums, (dim, dim_v), scale, adds=not is_single),
         outputs=(dq, dk, dv),
         lse_delta=contiguous(torch.float32, 2, batch * heads * n_padded),
         partial=partial,
-        partial_dkdv=contiguous(torch.float32, shapes.max_work_items * shapes.keys * (dim + dim_v)),
+        partial_dkdv=contiguous(torch.float32, sizes.max_work_items * sizes.keys * (dim + dim_v)),
         dkdv_totals=totals,
     )
 
@@ -535,9 +535,9 @@ def backward(
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     selected, empty = SelectedPlan(*plan), allocator(q)
-    shapes = shapes_of(plan, k.shape[2])
+    sizes = sizes_of(plan, k.shape[2])
     others = tuple(cache_key_of(each) for each in (out, lse, dlse))
-    ready = backward_launches(specs, shapes, others, out.stride()[:3], scale, q.device.index)
+    ready = backward_launches(specs, sizes, others, out.stride()[:3], scale, q.device.index)
     dq, dk, dv = [empty(*memory) for memory in ready.outputs]
     memories = ready.lse_delta, ready.partial, ready.partial_dkdv
     lse_delta, partial, partial_dkdv = (empty(*memory) for memory in memories)
@@ -545,7 +545,7 @@ def backward(
     if ready.dkdv_totals is not None:
         dkdv_totals = [empty(*memory).zero_() for memory in ready.dkdv_totals]
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
-    rounds = shapes.rounds
+    rounds = sizes.rounds
     pointers = pointers_of(selected, len(rounds), lse=lse_delta[0], delta=lse_delta[1], partial_dkdv=partial_dkdv)
     for this_round in rounds:
         first_query_block, lists = this_round.first_query_block, (this_round.first_list, this_round.end_list)

@@ -32,13 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import SelectedPlan
+from ...plan_format import SelectedPlan, SelectedSizes
 from ...runtime.launch import Launch, Memory, allocator, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import scale_log2, sign
 from ..schedule import padded_dim
-from ..selected_shapes import SelectedShapes, row_layout_of, shapes_of
+from ..selected_shapes import arguments_of, row_layout_of, sizes_of
 from ..triton.merge_selected import combine_out
 from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, thread_barrier
 from .fine_tiles import SIDE, SWIZZLE_COLS
@@ -266,21 +266,21 @@ class ForwardLaunches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, index: int | None) -> ForwardLaunches:
+def forward_launches(specs: TensorSpecs, sizes: SelectedSizes, scale: float, index: int | None) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
 
     specs   of q, k and v
-    shapes  of the plan
+    sizes  of the plan
     index   of the device
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, _, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    n_partial_rows, rows = shapes.max_slots * shapes.query_rows, shapes.query_rows
+    n_partial_rows, rows = sizes.max_slots * sizes.query_rows, sizes.query_rows
     partial, out = contiguous(q.dtype, 1, 1, n_partial_rows, dim_v), memory_in_order_of(q, v_dim)
-    row_layout = row_layout_of(shapes, q.shape)
+    row_layout = row_layout_of(sizes, q.shape)
     arguments = {
-        **shapes.arguments(row_layout.heads),
+        **arguments_of(sizes, row_layout.heads),
         "group": row_layout.heads // kv_heads,
         "ROWS_ARE_HEADS": row_layout.rows_are_heads,
         "scale_log2": scale_log2(scale),
@@ -288,11 +288,11 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
         "num_warps": 4,
         "maxnreg": REGISTERS,
     }
-    n_programs = min(shapes.max_work_items, PROGRAMS_PER_SM * num_sms(index))
+    n_programs = min(sizes.max_work_items, PROGRAMS_PER_SM * num_sms(index))
     descriptor_factories = {
         "q_desc": DescriptorFactory(row_layout.by_block(q), (1, 1, rows, SWIZZLE_COLS.value)),
-        "k_desc": DescriptorFactory(k, (1, 1, shapes.keys, dim)),
-        "v_desc": DescriptorFactory(v, (1, 1, shapes.keys, dim_v)),
+        "k_desc": DescriptorFactory(k, (1, 1, sizes.keys, dim)),
+        "v_desc": DescriptorFactory(v, (1, 1, sizes.keys, dim_v)),
         "out_desc": DescriptorFactory(partial.spec, (1, 1, rows, SWIZZLE_COLS.value)),
     }
     return ForwardLaunches(
@@ -301,7 +301,7 @@ def forward_launches(specs: TensorSpecs, shapes: SelectedShapes, scale: float, i
         partial=partial,
         partial_lse=contiguous(torch.float32, n_partial_rows),
         kernel=Launch(selected_forward_kernel, (n_programs,), arguments, descriptor_factories),
-        merge=combine_out(shapes, out.spec, dim_v),
+        merge=combine_out(sizes, out.spec, dim_v),
     )
 
 
@@ -330,11 +330,11 @@ def forward(
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
     selected = SelectedPlan(*plan)
-    shapes = shapes_of(plan, k.shape[2])
-    launches, empty = forward_launches(specs, shapes, scale, q.device.index), allocator(q)
+    sizes = sizes_of(plan, k.shape[2])
+    launches, empty = forward_launches(specs, sizes, scale, q.device.index), allocator(q)
     memories = launches.out, launches.lse, launches.partial, launches.partial_lse
     out, lse, partial, partial_lse = (empty(*memory) for memory in memories)
-    rounds = shapes.rounds
+    rounds = sizes.rounds
     pointers = pointers_of(selected, len(rounds), lse=partial_lse)
     for this_round in rounds:
         first_query_block, lists = this_round.first_query_block, (this_round.first_list, this_round.end_list)

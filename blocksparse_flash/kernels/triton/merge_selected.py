@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from ...blocks.block_list import Size
+from ...plan_format import SelectedSizes
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
-from ..selected_shapes import RowLayout, SelectedShapes, row_layout_of
+from ..selected_shapes import RowLayout, row_layout_of
 from .tile import head_base, log_sum
 
 # keys per program of reduce_dkdv_kernel
@@ -171,49 +172,47 @@ def reduce_dkdv_kernel(
 # fmt: on
 
 
-def _query_block_sizes(shapes: SelectedShapes, row_layout: RowLayout) -> dict[str, int]:
+def _query_block_sizes(sizes: SelectedSizes, row_layout: RowLayout) -> dict[str, int]:
     """Sizes of launches over the query blocks of a round."""
-    sizes = {
-        "total_query_blocks": shapes.total_query_blocks,
+    numbers = {
+        "total_query_blocks": sizes.total_query_blocks,
         "n_heads": row_layout.heads,
-        "n_query_blocks": shapes.n_query_blocks,
+        "n_query_blocks": sizes.n_query_blocks,
     }
-    return {**sizes, "n_queries": row_layout.n_queries, "BLOCK_ROWS": shapes.query_rows}
+    return {**numbers, "n_queries": row_layout.n_queries, "BLOCK_ROWS": sizes.query_rows}
 
 
-def combine_out(shapes: SelectedShapes, out: TensorSpec, dim_v: int) -> Launch:
+def combine_out(sizes: SelectedSizes, out: TensorSpec, dim_v: int) -> Launch:
     """The launch of combine_out_kernel for a round. dim_v: columns of a partial result."""
     _, heads, q_len, v_dim = out.shape
-    row_layout = row_layout_of(shapes, out.shape)
+    row_layout = row_layout_of(sizes, out.shape)
     strides = {
         "out_strides": row_layout.strides(out.strides),
         "lse_strides": row_layout.strides((heads * q_len, q_len, 1)),
     }
     columns = {"V_DIM": v_dim, "DIM_V": dim_v}
-    rest = {**_query_block_sizes(shapes, row_layout), **strides, **columns, "num_warps": 4}
-    return Launch(combine_out_kernel, (shapes.query_blocks_per_round,), rest)
+    rest = {**_query_block_sizes(sizes, row_layout), **strides, **columns, "num_warps": 4}
+    return Launch(combine_out_kernel, (sizes.query_blocks_per_round,), rest)
 
 
-def reduce_dq(shapes: SelectedShapes, key_splits: int, dq: TensorSpec, dim: int) -> Launch:
+def reduce_dq(sizes: SelectedSizes, key_splits: int, dq: TensorSpec, dim: int) -> Launch:
     """The launch of reduce_dq_kernel for a round.
 
     key_splits  partial results of each entry
-    dim    columns of a partial result
+    dim         columns of a partial result
     """
-    row_layout = row_layout_of(shapes, dq.shape)
+    row_layout = row_layout_of(sizes, dq.shape)
     rest = {
-        **_query_block_sizes(shapes, row_layout),
+        **_query_block_sizes(sizes, row_layout),
         "dq_strides": row_layout.strides(dq.strides),
         "HEAD_DIM": dq.shape[3],
         "DIM": dim,
     }
-    return Launch(
-        reduce_dq_kernel, (shapes.query_blocks_per_round,), {**rest, "KEY_SPLITS": key_splits, "num_warps": 4}
-    )
+    return Launch(reduce_dq_kernel, (sizes.query_blocks_per_round,), {**rest, "KEY_SPLITS": key_splits, "num_warps": 4})
 
 
 def reduce_dkdv(
-    shapes: SelectedShapes, group: int, dk: TensorSpec, dv: TensorSpec, padded_dims: Size, scale: float, *, adds: bool
+    sizes: SelectedSizes, group: int, dk: TensorSpec, dv: TensorSpec, padded_dims: Size, scale: float, *, adds: bool
 ) -> Launch:
     """The launch of reduce_dkdv_kernel for a round.
 
@@ -222,16 +221,16 @@ def reduce_dkdv(
     padded_dims  columns of dk and of dv of a work item
     adds         to sums over rounds
     """
-    n_programs = shapes.n_batch_heads // group * shapes.n_key_blocks * (shapes.keys // SUM_KEYS)
+    n_programs = sizes.n_batch_heads // group * sizes.n_key_blocks * (sizes.keys // SUM_KEYS)
     _, kv_heads, kv_len, head_dim = dk.shape
-    sizes = {
+    numbers = {
         "kv_heads": kv_heads,
-        "n_query_blocks": shapes.n_query_blocks,
-        "n_key_blocks": shapes.n_key_blocks,
+        "n_query_blocks": sizes.n_query_blocks,
+        "n_key_blocks": sizes.n_key_blocks,
         "kv_len": kv_len,
         "scale": scale,
     }
     strides = {"dk_strides": dk.strides[:3], "dv_strides": dv.strides[:3]}
     columns = dict(zip(("HEAD_DIM", "V_DIM", "DIM", "DIM_V"), (head_dim, dv.shape[3], *padded_dims), strict=True))
-    rest = {**sizes, **strides, **columns, "GROUP": group, "KEYS": shapes.keys, "CHUNK_KEYS": SUM_KEYS, "ADD": adds}
+    rest = {**numbers, **strides, **columns, "GROUP": group, "KEYS": sizes.keys, "CHUNK_KEYS": SUM_KEYS, "ADD": adds}
     return Launch(reduce_dkdv_kernel, (n_programs,), {**rest, "num_warps": 4})

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...plan_format import MAX_ITEM_ROWS, SelectedPlan, max_heads_per_round
+from ...plan_format import SelectedPlan, SelectedSizes
 from ...runtime.launch import Launch
 from .tile import PARTIAL as PARTIAL_MARK
 
@@ -25,63 +25,22 @@ ENTRIES_PER_PROGRAM = 2048
 
 
 class PlanGrid(NamedTuple):
-    """The query blocks, key blocks and lists of a plan: see SelectedPlan.
+    """The query blocks and key blocks of a plan.
 
-    n_batch_heads, heads  heads that select, of all batches and per batch
-    n_query_blocks, n_key_blocks  of a head
-    query_rows, rows_per_token, keys  of a query block, of a token, of a key block
-    subblocks        key blocks per selected block
-    n_tokens, kv_len  tokens and keys of a head
-    max_key_blocks   entries of a query block, at most
-    query_blocks_per_round  of all heads
-    causal           see selected_builder.build
+    sizes      of the plan
+    heads      heads that select, per batch
+    subblocks  key blocks per selected block
+    kv_len     keys of a head
+    causal     see selected_builder.build
     document_batches  batches of document ranges; 0: none
     """
 
-    n_batch_heads: int
+    sizes: SelectedSizes
     heads: int
-    n_query_blocks: int
-    n_key_blocks: int
-    query_rows: int
-    rows_per_token: int
-    keys: int
     subblocks: int
-    n_tokens: int
     kv_len: int
-    max_key_blocks: int
-    query_blocks_per_round: int
     causal: bool
     document_batches: int
-
-    @property
-    def total_query_blocks(self) -> int:
-        """Query blocks of all heads."""
-        return self.n_batch_heads * self.n_query_blocks
-
-    @property
-    def capacity(self) -> int:
-        """Entries of all query blocks, at most."""
-        return self.total_query_blocks * self.max_key_blocks
-
-    @property
-    def heads_per_round(self) -> int:
-        """Number of heads that may have query blocks in a round."""
-        return max_heads_per_round(self.n_batch_heads, self.n_query_blocks, self.query_blocks_per_round)
-
-    @property
-    def n_lists(self) -> int:
-        """Lists of all rounds."""
-        return -(-self.total_query_blocks // self.query_blocks_per_round) * self.heads_per_round * self.n_key_blocks
-
-    @property
-    def max_item_blocks(self) -> int:
-        """Query blocks of a work item, at most."""
-        return MAX_ITEM_ROWS // self.query_rows
-
-    @property
-    def n_items(self) -> int:
-        """Work items of all rounds, at most."""
-        return min(self.n_lists, self.capacity) + self.capacity // self.max_item_blocks
 
 
 # fmt: off
@@ -235,35 +194,34 @@ class PlanLaunches(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def plan_launches(grid: PlanGrid) -> PlanLaunches:
     """The launches for all plans of these sizes."""
-    n_lists, capacity = grid.n_lists, grid.capacity
-    batches = max(1, grid.document_batches)
-    range_batch_stride = grid.n_tokens if batches > 1 else 0
-    entries = triton.next_power_of_2(grid.max_key_blocks // grid.subblocks)
+    sizes, n_lists, capacity = grid.sizes, grid.sizes.n_lists, grid.sizes.capacity
+    range_batch_stride = sizes.n_tokens if sizes.has_batches else 0
+    entries = triton.next_power_of_2(sizes.max_key_blocks // grid.subblocks)
     per_program = max(1, ENTRIES_PER_PROGRAM // entries)
-    sizes = {
-        "n_query_blocks": grid.n_query_blocks,
-        "n_key_blocks": grid.n_key_blocks,
-        "query_blocks_per_round": grid.query_blocks_per_round,
+    numbers = {
+        "n_query_blocks": sizes.n_query_blocks,
+        "n_key_blocks": sizes.n_key_blocks,
+        "query_blocks_per_round": sizes.query_blocks_per_round,
     }
-    sizes |= {"heads_per_round": grid.heads_per_round, "n_lists": n_lists}
-    max_item_blocks, steps = grid.max_item_blocks, max(1, (capacity - 1).bit_length())
+    numbers |= {"heads_per_round": sizes.heads_per_round, "n_lists": n_lists}
+    max_item_blocks, steps = sizes.max_item_blocks, max(1, (capacity - 1).bit_length())
     return PlanLaunches(
         make_ranges=Launch(
             ranges_kernel,
-            (triton.cdiv(grid.n_tokens, BLOCK), batches),
-            {"n_tokens": grid.n_tokens, "kv_len": grid.kv_len, "CAUSAL": grid.causal, "BLOCK": BLOCK},
+            (triton.cdiv(sizes.n_tokens, BLOCK), max(1, grid.document_batches)),
+            {"n_tokens": sizes.n_tokens, "kv_len": grid.kv_len, "CAUSAL": grid.causal, "BLOCK": BLOCK},
         ),
         mark_entries=Launch(
             mark_entries_kernel,
-            (triton.cdiv(grid.total_query_blocks, per_program),),
+            (triton.cdiv(sizes.total_query_blocks, per_program),),
             {
-                "total_query_blocks": grid.total_query_blocks,
+                "total_query_blocks": sizes.total_query_blocks,
                 "heads": grid.heads,
-                "n_tokens": grid.n_tokens,
+                "n_tokens": sizes.n_tokens,
                 "range_batch_stride": range_batch_stride,
-                **sizes,
-                "TOKENS": grid.query_rows // grid.rows_per_token,
-                "KEYS": grid.keys,
+                **numbers,
+                "TOKENS": sizes.query_rows // sizes.rows_per_token,
+                "KEYS": sizes.keys,
                 "SUBBLOCKS": grid.subblocks,
                 "QUERY_BLOCKS": per_program,
                 "ENTRIES": entries,
@@ -286,7 +244,7 @@ def plan_launches(grid: PlanGrid) -> PlanLaunches:
         write_items=Launch(
             write_items_kernel,
             (triton.cdiv(n_lists, LISTS),),
-            {**sizes, "MAX_ITEM_BLOCKS": max_item_blocks, "LISTS": LISTS},
+            {**numbers, "MAX_ITEM_BLOCKS": max_item_blocks, "LISTS": LISTS},
         ),
     )
 
@@ -299,13 +257,15 @@ def build(
     indptr, indices, documents  see block_selection.Selection
     padding  entries and work items past the end
     """
-    launches, capacity, n_lists = plan_launches(grid), grid.capacity, grid.n_lists
-    ranges = indptr.new_empty(max(1, grid.document_batches), grid.n_tokens, 2)
+    launches, sizes = plan_launches(grid), grid.sizes
+    capacity, n_lists = sizes.capacity, sizes.n_lists
+    ranges = indptr.new_empty(max(1, grid.document_batches), sizes.n_tokens, 2)
     # entries that the selection does not use come last
     lists, key_blocks = indptr.new_full((capacity,), n_lists), indptr.new_full((capacity,), -1)
     blocks, entries = indptr.new_empty(capacity), indptr.new_empty(capacity + padding, 2)
     bounds, counts = indptr.new_empty(n_lists + 1), indptr.new_empty(n_lists)
-    work_item_offsets, work_items = indptr.new_zeros(n_lists + 1), indptr.new_empty(grid.n_items + padding, 4)
+    work_item_offsets = indptr.new_zeros(n_lists + 1)
+    work_items = indptr.new_empty(sizes.max_total_work_items + padding, 4)
     launches.make_ranges(documents, ranges)
     launches.mark_entries(indptr, indices, ranges, lists, key_blocks, blocks)
     lists, order = lists.sort(stable=True)
@@ -313,8 +273,7 @@ def build(
     launches.count_items(lists, bounds, counts)
     torch.cumsum(counts, 0, out=work_item_offsets[1:])
     launches.write_items(work_item_offsets, bounds, work_items)
-    sizes = indptr.new_empty(0, grid.query_rows, grid.rows_per_token, grid.keys, grid.query_blocks_per_round)
-    offsets = indptr if grid.subblocks == 1 else indptr * grid.subblocks
-    return SelectedPlan(
-        offsets.view(grid.n_batch_heads, -1), key_blocks, entries, work_item_offsets, work_items, ranges, sizes
-    )
+    indptr = indptr if grid.subblocks == 1 else indptr * grid.subblocks
+    indptr = indptr.view(sizes.n_batch_heads, -1)
+    shape = 0, sizes.query_rows, sizes.rows_per_token, sizes.keys, sizes.query_blocks_per_round
+    return SelectedPlan(indptr, key_blocks, entries, work_item_offsets, work_items, ranges, indptr.new_empty(shape))

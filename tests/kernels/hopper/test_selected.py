@@ -19,8 +19,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from triton.language import core
 from triton.runtime import interpreter
 
-from blocksparse_flash import dispatch, ops, selected_attention_with_lse
-from blocksparse_flash.kernels import selected_shapes
+from blocksparse_flash import dispatch, ops, plan_format, selected_attention_with_lse
 from blocksparse_flash.plan import selected_builder
 from blocksparse_flash.plan_format import BY_KEY_BLOCK, tile_of
 from tests.support import plain
@@ -117,8 +116,8 @@ def run(monkeypatch):
             patched.setattr(selected_builder, "is_faster", lambda *_: True)
             if case.round_rows is not None:
                 patched.setattr(selected_builder, "ROUND_ROWS", case.round_rows)
-            for module in (selected_builder, selected_shapes) if case.item_rows is not None else ():
-                patched.setattr(module, "MAX_ITEM_ROWS", case.item_rows)
+            if case.item_rows is not None:
+                patched.setattr(plan_format, "MAX_ITEM_ROWS", case.item_rows)
             *tensors, dlse = case.tensors()
             q, k, v, dout = buried_inputs(dict(zip(("q", "k", "v", "dout"), tensors, strict=True))).values()
             leaves = [tensor.requires_grad_(backward) for tensor in (q, k, v)]
