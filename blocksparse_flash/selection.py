@@ -151,6 +151,9 @@ def selected_attention_with_lse(
     (indices,) = tracing.as_graph_constants([indices], q)
     _check_indices(indices, q, k, query_block_size)
     bounds = None if cu_seqlens is None else checked_boundaries(cu_seqlens, q, k)
+    if backend != "auto":
+        # refuses those that do not exist, or cannot run the call
+        dispatch.decide(backend, q, k, v, dtype, None, "")
     if backend != "reference":
         tracing.refuse_transforms(backend, q, k, v, indices, bounds)
     if torch.compiler.is_compiling() or torch._C._is_tracing():
@@ -176,8 +179,6 @@ def selected_attention_with_lse(
         frame = block_selection.frame_of(indices, "indices", frame, kind="integers")
         block_selection.check_cols(indices, frame)
         if backend == "reference" or not q.numel() or not k.numel():
-            # refuses unknown backends
-            dispatch.decide(backend, q, k, v, dtype, None, "")
             mask = _mask(indices, bounds, q_len, kv_len, block_size, query_block_size)
             mask = mask.repeat_interleave(heads // mask.shape[1], 1)
             with tracing.without_autocast(q.device):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import masks
-from blocksparse_flash import BlockLayout, attention, selected_attention, selected_attention_with_lse
+from blocksparse_flash import BlockLayout, attention, selected_attention, selected_attention_with_lse, selection
 from tests.support.closeness import assert_as_accurate
 
 # kv_heads, group, query_block_size, block_size, q_len, kv_len, k
@@ -396,3 +396,10 @@ def test_wrong_calls_are_refused(case: str) -> None:
     arguments |= {"v": arguments["k"], "block_size": 16} | changes
     with pytest.raises(error, match=message):
         selected_attention(**arguments)
+
+
+def test_an_unknown_backend_is_refused_before_the_layout_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_layout", lambda *_: pytest.fail("made a layout"))
+    q, k = torch.zeros(1, 4, 40, 8), torch.zeros(1, 2, 40, 8)
+    with pytest.raises(ValueError, match=r'backend must be one of .*, got "cuda"'):
+        selected_attention(q, k, k, INDICES, block_size=16, backend="cuda")

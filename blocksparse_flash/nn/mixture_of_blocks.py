@@ -99,7 +99,7 @@ def mixture_of_block_attention(
     positive_int("k_blocks", k_blocks)
     check_block_size(block_size)
     boolean(by_group, "by_group")
-    tracing.refuse_transforms("auto", q, k, v, cu_seqlens)
+    tracing.refuse_transforms(None, q, k, v, cu_seqlens)
     q_start = k.shape[2] - q.shape[2]
     if q_start < 0:
         raise ValueError(f"q must be the last tokens of k, got {q.shape[2]} tokens, and {k.shape[2]} of k")

@@ -217,7 +217,7 @@ def native_sparse_attention(
     )[1]
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
-    tracing.refuse_transforms("auto", q, *compressed, *selected, *window, gates)
+    tracing.refuse_transforms(None, q, *compressed, *selected, *window, gates)
     sizes: dict[str, Any] = {"k_blocks": k_blocks, "block_size": block_size, "compressed_size": compressed_size}
     sizes |= {"stride": stride, "always": always}
     compressed_out, selected_out = _compressed_and_selected(

@@ -125,7 +125,7 @@ def shared_index_attention(
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
     _check_index(index_q, index_k, q, k)
-    tracing.refuse_transforms("auto", q, k, v, index_q, index_k, cu_seqlens)
+    tracing.refuse_transforms(None, q, k, v, index_q, index_k, cu_seqlens)
     documents = None
     if cu_seqlens is not None:
         documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)

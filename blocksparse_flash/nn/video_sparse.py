@@ -57,7 +57,7 @@ def video_sparse_attention(
     positive_int("k_blocks", k_blocks)
     _check_block_size("block_size", block_size)
     _check_gate(coarse_gate, q, v)
-    tracing.refuse_transforms("auto", q, k, v, coarse_gate)
+    tracing.refuse_transforms(None, q, k, v, coarse_gate)
     group = q.shape[1] // max(1, k.shape[1])
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (

@@ -237,13 +237,17 @@ def is_transformed(*values: Any) -> bool:
     return False
 
 
-def refuse_transforms(backend: str, *values: Any) -> None:
-    """RuntimeError if torch.func maps or differentiates one of the values, which only `reference` supports."""
+def refuse_transforms(backend: str | None, *values: Any) -> None:
+    """RuntimeError if torch.func maps or differentiates one of the values, which only `reference` supports.
+
+    backend  of the call; None for a function without this argument
+    """
     if is_transformed(*values):
+        what = "this function" if backend is None else f'backend "{backend}"'
+        other = "" if backend is None else '; or use backend="reference", which supports all transforms'
         raise RuntimeError(
-            f'backend "{backend}" cannot be transformed by torch.func.vmap, grad, vjp, jvp and others: '
-            "differentiate it by torch.autograd.grad, and make a mapped axis part of the batch or heads; "
-            'or use backend="reference", which supports all transforms'
+            f"{what} cannot be transformed by torch.func.vmap, grad, vjp, jvp and others: differentiate it by "
+            f"torch.autograd.grad, and make a mapped axis part of the batch or heads{other}"
         )
 
 
