@@ -64,7 +64,8 @@ def top_blocks(density: float, *, block_size: int = 64) -> Choice:
 
     def choose(q: Tensor, k: Tensor) -> BlockLayout:
         scores = _scores(q, k, block_size)
-        cols = scores.topk(math.ceil(density * scores.shape[3]), dim=3, sorted=False).indices
+        # rounded, since 1 - 0.7 is a little more than 0.3
+        cols = scores.topk(math.ceil(round(density * scores.shape[3], 9)), dim=3, sorted=False).indices
         return _layout(cols, q, k, block_size)
 
     return choose
@@ -89,8 +90,11 @@ def top_p(p: float, *, block_size: int = 128) -> Choice:
 
     def choose(q: Tensor, k: Tensor) -> BlockLayout:
         weights, cols = _scores(q, k, block_size).softmax(3).sort(dim=3, descending=True)
-        # the best block always, even if rounding makes p too large or too small
-        is_chosen = weights.cumsum(3) - weights < p
+        # weights of a block and all smaller ones; unlike the sum of those before it, exact where it is small
+        rest = weights.flip(3).cumsum(3).flip(3)
+        is_chosen = rest > 1 - p if p < 1 else torch.ones_like(rest, dtype=torch.bool)
+        # even if rounding makes p too large
+        is_chosen[..., 0] = True
         return _layout(cols.masked_fill(~is_chosen, -1), q, k, block_size)
 
     return choose

@@ -59,7 +59,7 @@ class Use:
         self.layers: tuple[str, ...] = ()
         self._layout, self._order, self._backend = layout, order, backend
         self._removals: list[Callable[[], None]] = []
-        self._sequences: dict[tuple[int, str | None, torch.device], _Sequence] = {}
+        self._sequences: dict[tuple[int | None, int, str | None, torch.device], _Sequence] = {}
         # the last mask that was checked, and its lengths
         self._mask: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
 
@@ -84,8 +84,8 @@ class Use:
             return len(self._order)
         return self._layout.q_len if isinstance(self._layout, BlockLayout) else None
 
-    def _sequence(self, n_text: int, place: str | None, device: torch.device) -> _Sequence:
-        key = n_text, place if n_text else None, device
+    def _sequence(self, n_tokens: int | None, n_text: int, place: str | None, device: torch.device) -> _Sequence:
+        key = n_tokens, n_text, place if n_text else None, device
         if key not in self._sequences:
             if torch.compiler.is_compiling():
                 raise ValueError(
@@ -95,9 +95,8 @@ class Use:
             self._sequences[key] = self._new_sequence(*key)
         return self._sequences[key]
 
-    def _new_sequence(self, n_text: int, place: str | None, device: torch.device) -> _Sequence:
+    def _new_sequence(self, n_tokens: int | None, n_text: int, place: str | None, device: torch.device) -> _Sequence:
         tokens: Tensor | None = None
-        n_tokens = self._tokens
         if n_tokens is not None and (self._order is not None or place == "first"):
             own = torch.arange(n_tokens) if self._order is None else self._order
             ahead = n_text if place == "first" else 0
@@ -152,11 +151,24 @@ class Use:
         return lengths
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, layer: _Layer
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        layer: _Layer,
+        own_len: int | None = None,
     ) -> Tensor:
-        """Self-attention of one layer, tensors (batch, heads, length, head_dim) in the order of the model."""
+        """Self-attention of one layer, tensors (batch, heads, length, head_dim) in the order of the model.
+
+        own_len  tokens beside the text, if the layer tells them
+        """
         self._has_attended = True
         n_tokens = self._tokens
+        if self._layout is None and n_tokens is None and mask is not None and layer.text == "first":
+            # padded text must come last
+            n_tokens = own_len
         n_text = 0 if n_tokens is None else q.shape[2] - n_tokens
         if n_text < 0:
             raise ValueError(
@@ -169,7 +181,7 @@ class Use:
                 "`use` a layout of the grid that this resolution has; or, if the others are text in the same sequence, "
                 'where it is: text="first" or text="last"'
             )
-        sequence = self._sequence(n_text, layer.text, q.device)
+        sequence = self._sequence(n_tokens, n_text, layer.text, q.device)
         lengths = None if mask is None else self._kv_lengths(mask, k, sequence.tokens, layer.name)
         options: dict[str, Any] = {"scale": scale, "kv_lengths": lengths, "backend": self._backend}
         if sequence.tokens is not None:
@@ -249,7 +261,7 @@ class _Call:
                 f"{self.layer.name} has {self.cross_len} tokens beside the text, but the layout is for {use._tokens}: "
                 "give `use` a layout of the grid that this resolution has"
             )
-        return use._attend(query, key, value, attn_mask, scale, self.layer)
+        return use._attend(query, key, value, attn_mask, scale, self.layer, self.cross_len)
 
 
 def _argument(parameters: list[str], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -374,19 +386,41 @@ def _watch(use: Use, model: nn.Module) -> None:
     use._removals.append(model.register_forward_hook(after).remove)
 
 
-def _follow_steps(use: Use, model: nn.Module, pipe: Any, dense_steps: int) -> None:
-    """Sets `use.is_dense` before each forward of a transformer."""
+class _FollowSteps:
+    """Sets `use.is_dense` before each forward of a transformer of a pipeline, or of a copy of it."""
 
-    @torch.compiler.disable(
-        reason="dense_steps follows the scheduler: compile blocks, model.compile_repeated_blocks(), not the model"
-    )
-    def before(*_: Any) -> None:
+    def __init__(self, use: Use, pipe: Any, dense_steps: int) -> None:
+        self.use, self.dense_steps = use, dense_steps
+        # weak: a copy of the transformer alone does not copy the pipeline
+        self.pipe = weakref.ref(pipe)
+
+    def __call__(self, *_: Any) -> None:
+        pipe = self.pipe()
+        if pipe is None:
+            raise ValueError(
+                "dense_steps follows the scheduler of a pipeline that no longer exists: call `use` with the pipeline "
+                "that has this transformer now"
+            )
         step = pipe.scheduler.step_index
         # None before the first step; begin_index is where image-to-image starts
         done = 0 if step is None else step - (getattr(pipe.scheduler, "begin_index", None) or 0)
-        use.is_dense = done < dense_steps
+        self.use.is_dense = done < self.dense_steps
 
-    use._removals.append(model.register_forward_pre_hook(before).remove)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FollowSteps:
+        # the layers of a copied model share their Use with those of the original
+        pipe = self.pipe()
+        return _FollowSteps(self.use, memo.get(id(pipe), pipe), self.dense_steps)
+
+
+# as torch.compiler.disable, which would import the compiler
+for _name, _value in (
+    ("_torchdynamo_disable", True),
+    (
+        "_torchdynamo_disable_msg",
+        "dense_steps follows the scheduler: compile blocks, model.compile_repeated_blocks(), not the model",
+    ),
+):
+    setattr(_FollowSteps.__call__, _name, _value)
 
 
 def use(
@@ -422,7 +456,8 @@ def use(
                  diffusers than those tested, where they differ
 
     Weights, cross-attention and everything else stay unchanged. Call it again with other `layers` for several layouts;
-    with the same ones, it replaces their layout.
+    with the same ones, it replaces their layout, and `remove()` then gives them their own attention, not the earlier
+    layout.
 
     >>> order = masks.tile_order((21, 45, 80), tile=(6, 8, 8))  # doctest: +SKIP
     >>> layout = masks.sliding_tile((21, 45, 80), kernel=(18, 24, 24), tile=(6, 8, 8), order=order)  # doctest: +SKIP
@@ -474,7 +509,8 @@ def use(
         for model in _models(pipe_or_model).values():
             _watch(found, model)
             if dense_steps:
-                _follow_steps(found, model, pipe_or_model, dense_steps)
+                hook = _FollowSteps(found, pipe_or_model, dense_steps)
+                found._removals.append(model.register_forward_pre_hook(hook).remove)
     except BaseException:
         found.remove()
         raise

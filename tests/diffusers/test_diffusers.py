@@ -110,9 +110,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_dense(name: str) -> None:
     model = model_of(name)
-    # text with padding comes first in Qwen-Image
-    order = torch.arange(MODELS[name].n_tokens) if name == "Qwen-Image" else None
-    with use(model, order=order, **MODELS[name].options) as used:
+    with use(model, **MODELS[name].options) as used:
         ours = output(name, model)
     assert used.layers
     truth = output(name, model_of(name).double(), torch.float64)
@@ -312,6 +310,44 @@ def test_copies() -> None:
             parameter.zero_()
     used.remove()
     assert torch.equal(output("Wan", twin), expected)
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_copies_of_a_pipeline_have_dense_steps(has_run: bool) -> None:
+    pipe, other = pipeline_of("Wan"), pipeline_of("Wan")
+    for each in (pipe, other):
+        use(each, layout_of(VIDEO), dense_steps=1)
+    expected, always_sparse = generated(other, 3), pipeline_of("Wan")
+    use(always_sparse, layout_of(VIDEO))
+    if has_run:
+        generated(pipe, 3)
+    assert torch.equal(generated(copy.deepcopy(pipe), 3), expected)
+    assert not torch.equal(expected, generated(always_sparse, 3))
+
+
+def test_dense_steps_need_their_pipeline() -> None:
+    pipe = pipeline_of("Wan")
+    use(pipe, layout_of(VIDEO), dense_steps=1)
+    model = pipe.transformer
+    del pipe
+    with pytest.raises(ValueError, match="dense_steps follows the scheduler of a pipeline that no longer exists"):
+        output("Wan", model)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (top_p(1.0, block_size=16), 1.0),
+        # 1 - 0.7 is a little more than 0.3
+        (top_blocks(1 - 0.7, block_size=16), 0.3),
+        (top_blocks(1e-9, block_size=16), 0.1),
+        (top_p(1e-9, block_size=16), 0.1),
+    ],
+)
+def test_a_share_of_blocks_is_not_rounded_up(choice: Any, expected: float) -> None:
+    """Of 10 blocks, whose weights differ by many orders of magnitude."""
+    q, k = (8 * torch.randn(1, 2, 160, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    assert choice(q, k).density == pytest.approx(expected)
 
 
 def test_a_shared_processor() -> None:
