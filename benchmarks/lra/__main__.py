@@ -309,6 +309,8 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     try:
         jsonargparse.auto_cli(own, args=list(arguments), prog="python -m benchmarks.lra")
+    except ValueError as error:
+        sys.exit(f"{arguments[0]}: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         sys.exit(130)

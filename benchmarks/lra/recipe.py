@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from ..run import measure
 from . import reporting
-from .scoring import TEST
+from .scoring import TEST, digest
 
 CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
@@ -70,12 +71,34 @@ class Stage:
         return int(torch.load(self.checkpoint, map_location="cpu", weights_only=True)["global_step"])
 
     def is_tested(self, test_seed: int) -> bool:
-        """Whether test.jsonl has a line of the last step on this test set, of the configuration's size."""
+        """Whether test.jsonl has a line of the checkpoint on this test set, of the configuration's size."""
         path, tested = self.root / TEST, (self.steps, test_seed)
-        return path.exists() and any(
-            (line["steps"], line["test_seed"]) == tested and self.test_size in (None, line["n"])
+        if not path.exists():
+            return False
+        # lines of earlier versions do not name their checkpoint
+        checkpoints = {None, digest(self.checkpoint) if self.checkpoint.exists() else None}
+        return any(
+            (line["steps"], line["test_seed"]) == tested
+            and self.test_size in (None, line["n"])
+            and line.get("checkpoint") in checkpoints
             for line in measure.read(path)
         )
+
+    def check_settings(self) -> None:
+        """ValueError if the checkpoint was trained with other settings than the configuration names."""
+        model = yaml.safe_load(self.config.read_text(encoding="utf-8"))["model"]
+        given = {**model.get("architecture", {}), **model.get("recipe", {})}
+        known = torch.load(self.checkpoint, map_location="cpu", weights_only=True).get("settings", {})
+        odd = [
+            f"{name} {known[name]!r}, not {value!r}"
+            for name, value in given.items()
+            if name in known and _plain(known[name]) != _plain(value)
+        ]
+        if odd:
+            raise ValueError(
+                f"{self.checkpoint} was trained with other settings than {self.config} has: {'; '.join(odd)}. Set "
+                "these, or choose another trainer.default_root_dir, or remove the checkpoint to begin anew"
+            )
 
     def command(self, name: str, *arguments: str) -> None:
         """Run a command of `python -m benchmarks.lra` in its own process; exits with its exit code if it fails."""
@@ -88,6 +111,16 @@ class Stage:
             problem = "reached the time limit and saved its last step" if code == LATER else f"{name} failed"
             print(f"{self.config.stem}: {problem}; run the same command again to continue", file=sys.stderr)
             sys.exit(code)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a configuration in a form that can be compared: YAML reads 1e-3 as text, and tuples as lists."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    try:
+        return value if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def stages(name: str, seed: int = 0) -> list[Stage]:
@@ -125,6 +158,8 @@ def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool
         of_seed = f" (seed {stage.seed})" if stage.seed else ""
         where = f"stage {number} of {len(chain)}, {stage.config.stem}{of_seed}"
         print(f"{where}: {steps:,} of {stage.steps:,} steps", flush=True)
+        if steps:
+            stage.check_settings()
         if steps < stage.steps:
             if end is not None and not is_first and end - time.monotonic() < SET_UP:
                 print(f"less than {SET_UP} s are left: run the same command again to continue", file=sys.stderr)

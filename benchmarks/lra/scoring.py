@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,22 @@ from .tasks import LRA
 # file in the folder of a run
 TEST = "test.jsonl"
 # keys of a line of `test`. is_lra: comparable with published numbers, see belongs. keys: keys per query, see
-# keys_per_query. start: beginning of the SHA-256 of the checkpoint with the initial weights. steps, samples,
-# device_hours: of the training, including validations and compilation; ..._before: of its earlier stages
+# keys_per_query. start: `digest` of the checkpoint with the initial weights. checkpoint: of the one that was tested
+# (lines of earlier versions lack it). steps, samples, device_hours: of the training, including validations and
+# compilation; ..._before: of its earlier stages
 TEST_KEYS = [
     *("bench", "task", "is_lra", "source", "data", "mask", "keys", "n_layers", "embed_dim", "weights", "recipe"),
-    *("seed", "start", "steps", "batch_size", "samples", "device_hours", "samples_before", "device_hours_before"),
+    *(
+        "seed",
+        "start",
+        "checkpoint",
+        "steps",
+        "batch_size",
+        "samples",
+        "device_hours",
+        "samples_before",
+        "device_hours_before",
+    ),
     *("n", "test_seed", "accuracy", "standard_error", "floor", "floor_name", "one_deep", "balanced", "chance"),
     *("one_deep_balanced", "pair_accuracy", "device", "torch", "commit"),
 ]
@@ -68,6 +80,11 @@ class Result:
             f"floor {self.floor:.1%} ({self.floor_name}){deeper}, "
             f"balanced accuracy {self.balanced:.1%} (chance {self.chance:.0%}){pairs}; {self.n} samples, {self.data}"
         )
+
+
+def digest(path: Path) -> str:
+    """The beginning of the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def append_test(folder: Path, result: Result, **facts: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from ..run import measure
 from .batches import Batch
 from .floors import pair_accuracy
 from .model import Architecture, Classifier, keys_per_query, load_fitting
-from .scoring import Result, belongs, score
+from .scoring import Result, belongs, digest, score
 from .tasks import find
 
 
@@ -199,9 +198,10 @@ class Experiment(lightning.LightningModule):
         data, architecture = self.trainer.datamodule, self.model.architecture  # type: ignore[attr-defined]
         samples = data.batch_size * self.trainer.accumulate_grad_batches
         # not self.device: after a test the weights are back on the CPU
-        device = self.trainer.strategy.root_device
+        device, tested = self.trainer.strategy.root_device, self.trainer.ckpt_path
         return {
-            **self.record, "is_lra": belongs(data), "source": data.source, "test_seed": data.test_seed,
+            **self.record, "checkpoint": None if tested is None else digest(Path(tested)),
+            "is_lra": belongs(data), "source": data.source, "test_seed": data.test_seed,
             "mask": architecture.mask, "keys": keys_per_query(architecture, self.task.length),
             "n_layers": architecture.n_layers, "embed_dim": architecture.embed_dim,
             "weights": sum(weight.numel() for weight in self.model.parameters()),
@@ -230,7 +230,7 @@ class Experiment(lightning.LightningModule):
         if self.start is None or self._goes_on:
             return
         found = torch.load(self.start, map_location="cpu", weights_only=True)
-        self.record["start"] = hashlib.sha256(self.start.read_bytes()).hexdigest()[:12]
+        self.record["start"] = digest(self.start)
         for name in ("samples", "device_hours"):
             self.record[f"{name}_before"] = found["record"][name] + found["record"][f"{name}_before"]
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
@@ -252,6 +252,10 @@ class Experiment(lightning.LightningModule):
         settings = {**asdict(self.model.architecture), **asdict(recipe)}
         if recipe.schedule not in ("rsqrt", "constant") and recipe.last_step is None:
             settings["last_step"] = self.trainer.max_steps
+        settings |= {"task": self.task.name, "source": data.source, "data_seed": data.seed, "rules": asdict(data.rules)}
+        if data.source != "fresh":
+            settings["training_samples"] = data.sizes.train
+        settings |= {"n_together": data.n_together, "gradient_clip_val": self.trainer.gradient_clip_val}
         return {**settings, "seed": data.order_seed, "samples": data.samples(step), "augmentation": data.augmentation}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -46,14 +46,14 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     return made
 
 
-def save(config: str, steps: int) -> None:
+def save(config: str, steps: int, **settings: Any) -> None:
     checkpoint = recipe.Stage.read(Path(config)).checkpoint
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"global_step": steps}, checkpoint)
+    torch.save({"global_step": steps, "settings": settings}, checkpoint)
 
 
-def line_of_a_test(stage: recipe.Stage, n: int) -> str:
-    return json.dumps({"steps": stage.steps, "test_seed": 0, "n": n}) + "\n"
+def line_of_a_test(stage: recipe.Stage, n: int, **more: Any) -> str:
+    return json.dumps({"steps": stage.steps, "test_seed": 0, "n": n, **more}) + "\n"
 
 
 def test_each_stage_begins_with_the_one_before(commands: list[list[str]]) -> None:
@@ -82,6 +82,30 @@ def test_trained_stages_are_skipped_and_the_next_one_resumes(commands: list[list
     commands.clear()
     recipe.run("pathx", test_seed=1)
     assert commands == [["test", "pathx", "--ckpt_path", "last", "--data.test_seed", "1"]]
+
+
+def test_a_new_checkpoint_is_tested_again(commands: list[list[str]]) -> None:
+    _, _, stage = recipe.stages("pathx")
+    save(str(stage.config), stage.steps)
+    line = line_of_a_test(stage, 20_000, checkpoint=recipe.digest(stage.checkpoint))
+    stage.root.joinpath("test.jsonl").write_text(line)
+    recipe.run("pathx")
+    assert commands == []
+    save(str(stage.config), stage.steps, seed=1)
+    recipe.run("pathx")
+    assert commands == [["test", "pathx", "--ckpt_path", "last"]]
+
+
+@pytest.mark.parametrize("steps", [10, 6200])
+def test_a_checkpoint_with_other_settings_is_refused(commands: list[list[str]], steps: int) -> None:
+    _, _, stage = recipe.stages("pathx")
+    same = {"learning_rate": 0.0003, "warmup": 100, "embed_dim": 128, "betas": (0.9, 0.98), "seed": 5}
+    save(str(stage.config), steps, **same)
+    stage.check_settings()
+    save(str(stage.config), steps, **{**same, "learning_rate": 0.03})
+    with pytest.raises(ValueError, match=r"other settings than .*pathx.yaml has: learning_rate 0.03, not 0.0003"):
+        recipe.run("pathx")
+    assert commands == []
 
 
 def test_the_last_checkpoint_is_enough_to_continue(commands: list[list[str]]) -> None:
