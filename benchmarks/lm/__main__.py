@@ -10,6 +10,7 @@ report   writes a table and a plot of the runs
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import math
 import sys
@@ -41,11 +42,21 @@ FIGURES: dict[str, tuple[Settings, Sequence[str], Sequence[int]]] = {
 INTERRUPTED, STOPPED = 130, 75
 
 
+def minutes(text: str) -> float:
+    """The type of an option: a time of 0 or more."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lm", description=__doc__, formatter_class=style)
     commands = parser.add_subparsers(dest="command", required=True)
-    make, train, figure, steps, report = map(commands.add_parser, ("corpus", "train", "figure", "steps", "report"))
+    # without abbreviations, which the defaults of --tiny would not see
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
+    make, train, figure, steps, report = map(add, ("corpus", "train", "figure", "steps", "report"))
     site = Path(sysconfig.get_path("purelib"))
     make.add_argument("--folder", type=Path, default=site, help="each entry is a package; default: installed packages")
     make.add_argument("--suffix", default=".py", help="suffix of the files; default .py")
@@ -54,7 +65,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     for command in (train, figure):
         command.add_argument("--corpus", type=Path, default=OUT / "corpus.bin", help="written by the command `corpus`")
         what = f"stop after the last validation within this time, with exit code {STOPPED}; default: no limit"
-        command.add_argument("--minutes", type=float, default=math.inf, help=what)
+        command.add_argument("--minutes", type=minutes, default=math.inf, help=what)
     train.add_argument("--tiny", action="store_true", help="other defaults: about a minute on a CPU")
     train.add_argument("--out", type=Path, help="folder of the run; default out/lm/runs/ARM")
     for name, default in asdict(TINY if "--tiny" in arguments else Settings()).items():

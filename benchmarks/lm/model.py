@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,11 @@ class Settings:
         possible = implementations_of(self.arm)
         if self.attention not in possible:
             raise ValueError(f"attention of {self.arm} must be one of {', '.join(possible)}, got {self.attention!r}")
+        for name, value in vars(self).items():
+            if type(value) is int and name != "seed" and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
         if self.steps % self.validate_every:
             raise ValueError(f"steps must be a multiple of validate_every={self.validate_every}, got {self.steps}")
         if self.length % self.short:

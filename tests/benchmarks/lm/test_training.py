@@ -412,12 +412,32 @@ def test_a_long_run_on_a_cpu_is_announced(
         (["--keys", "100"], "keys must be a positive multiple of 128, got 100"),
         (["--arm", "hybrid", "--n-layers", "6"], "n_layers of hybrid must be a multiple of 4, got 6"),
         (["--steps", "7"], "steps must be a multiple of validate_every=2, got 7"),
+        (["--validate-every", "0"], "validate_every must be 1 or more, got 0"),
+        (["--n-validation", "0"], "n_validation must be 1 or more, got 0"),
+        (["--steps", "-2"], "steps must be 1 or more, got -2"),
+        (["--learning-rate", "nan"], "learning_rate must be positive and finite, got nan"),
         (["--corpus", "nothing.bin"], r"no corpus at nothing\.bin: python -m benchmarks\.lm corpus"),
     ],
 )
 def test_wrong_options_are_refused(path: Path, tmp_path: Path, options: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         run(path, tmp_path, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minutes", "nan"], "argument --minutes: must be 0 or more, got nan"),
+        (["--minutes", "-1"], "argument --minutes: must be 0 or more, got -1"),
+        (["--tin"], "unrecognized arguments: --tin"),
+    ],
+)
+def test_options_that_cannot_be_parsed_are_refused(
+    path: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(path, tmp_path, *options)
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_its_extra(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
