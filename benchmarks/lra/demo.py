@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import sys
 import time
 import warnings
@@ -70,6 +71,14 @@ class Settings:
     learning_rate: float = 2e-3
     window: int = 16
     global_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name in ("seed", "window", "global_tokens") else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name} must be {least} or more, got {value}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
 
 
 def build_layout(settings: Settings) -> BlockLayout:
@@ -317,6 +326,12 @@ def main(arguments: Sequence[str] | None = None, *, agree: bool | None = None) -
         parser.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")
+    try:
+        settings = Settings(**options)
+        # these check how the sizes fit together
+        Encoder(settings, build_layout(settings))
+    except ValueError as error:
+        parser.error(str(error))
     # Lightning warns about loader processes (not needed for 256 bytes a sample), about files beside the checkpoint, and
     # about a name that PyTorch deprecates
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -327,7 +342,7 @@ def main(arguments: Sequence[str] | None = None, *, agree: bool | None = None) -
     torch.set_num_threads(1)
     agree = first_result() if agree is None else agree
     try:
-        results = run(Settings(**options), out)
+        results = run(settings, out)
     except KeyboardInterrupt:
         print(f"\ninterrupted; run the same command to continue from the last checkpoint in {out}", file=sys.stderr)
         return 130

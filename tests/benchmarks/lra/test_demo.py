@@ -173,3 +173,22 @@ def test_a_slow_machine_is_warned_that_the_training_may_stop(
     monkeypatch.setattr(demo, "wall_milliseconds", lambda call, runs: {"ms": 1000 * demo.PATIENCE / 50})
     demo.warn_if_slow(settings, demo.build_layout(settings), 100)
     assert "Training may stop after about 50 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "steps must be 1 or more, got 0"),
+        (["--seed", "-1"], "seed must be 0 or more, got -1"),
+        (["--learning-rate", "nan"], "learning_rate must be positive and finite, got nan"),
+        (["--embed-dim", "65"], "embed_dim must be a multiple of num_heads"),
+        (["--global-tokens", "1000"], "tokens: expected int, a number of tokens, from 0 to 256, got 1000"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_first_result(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(options)
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
