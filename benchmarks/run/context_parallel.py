@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import os
 import statistics
 import time
 import traceback
@@ -280,6 +281,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def initialized() -> Ranks:
     """All processes as one group. A hang ends after two minutes."""
+    if "RANK" not in os.environ:
+        raise SystemExit("start with torchrun, one process per GPU, as in --help")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = datetime.timedelta(seconds=120)
     if device != "cuda":

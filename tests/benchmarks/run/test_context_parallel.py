@@ -36,3 +36,11 @@ def test_flex_gets_the_same_mask(pattern) -> None:
 def test_labels_are_earlier_tokens() -> None:
     tokens, labels = next(train_context_parallel.batches(20, 2, 3, seed=1))
     assert torch.equal(labels[:, 3:], tokens[:, :-3])
+
+
+def test_a_start_without_torchrun_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="start with torchrun"):
+        context_parallel.initialized()
+    with pytest.raises(SystemExit, match="start with torchrun"):
+        train_context_parallel.train(train_context_parallel.parsed([]))
