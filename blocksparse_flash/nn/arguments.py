@@ -65,6 +65,8 @@ def check_dense_input(x: Any) -> None:
         )
     if x.layout is not torch.strided:
         raise ValueError(f"x must be a dense tensor, got a {x.layout} one; x.to_dense() makes one")
+    if not x.is_floating_point():
+        raise ValueError(f"x must be floating point, the features of tokens, got {x.dtype}; nn.Embedding makes them")
 
 
 def check_gates(name: str, gates: Any, q: Tensor) -> None:

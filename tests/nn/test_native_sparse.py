@@ -325,6 +325,11 @@ WRONG = {
         r"x must be a dense tensor, got a torch\.sparse_coo one; x\.to_dense\(\) makes one",
         lambda: layer_of()(torch.zeros(1, 5, 48).to_sparse()),
     ),
+    "tokens": (
+        ValueError,
+        r"x must be floating point, the features of tokens, got torch\.int64; nn\.Embedding makes them",
+        lambda: layer_of()(torch.zeros(1, 5, 48, dtype=torch.long)),
+    ),
     "kv_heads": (ValueError, "num_heads must be a multiple of kv_heads, got 4 and 3", lambda: layer_of(kv_heads=3)),
     "rope": (ValueError, "head_dim must be even", lambda: layer_of(head_dim=7)),
 }
