@@ -20,21 +20,12 @@ from .tasks import LRA
 TEST = "test.jsonl"
 # keys of a line of `test`. is_lra: comparable with published numbers, see belongs. keys: keys per query, see
 # keys_per_query. start: `digest` of the checkpoint with the initial weights. checkpoint: of the one that was tested
-# (lines of earlier versions lack it). steps, samples, device_hours: of the training, including validations and
-# compilation; ..._before: of its earlier stages
+# (null in lines from before it was recorded). steps, samples, device_hours: of the training, including validations
+# and compilation; ..._before: of its earlier stages
 TEST_KEYS = [
     *("bench", "task", "is_lra", "source", "data", "mask", "keys", "n_layers", "embed_dim", "weights", "recipe"),
-    *(
-        "seed",
-        "start",
-        "checkpoint",
-        "steps",
-        "batch_size",
-        "samples",
-        "device_hours",
-        "samples_before",
-        "device_hours_before",
-    ),
+    *("seed", "start", "checkpoint", "steps", "batch_size", "samples", "device_hours"),
+    *("samples_before", "device_hours_before"),
     *("n", "test_seed", "accuracy", "standard_error", "floor", "floor_name", "one_deep", "balanced", "chance"),
     *("one_deep_balanced", "pair_accuracy", "device", "torch", "commit"),
 ]

@@ -24,8 +24,8 @@ RESULT = Result("pathx", 0.70, 0.54, "positions of the markers", 0.66, 0.5, 20_0
 FACTS = {
     "is_lra": True, "source": "generated", "mask": "butterfly | local(window=128)", "n_layers": 6, "embed_dim": 128,
     "weights": 10, "steps": 6000, "batch_size": 64, "device": "cpu", "keys": 1979.0, "recipe": {}, "seed": 0,
-    "start": None, "samples": 384_000, "samples_before": 16_000, "device_hours": 0.5, "device_hours_before": 0.25,
-    "test_seed": 0,
+    "start": None, "checkpoint": None, "samples": 384_000, "samples_before": 16_000, "device_hours": 0.5,
+    "device_hours_before": 0.25, "test_seed": 0,
 }  # fmt: skip
 
 
