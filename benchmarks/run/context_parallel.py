@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import os
 import statistics
 import time
 import traceback
@@ -281,14 +280,19 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def initialized() -> Ranks:
     """All processes as one group. A hang ends after two minutes."""
-    if "RANK" not in os.environ:
-        raise SystemExit("start with torchrun, one process per GPU, as in --help")
+    try:
+        return _initialized()
+    except ValueError as error:
+        raise SystemExit(f"start with torchrun, one process per GPU, as in --help: {error}") from None
+
+
+def _initialized() -> Ranks:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = datetime.timedelta(seconds=120)
     if device != "cuda":
         dist.init_process_group("gloo", timeout=timeout)
         return Ranks(dist.group.WORLD, dist.group.WORLD, device)
-    torch.cuda.set_device(dist.get_node_local_rank())
+    torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     # messages have priority over attention
     nccl = dist.ProcessGroupNCCL.Options()
     nccl.is_high_priority_stream = True

@@ -24,7 +24,6 @@ whose backward runs holds about 35 such tensors at its peak, half of them in its
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 
@@ -112,9 +111,10 @@ def train(options: argparse.Namespace) -> list[float]:
     """The mean loss over all tokens, step by step, the same on every rank."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            raise SystemExit("start with torchrun, one process per GPU, as in --help")
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        except ValueError as error:
+            raise SystemExit(f"start with torchrun, one process per GPU, as in --help: {error}") from None
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
     n_ranks = dist.get_world_size()
