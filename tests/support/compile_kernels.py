@@ -840,7 +840,6 @@ def hopper_calls() -> list[dict[str, Any]]:
                 ("causal", "slopes causal"),
                 ("layout", "slopes causal"),
                 ("fine", "slopes causal"),
-                ("gathered", "slopes softcap causal"),
             ),
         )
     ]

@@ -316,6 +316,10 @@ def forward_launches(
         "num_warps": 4,
         "maxnreg": chosen.registers,
     }
+    if pieces > 0:
+        # keys of a step may be far apart: a term of the key, relative to another key, would round away the small
+        # distances
+        arguments["ONE_SIDED"] = False
     out = memory_in_order_of(q, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, SIDE.value, dim)),

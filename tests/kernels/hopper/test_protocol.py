@@ -127,6 +127,23 @@ def test_every_layout_is_accurate_in_gathered_tiles(check, monkeypatch, index):
     check(simulation, each.layout, in_float16(each.call) if index % 2 else each.call, tile=PIECE)
 
 
+def first_and_nearest_keys() -> BlockLayout:
+    """The last 64 of 4,096 tokens attend to the first 16 keys and to those of their own block of 16."""
+
+    def attends(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (kv < 16) | ((q + 4032) // 16 == kv // 16)
+
+    return BlockLayout.from_predicate(attends, 64, 4096, block_size=16)
+
+
+def test_slopes_keep_small_distances_beside_far_keys(check, monkeypatch):
+    """Gathered tiles put keys that are 4,000 tokens apart into one step."""
+    monkeypatch.setattr(gathered_builder, "GATHERED_STEP", 0.0)
+    call = zoo.Call(head_dim=64, causal=True, has_slopes=True, are_slopes_fixed=True, dtype=torch.float16)
+    layout = cases.Case("first-and-nearest-keys", first_and_nearest_keys)
+    check(Simulation(seed=0), layout, call, backward=False, tile=PIECE)
+
+
 @pytest.mark.sweep(by=lambda index: with_splits_in_tiles_of_64(index).values)
 @pytest.mark.parametrize("index", range(0, len(cases.LAYOUTS), 2), ids=[str(each) for each in cases.LAYOUTS[::2]])
 def test_split_layouts_are_accurate_in_tiles_of_64(check, index):
