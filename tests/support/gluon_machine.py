@@ -52,6 +52,8 @@ class Partition:
         # operands of products that have been waited for, which other warps of the partition may still read
         self.read: list[Shared] = []
         self.stores: list[Shared] = []
+        # completions of all TMA stores that it has issued
+        self.writes: list[Callable[[], None]] = []
         # how likely the scheduler resumes it
         self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -313,6 +313,7 @@ class Language:
             view.copy_(view + values if add else values)
 
         partition.stores.append(source)
+        partition.writes.append(complete)
         self.machine.tma_stores.append(complete)
 
     def tma_reduce_add(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
@@ -328,6 +329,22 @@ class Language:
         partition.pause("TMA stores")
         while len(partition.stores) > n_pending:
             partition.stores.pop(0).end_read()
+
+    # semaphores of dQ
+
+    def read_semaphore(self, pointer: Pointer) -> Tensor:
+        self._partition.pause("the load of a semaphore")
+        return self.load(pointer).clone()
+
+    def wait_for_semaphore(self, pointer: Pointer, count: Tensor, n_before: Any) -> None:
+        if count < n_before:
+            self._partition.pause("a semaphore", lambda: bool(self.load(pointer) >= n_before))
+
+    def release_semaphore(self, pointer: Pointer) -> None:
+        partition, pending = self._partition, self.machine.tma_stores
+        partition.pause("its TMA stores", lambda: not any(write in pending for write in partition.writes))
+        partition.writes.clear()
+        pointer.flat[pointer.at()] += 1
 
     # matrix products
 
@@ -403,6 +420,7 @@ class Simulation:
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "tma_load", "tma_store", "tma_reduce_add"]
         names += ["atomic_add_sum", "warpgroup_mma", "warpgroup_mma_wait"]
+        names += ["read_semaphore", "wait_for_semaphore", "release_semaphore"]
         # replaces the global of the same name in every module
         self.simulated: dict[str, Any] = {
             **{name: getattr(self.language, name) for name in names},
