@@ -5,5 +5,7 @@ import argparse
 from . import pages
 
 # there are no options, but --help must not rewrite anything
-argparse.ArgumentParser(description=pages.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+argparse.ArgumentParser(
+    prog="python -m benchmarks.report", description=pages.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+).parse_args()
 pages.main()

@@ -104,7 +104,7 @@ def _selection_calls(lines: pd.DataFrame) -> str:
         times, in_tiles, dense, fla = (values.get((name, "ms"), {}) for name in (OURS, tiles, "dense", "fla"))
         plan = f"{times['plan']:.2f} ({values[OURS, 'host_us']['plan']:.0f} us)" if "plan" in times else "-"
         rows.append([
-            f"{n:,}", f"{heads} on {kv_heads:.0f}", str(head_dim), f"{block_size:.0f}", str(choice),
+            f"{n:,}", f"{heads}/{kv_heads:.0f}", str(head_dim), f"{block_size:.0f}", str(choice),
             ", ".join(select(found, provider=OURS)["plan"].unique()),
             _cell(times, "{:.1f}"), _cell(in_tiles, "{:.1f}"), _cell(dense, "{:.1f}"), _cell(fla, "{:.1f}"),
             _cell(values.get((OURS, "tflops"), {}), "{:.0f}"), _cell(values.get((OURS, "peak_bytes"), {}), "{:.1f}"),
@@ -113,7 +113,7 @@ def _selection_calls(lines: pd.DataFrame) -> str:
     if not rows:
         return ""
     header = [
-        "tokens", "heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms", "fla, ms",
+        "tokens", "query/KV heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms", "fla, ms",
         "TFLOP/s", "GB", "in tiles, GB", "plan, ms (host)",
     ]  # fmt: skip
     return joined(

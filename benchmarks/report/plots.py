@@ -277,7 +277,7 @@ def context(lines: pd.DataFrame) -> Any:
         axis.axhline(case["ranks"], color="#888888", linewidth=0.7, linestyle=":")
         axis.set_xticks(range(len(patterns)), patterns)
         axis.set_xlim(-0.5, len(patterns) - 0.5)
-        heads = f"{case['heads']} on {case['kv_heads']} heads"
+        heads = f"{case['heads']}/{case['kv_heads']} heads"
         axis.set_title(f"{case['ranks']} GPUs, {short(case['n'])} tokens, {heads}", fontsize=9)
     for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)

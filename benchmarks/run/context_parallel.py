@@ -310,7 +310,7 @@ def main() -> None:
         for kv_heads, pattern in itertools.product(options.kv_heads, shown):
             case = case_of(pattern, kv_heads, ranks, options)
             if ranks.is_first:
-                print(f"{pattern.name}, {pattern.length} tokens, {options.heads} on {kv_heads} heads", flush=True)
+                print(f"{pattern.name}, {pattern.length} tokens, {options.heads}/{kv_heads} heads", flush=True)
             for name in options.providers:
                 run(case, name, ranks, options, link_gb_s)
     dist.destroy_process_group()

@@ -85,5 +85,5 @@ def test_everything_has_a_row_for_each_line() -> None:
 def test_it_is_drawn(tmp_path: Path) -> None:
     figure = plots.context(frame(LINES[1:]))
     titles = [axis.get_title() for axis in figure.axes]
-    assert titles == ["2 GPUs, 64K tokens, 16 on 4 heads", "2 GPUs, 64K tokens, 16 on 16 heads"]
+    assert titles == ["2 GPUs, 64K tokens, 16/4 heads", "2 GPUs, 64K tokens, 16/16 heads"]
     figure.savefig(tmp_path / "context.png")

@@ -500,8 +500,8 @@ def test_selection_is_compared_with_tiles_dense_attention_and_fla() -> None:
     times = "3.0 / 8.0 | 6.0 / 16.0 | 12.0 / 32.0 | 18.0 / 48.0"
     rest = "300 / 300 | 2.0 / 2.0 | 2.0 / 2.0 | 0.50 (250 us)"
     of_calls = [
-        "| 4,096 | 4 on 1 | 64 | 128 | random | tiles | 1.0 / - | - | - | - | 300 / - | 2.0 / - | - | - |",
-        f"| 8,192 | 4 on 1 | 64 | 128 | random | key blocks | {times} | {rest} |",
+        "| 4,096 | 4/1 | 64 | 128 | random | tiles | 1.0 / - | - | - | - | 300 / - | 2.0 / - | - | - |",
+        f"| 8,192 | 4/1 | 64 | 128 | random | key blocks | {times} | {rest} |",
     ]
     of_layers = ["| 4,096 | - | 9.0 |", "| 8,192 | 60.0 | 20.0 (3.00) |"]
     assert rows_of(both) == [*of_calls, *of_layers]
