@@ -143,7 +143,6 @@ class BlockLayout(LayoutPlans):
         dedup_key: predicates.DedupKey | None = None,
         heads: int | None = None,
         batch: int | None = None,
-        looks: predicates.DedupKey | None = None,
     ) -> BlockLayout:
         """The layout of the pairs for which fn is true, on the host (if `within` is given, on its device).
 
@@ -155,7 +154,6 @@ class BlockLayout(LayoutPlans):
         dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for
                  equal keys (ragged edges aside), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
-        looks    the old name of dedup_key, deprecated
 
         If neither `within` nor `dedup_key` is given, more than 10^8 pairs cause a warning and a progress bar, or, if
         tqdm is not installed, log lines (logger "blocksparse_flash", level INFO).
@@ -166,9 +164,6 @@ class BlockLayout(LayoutPlans):
         """
         frame = checks.frame(q_len, kv_len, block_size)
         frame = frame._replace(batch=checks.axis(batch, "batch"), heads=checks.axis(heads, "heads"))
-        if looks is not None:
-            warnings.warn("looks= is deprecated, use dedup_key=", DeprecationWarning, stacklevel=2)
-            dedup_key = looks
         predicates.check(fn, dedup_key)
         if within is None:
             checks.check_nnz(frame.n_blocks)

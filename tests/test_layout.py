@@ -148,20 +148,17 @@ def test_dedup_key_changes_only_how_often_the_predicate_is_called(problem: Probl
         assert one == BlockLayout.from_predicate(steps, heads=3, **sizes)
 
 
-def test_looks_is_the_deprecated_name_of_dedup_key() -> None:
-    arguments: dict[str, Any] = {"q_len": 256, "kv_len": 256, "block_size": 64}
+def test_dedup_key_evaluates_one_block_of_each_key() -> None:
     calls: list[int] = []
 
     def fn(q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
         calls.append(len(q_pos))
         return q_pos >= kv_pos
 
-    by_diagonal = lambda row, col: row - col  # noqa: E731
-    expected = BlockLayout.from_predicate(fn, **arguments, dedup_key=by_diagonal)
-    with pytest.warns(DeprecationWarning, match="use dedup_key="):
-        assert BlockLayout.from_predicate(fn, **arguments, looks=by_diagonal) == expected
+    layout = BlockLayout.from_predicate(fn, 256, 256, block_size=64, dedup_key=lambda row, col: row - col)
+    assert layout == BlockLayout.from_predicate(lambda q_pos, kv_pos: q_pos >= kv_pos, 256, 256, block_size=64)
     # one block of each of the 7 diagonals
-    assert calls == [7, 7]
+    assert calls == [7]
 
 
 def test_dedup_key_may_give_any_int64() -> None:

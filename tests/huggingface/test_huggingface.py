@@ -453,13 +453,6 @@ def test_a_layout_in_the_config_of_the_wrong_part_is_refused() -> None:
         made(inputs)
 
 
-@pytest.mark.parametrize(("former", "name"), [("KEY", "CONFIG_KEY"), ("NAME", "ATTENTION_NAME")])
-def test_former_names_warn(former: str, name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{former} is now {name}"):
-        assert getattr(huggingface, former) == getattr(huggingface, name)
-    assert not hasattr(huggingface, "OTHER")
-
-
 def test_masks_are_no_tensors() -> None:
     """Every computation with a Mask raises; passing it on does not."""
     mask, scores = huggingface.Mask(None, True, "causal", shape=(2, 1, 4, 4)), torch.zeros(4, 4)
