@@ -50,7 +50,7 @@ class SelfAttention(HoldsLayout):
     The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout
     or length. Copies, pickles and `torch.save(module)` keep the layout. The constructor and `module.to(device)` move it
     to the weights' device and plan it there, so the module can be compiled. If `layout` is a function, let it return
-    planned layouts, `layout.to(device)`.
+    planned layouts, `layout.to(device, causal=...)`.
 
     A causal layer decodes with a KVCache: make `cache = layer.new_cache(batch, max_length)` and call
     `layer(x, cache=cache)` for the prompt and each step. Together the outputs equal those of one call with all tokens.

@@ -21,8 +21,7 @@ class HoldsLayout(nn.Module):
         """Moves a BlockLayout to the device of the weights and plans it there."""
         device = next(self.parameters()).device
         if isinstance(self.layout, BlockLayout) and device.type != "meta":
-            self.layout = self.layout.to(device)
-            self.layout._plan_all(device, causal=self.causal)
+            self.layout = self.layout.to(device, causal=self.causal)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HoldsLayout:
         super()._apply(fn, recurse)
