@@ -427,6 +427,9 @@ def attention(
     at most 2**-10, no more than a rounding of 16-bit gradients; float32 gradients are off by up to 0.1% there, and
     gradients of any type by up to about a quarter at 1e6. `reference` is not affected.
 
+    Dao et al., "FlashAttention", arXiv:2205.14135, sections 3.1 and 3.3 (block-sparse); Dao, "FlashAttention-2",
+    arXiv:2307.08691, section 3.1.
+
     >>> q = k = v = torch.randn(1, 2, 512, 64)
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 2, 512, 64])

@@ -62,6 +62,8 @@ def selected_attention(
     raises       TypeError, ValueError; RuntimeError in a graph of torch.export or torch.jit, and under torch.func
                  transforms, which only backend="reference" supports
 
+    Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3.3 (the selected branch).
+
     The layout and its plan are made on the device of q, without synchronization, also within a CUDA graph. The
     selection has no gradient. torch.compile calls this function outside of its graphs (a graph break); graphs of
     make_fx have the selection as an input.

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     mask = argparse.ArgumentParser(add_help=False)
-    mask.add_argument("spec", help='a mask, or masks joined by | & - ~: "butterfly | local(window=512)"')
+    mask.add_argument("spec", help='a mask, or masks joined by | & - ^ ~: "butterfly | local(window=512)"')
     mask.add_argument("--length", type=int, required=True, help="tokens, or query tokens if --kv-length is given")
     mask.add_argument("--kv-length", type=int, help="key tokens, if not --length")
     mask.add_argument(

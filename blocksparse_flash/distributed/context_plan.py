@@ -328,7 +328,8 @@ def plan(
     deterministic  True: no row is split between ranks, and out and dq are bitwise identical to those of one process in
              tiles of 128 x 128 without reordered tokens, except for layouts with rows that backend="hopper" splits
              within a GPU, such as global ones. False: queries that reach most keys may travel instead of the keys
-             (pass-Q); runs still repeat bitwise, except dq of backend="hopper" up to head_dim 128
+             (pass-Q); runs still repeat bitwise, except on backend="hopper" up to head_dim 128: dq, and with grouped
+             heads and few, long tile columns dk and dv
     keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
     check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs.
              For development: it waits for the device, and cannot be compiled
@@ -336,6 +337,8 @@ def plan(
              the first rank issues a UserWarning
     raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
              call within the group's timeout
+
+    "ulysses": Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
     """
     members, device = _members(group)
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}

@@ -142,7 +142,7 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
     if not call.is_half or device.capability[0] < 9 or not call.unreadable:
         return
     tensors = {"q": call.q, "k": call.k, "v": call.v}
-    instead = "makes a copy of" if call.backend == "hopper" else "loads, without TMA,"
+    instead = "copies" if call.backend == "hopper" else "cannot use TMA for"
     narrow = [name for name in call.unreadable if tensors[name].shape[3] % 8]
     if narrow:
         yield (
@@ -160,8 +160,8 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 # ---- score mods ----
 
 # time with an option as a multiple of the time without, forward and backward, on `hopper`: H200, bfloat16, causal,
-# 8,192 tokens, 16 heads of 128 (kernels/hopper/TUNING.md)
-COSTS = {"softcap": (1.93, 1.20), "alibi_slopes": (1.13, 1.03)}
+# 8,192 tokens, 16 heads of 128 (benchmarks/results/shapes.jsonl; slopes: kernels/hopper/TUNING.md)
+COSTS = {"softcap": (2.00, 1.21), "alibi_slopes": (1.13, 1.03)}
 # of slopes if keys after a query are masked
 OF_CAUSAL_SLOPES = (1.09, 1.03)
 # the same for the backward of slopes by `triton`, which also has their gradient
@@ -198,8 +198,8 @@ def _of_balance(call: Call, spread: Balance, device: Device) -> Iterator[str]:
         )
         return
     for lost, longest, mean, name in (
-        (spread.forward, spread.longest_row, spread.mean_row, "row"),
-        (spread.backward, spread.longest_col, spread.mean_col, "column"),
+        (spread.forward, spread.longest_row, spread.mean_row, "tile row"),
+        (spread.backward, spread.longest_col, spread.mean_col, "tile column"),
     ):
         if lost is not None and lost > UNEVEN and longest > LONG * mean:
             yield (

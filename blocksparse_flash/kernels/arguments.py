@@ -137,7 +137,7 @@ class Constants(NamedTuple):
     TMA              whether q, k, v and dout are TMA descriptors
     DIM, DIM_V       HEAD_DIM and V_DIM, padded
     SIGN             of the scale, in kernels that take a maximum
-    CHANGED          whether score mods apply between product and mask
+    MODIFIES_SCORES  whether score mods apply between product and mask
     CELL_Q, CELL_KV  queries and keys of a bias cell; 0 without a bias
     Q_BY_TOKEN, K_BY_TOKEN, V_BY_TOKEN  whether out and dq, dk, and dv are (batch, length, heads, columns) in memory,
                      as q, k and v are; else (batch, heads, length, columns)
@@ -153,7 +153,7 @@ class Constants(NamedTuple):
     DIM: int
     DIM_V: int
     TILE: int
-    CHANGED: bool
+    MODIFIES_SCORES: bool
     SIGN: int = 1
     CELL_Q: int = 0
     CELL_KV: int = 0
@@ -239,7 +239,7 @@ def constants(head_dim: int, v_dim: int, group: int, tma: bool, options: Options
         DIM=padded_dim("triton", head_dim),
         DIM_V=padded_dim("triton", v_dim),
         TILE=options.tile,
-        CHANGED=options.modifies_scores,
+        MODIFIES_SCORES=options.modifies_scores,
         CELL_Q=cell[0] if cell else 0,
         CELL_KV=cell[1] if cell else 0,
     )

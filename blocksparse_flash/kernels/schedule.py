@@ -1,4 +1,4 @@
-"""Which tile rows or tile columns are split among programs, and which sums have a launch; from shapes alone.
+"""Scheduling of the kernels, from shapes alone: splits of tile rows and columns, order of heads, how dQ is summed.
 
 A line is the work of one program: a tile row of the forward or of the kernel for dQ, or a tile column of the backward
 for all query heads of a group. Lines longer than an SM's fair share are split, since all other programs would wait for
@@ -33,8 +33,9 @@ MAX_HEADS_IN_TURN = 16
 WORTHWHILE = 0.8
 # dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
 # tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
-# own, which was a Triton kernel then: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms (hopper/TUNING.md)
-MAX_DIM, MAX_TILES, MIN_ROWS = 64, 3, 8192
+# own: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms; not measured again since backward_dq.py
+# replaced a Triton kernel (hopper/TUNING.md)
+SEPARATE_DQ_MAX_DIM, SEPARATE_DQ_MAX_TILES, SEPARATE_DQ_MIN_ROWS = 64, 3, 8192
 # and for tile columns of LONG_COLUMN tiles and more, fewer per head than SMs: those that run together belong to several
 # heads, and add to sums of over MAX_SUM_BYTES, twice the L2 cache of an H100 (hopper/TUNING.md)
 MAX_SUM_BYTES = 100_000_000
@@ -216,7 +217,7 @@ def sums_over_heads(
     head on an H200 (hopper/TUNING.md): 64 heads on 8, 8,192 tokens 502 and 534; 16 heads on 1 401 and 554. With a
     layout, the same is true of long tile columns, if they are few by group and enough by query head.
 
-    deterministic  heads add to the sums in no fixed order
+    deterministic  True: never, since heads add to the sums in no fixed order
     """
     (batch, heads, *_), (_, kv_heads, kv_len, head_dim) = q_shape, k_shape
     if deterministic or heads == kv_heads or not (plan or causal):
@@ -290,5 +291,5 @@ def is_dq_separate(
         if 4 * n_together * n_rows * TILE * padded_dim("hopper", dim) > MAX_SUM_BYTES:
             return True
     # rounded down, since the list ends with some padding
-    is_worthwhile = dim <= MAX_DIM and n_heads * n_rows >= MIN_ROWS
-    return is_worthwhile and plan[1].shape[0] // (n_plan_heads * n_rows) <= MAX_TILES
+    is_worthwhile = dim <= SEPARATE_DQ_MAX_DIM and n_heads * n_rows >= SEPARATE_DQ_MIN_ROWS
+    return is_worthwhile and plan[1].shape[0] // (n_plan_heads * n_rows) <= SEPARATE_DQ_MAX_TILES

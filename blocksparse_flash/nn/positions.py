@@ -45,7 +45,9 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     A token at position p rotates features d and d + head_dim / 2 together, by p * base ** (-2 d / head_dim), so the
     score of a query and a key depends on their distance. With several axes the pairs are split into equal groups, one
     per axis, and each group is rotated as if it were the whole head. Angles are float32, since half types cannot
-    represent large positions.
+    represent large positions (Su et al., "RoFormer", arXiv:2104.09864, section 3.4).
+
+    Raises TypeError, ValueError.
     """
     rotary_base("base", base)
     positive_int("head_dim", head_dim)
@@ -92,6 +94,7 @@ class LearnedPositions(nn.Module):
     """Learned absolute positions: adds weight[i], of weight (length, embed_dim), to token i.
 
     length     maximum sequence length
+    embed_dim  features per token
     raises     TypeError, ValueError
     """
 

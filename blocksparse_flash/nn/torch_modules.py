@@ -30,7 +30,7 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
         )
     is_padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
     if key_padding_mask.dtype != torch.bool and bool((key_padding_mask[~is_padding] != 0).any()):
-        raise ValueError("key_padding_mask must be bool, or 0 and -inf: scores have no bias")
+        raise ValueError("key_padding_mask must be bool, or float with 0 and -inf only; add other values to attn_mask")
     if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
         raise ValueError(
             "key_padding_mask must be True for the last keys of a sequence only, got padding in front of keys: pad on "

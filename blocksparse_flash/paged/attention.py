@@ -61,6 +61,9 @@ def paged_attention(
     Pages that no sequence uses, and the rest of a sequence's last page, may hold NaN. With a window, neither the keys
     before it nor their entries of the page table are used.
 
+    Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", arXiv:2309.06180,
+    section 4.
+
     On a GPU the values of page_table, kv_lengths and selected are not checked, since nothing synchronizes: lengths are
     clamped, selected pages that do not exist are ignored, and ids of pages that do not exist are clamped to 0 ..
     n_pages - 1. A CUDA graph of a call follows changes of all its tensors.

@@ -1,4 +1,4 @@
-"""Which tiles are fastest for a layout: of 128 x 128, of 64 x 64, or the gathered ones of 64 x 16 and 16 x 64.
+"""Choice of the tiles of a layout: of 128 x 128, of 64 x 64, or the gathered ones of 64 x 16 and 16 x 64.
 
 Tiles of all sizes are counted without making a plan, in a fraction of the time that a plan takes.
 """

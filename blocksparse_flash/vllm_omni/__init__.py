@@ -1,4 +1,7 @@
-"""Block-sparse attention in diffusion models of vLLM-Omni: `register(pattern)`. `VideoAttention` works without it."""
+"""Block-sparse attention in diffusion models of vLLM-Omni: `register(pattern)`. `VideoAttention` works without it.
+
+Experimental: tested with stand-ins for the classes of vLLM-Omni 0.30.0, not with its models.
+"""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ ADVICE = {
     "rows of q and k and v are not a multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),
     "float32 products are computed exactly": lambda: call((1, 16, 2048, 64), dtype=torch.float32),
     "8 blocks of 128 queries leave some of 132 SMs idle": lambda: call((1, 2, 512, 64)),
-    "the longest row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
+    "the longest tile row has 128 tiles": lambda: call((1, 4, 16384, 128), layout=few_rows()),
     "each head of k and v is repeated 2 times": lambda: with_keys(repeated()),
     "each head of k and v is repeated 4 times": lambda: with_keys(
         torch.rand(1, 1, 2048, 64).half().expand(1, 4, -1, -1)
@@ -367,7 +367,7 @@ def test_advice_depends_on_the_gpu(on: Any) -> None:
     strided = ADVICE["strides or the address of k and v"]()
     # no TMA before sm90
     assert not advised("strides", on(strided, A100).advice)
-    assert advised("makes a copy of them", on(dataclasses.replace(strided, backend="hopper")).advice)
+    assert advised("the backend copies them", on(dataclasses.replace(strided, backend="hopper")).advice)
     few = ADVICE["8 blocks of 128 queries leave some of 132 SMs idle"]()
     assert not advised("SMs", on(few, A100._replace(n_sms=8)).advice)
 

@@ -70,7 +70,7 @@ from ..schedule import (
     split_of,
     sums_over_heads,
 )
-from ..triton import backward as portable
+from ..triton import backward as triton_backward
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from ..triton.tile import TILE, clamped_kv_len
@@ -815,7 +815,7 @@ def backward(
     widest = max(dim, dim_v)
     # the gradient of the slopes, which are hardly ever trained, has no kernel here
     if scores is not None and wanted[1]:
-        return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
+        return triton_backward.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     if widest > MAX_JOINT_HEAD_DIM:
         return wide_backward.backward(inputs, plan, kv_lengths, scale, causal, scores, wanted)
     # gradients from autograd may have strides of 0

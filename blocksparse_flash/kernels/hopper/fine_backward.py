@@ -41,7 +41,7 @@ from ...score_mods import Scores
 from ..arguments import PlanSpecs, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import PROGRAMS_PER_SM, Split, padded_dim, split_of
-from ..triton import backward as portable
+from ..triton import backward as triton_backward
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from ..triton.tile import NUMBER, clamped_kv_len, find_line_record
@@ -615,7 +615,7 @@ def backward(
     """
     if scores is not None and wanted[1]:
         assert not pieces_of(plan)[0], "calls that want the gradient of the slopes have no gathered plan"
-        return portable.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
+        return triton_backward.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
     assert not causal, "the plan contains it"
     dout, dlse, q, k, v, out, lse = inputs

@@ -128,7 +128,8 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, is_wide: 
     dims     forward_columns
     is_wide  whether tile rows of 192 queries are possible and pay
 
-    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Values of BEFORE_TRITON_3_9 would spill from Triton 3.9 on.
+    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Options set to BEFORE_TRITON_3_9 are off from Triton
+    3.9 on, where they spill.
     """
     columns = max(dims)
     if columns == 256:

@@ -110,7 +110,7 @@ def keys_program(
     b_dk_lost = tl.zeros([BLOCK_KV, DIM], tl.float32)
     b_dv = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
     b_dv_lost = tl.zeros([BLOCK_KV, DIM_V], tl.float32)
-    factor = 1.0 if C.CHANGED else scale_log2
+    factor = 1.0 if C.MODIFIES_SCORES else scale_log2
 
     for i_member in tl.range(0, C.GROUP):
         i_head = i_kv_head * C.GROUP + i_member
@@ -140,7 +140,7 @@ def keys_program(
             b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_q_axis, q_start, sizes.n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
-            if C.CHANGED:
+            if C.MODIFIES_SCORES:
                 b_scores, b_tanh = apply_score_mods(
                     b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                     i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
@@ -230,7 +230,7 @@ def queries_program(
     b_lse, b_delta = load_lse_delta(lse_delta_ptr, batch_head, q_start, sizes.n_padded, BLOCK_Q)
     b_dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     b_dq_lost = tl.zeros([BLOCK_Q, DIM], tl.float32)
-    factor = 1.0 if C.CHANGED else scale_log2
+    factor = 1.0 if C.MODIFIES_SCORES else scale_log2
     slope = load_slope(slopes_ptr, i_head)
     if dslopes_ptr is not None:
         b_dslope = tl.zeros([BLOCK_Q], tl.float32)
@@ -251,7 +251,7 @@ def queries_program(
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = product(b_q, tl.trans(b_k), PRECISION)
-        if C.CHANGED:
+        if C.MODIFIES_SCORES:
             b_scores, b_tanh = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,

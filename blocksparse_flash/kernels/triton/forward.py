@@ -165,7 +165,7 @@ def forward_kernel(
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head)
     if C.DROPOUT:
         b_seed = load_seed(seed_ptr, seed)
-    factor = 1.0 if C.CHANGED else scale_log2
+    factor = 1.0 if C.MODIFIES_SCORES else scale_log2
     slope = load_slope(slopes_ptr, i_head)
 
     p_tiles = p_record if HAS_LAYOUT else None
@@ -181,7 +181,7 @@ def forward_kernel(
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
-        if C.CHANGED:
+        if C.MODIFIES_SCORES:
             b_scores, _ = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,

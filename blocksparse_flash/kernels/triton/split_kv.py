@@ -185,7 +185,7 @@ def split_kv_kernel(
     o_head = tl.minimum(o_row // q_len, PACKED - 1)
     if sinks_ptr is not None:
         b_max, b_sum = with_sink(b_max, b_sum, sinks_ptr, i_head + o_head)
-    factor = 1.0 if C.CHANGED else scale_log2
+    factor = 1.0 if C.MODIFIES_SCORES else scale_log2
     b_slopes = None
     o_line = None
     o_pair = None
@@ -211,7 +211,7 @@ def split_kv_kernel(
         )
         # [BLOCK_Q, BLOCK_KV]
         b_scores = with_sign(product(b_q, tl.trans(b_k), PRECISION), C.SIGN)
-        if C.CHANGED:
+        if C.MODIFIES_SCORES:
             b_scores = apply_row_score_mods(
                 b_scores, scale_log2, cap, b_slopes, o_q, tables_ptr, pair_bias_ptr, strides, i_batch, i_head, o_line,
                 o_pair, i_step // STEPS, kv_start, q_len, kv_len, C.CELL_Q, C.CELL_KV, BLOCK_Q, BLOCK_KV,
