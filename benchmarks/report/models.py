@@ -113,8 +113,8 @@ def _selection_calls(lines: pd.DataFrame) -> str:
     if not rows:
         return ""
     header = [
-        "tokens", "query/KV heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms", "fla, ms",
-        "TFLOP/s", "GB", "in tiles, GB", "plan, ms (host)",
+        "tokens", "query/KV heads", "head_dim", "block", "selection", "plan", "ms", "in tiles, ms", "dense, ms",
+        "fla, ms", "TFLOP/s", "GB", "in tiles, GB", "plan, ms (host)",
     ]  # fmt: skip
     return joined(
         "`selected_attention` with 16 blocks for each token and KV head, its own and earlier ones. `random`: each "

@@ -200,7 +200,7 @@ WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask": DENSE}, "attn_mask must be None or float, .*from_dense"),
     ({"attn_mask": torch.zeros(1, 1)}, r"attn_mask must have shape \(96, 96\) or \(6, 96, 96\).*got \(1, 1\)"),
     ({"key_padding_mask": GAPS}, "True for the last keys of a sequence only"),
-    ({"key_padding_mask": GAPS.float()}, "must be bool, or 0 and -inf"),
+    ({"key_padding_mask": GAPS.float()}, "must be bool, or float with 0 and -inf only"),
     ({"key_padding_mask": GAPS[:1]}, r"shape \(batch=2, kv_len=96\), got \(1, 96\)"),
     ({"key_padding_mask": ~GAPS[:, :1].expand(2, LENGTH), "kv_lengths": torch.ones(2, dtype=torch.int64)}, "give one"),
     ({"value": X[0]}, r"must all have 3 axes \(2 without a batch\)"),
