@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -14,13 +15,15 @@ import torch
 import yaml
 
 from ..run import measure
-from . import reporting
+from . import reporting, tasks
 from .scoring import TEST, digest
 
 CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
 GROUPS = {"ablation": ("pathx",)}
 RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
+# share of the loss of a guess from which on a stage counts as one that has learned nothing
+GUESS = 0.99
 # seconds in which a stage imports, compiles and trains a step
 SET_UP = 90
 # exit status after a time limit: run the same command again (EX_TEMPFAIL of sysexits.h)
@@ -113,6 +116,19 @@ class Stage:
             sys.exit(code)
 
 
+def _warn_if_at_chance(stage: Stage) -> None:
+    """Warns if the last validation loss of a stage is that of a guess: the next stage would begin with such weights."""
+    task = yaml.safe_load(stage.config.read_text(encoding="utf-8"))["data"]["task"]
+    losses, n_classes = reporting.validations(stage.root, "validation_loss"), tasks.find(task).n_classes
+    if losses and losses[max(losses)] >= GUESS * math.log(n_classes):
+        print(
+            f"{stage.config.stem} ended with a validation loss of {losses[max(losses)]:.3f}, which a guess between "
+            f"{n_classes} classes has too, so the next stage begins with weights that have learned nothing. Another "
+            "seed, or more steps of this stage or of one before it, may help",
+            file=sys.stderr,
+        )
+
+
 def _plain(value: Any) -> Any:
     """A value of a configuration in a form that can be compared: YAML reads 1e-3 as text, and tuples as lists."""
     if isinstance(value, list | tuple):
@@ -169,6 +185,8 @@ def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool
             stage.command("fit", *(["--ckpt_path", "last"] if steps else []), *limit)
             if stage.trained_steps() < stage.steps:
                 sys.exit(f"{stage.config.stem} stopped before its last step; run the same command again to continue")
+            if stage is not chain[-1]:
+                _warn_if_at_chance(stage)
     return not is_first
 
 

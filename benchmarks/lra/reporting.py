@@ -57,21 +57,33 @@ class Curve(NamedTuple):
     accuracy: dict[int, float]
 
 
+def _logs(folder: Path) -> list[Path]:
+    """The logs of a run, in the order in which they were written."""
+    return sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
+
+
+def validations(folder: Path, column: str) -> dict[int, float]:
+    """A column of a run's validations by step, where later logs replace earlier ones."""
+    found: dict[int, float] = {}
+    for path in _logs(folder):
+        log = pd.read_csv(path).reindex(columns=["step", column]).dropna()
+        found |= dict(zip(log["step"].astype(int), log[column], strict=True))
+    return dict(sorted(found.items()))
+
+
 def curve_of(folder: Path, run: str) -> Curve | None:
-    """The curve from a run's logs, where later logs replace earlier ones; None without a validation."""
-    accuracy: dict[int, float] = {}
+    """The curve from a run's logs; None without a validation."""
+    accuracy = validations(folder, "validation_accuracy")
     what, is_lra = "unknown task", False
-    for path in sorted(folder.glob("version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1])):
-        log = pd.read_csv(path).reindex(columns=["step", "validation_accuracy"]).dropna()
-        accuracy |= dict(zip(log["step"].astype(int), log["validation_accuracy"], strict=True))
+    for path in _logs(folder):
         config = path.parent / "config.yaml"
-        if len(log) and config.exists():
+        if "validation_accuracy" in pd.read_csv(path, nrows=0).columns and config.exists():
             data = yaml.safe_load(config.read_text())["data"]
             source, rules = data.get("source", "generated"), data.get("rules") or {}
             known = {name: rules[name] for name in ("contour_length", "changes") if name in rules}
             what = f"{data['task']}, {source} data"
             is_lra = data["task"] in LRA and source != "stand-in" and Rules(**known).are_published
-    return Curve(run, what, is_lra, dict(sorted(accuracy.items()))) if accuracy else None
+    return Curve(run, what, is_lra, accuracy) if accuracy else None
 
 
 def curves_of(runs: Path) -> list[Curve]:

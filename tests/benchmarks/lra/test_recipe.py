@@ -61,6 +61,25 @@ def test_each_stage_begins_with_the_one_before(commands: list[list[str]]) -> Non
     assert commands == [*(["fit", name] for name in CHAIN), ["test", "path256", "--ckpt_path", "last"]]
 
 
+@pytest.mark.parametrize(("loss", "warns"), [(0.692, True), (0.6, False)])
+def test_a_stage_that_learned_nothing_is_named(
+    commands: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    loss: float,
+    warns: bool,
+) -> None:
+    first = recipe.stages("path256")[0]
+    for version, losses in (("version_0", [0.6]), ("version_1", [0.6, loss])):
+        log = first.root / version / "metrics.csv"
+        log.parent.mkdir(parents=True)
+        log.write_text("step,validation_loss\n" + "".join(f"{step},{each}\n" for step, each in enumerate(losses)))
+    recipe.run("path256")
+    assert [verb for verb, *_ in commands] == ["fit"] * len(CHAIN) + ["test"]
+    message = f"{first.config.stem} ended with a validation loss of {loss}"
+    assert (message in capsys.readouterr().err) is warns
+
+
 def test_trained_stages_are_skipped_and_the_next_one_resumes(commands: list[list[str]]) -> None:
     first, second, third = recipe.stages("pathx")
     save(str(first.config), first.steps)
