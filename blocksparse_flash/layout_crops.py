@@ -162,10 +162,10 @@ def rows(full: FullLayout, device: torch.device) -> Rows:
     fields = layout.indptr, layout.indices, layout.bitmask_ids, layout.bitmasks
     indptr, cols, ids, bitmasks = (field.cpu() for field in fields)
     counts = indptr[0, 0].diff()
-    blocks = torch.zeros(layout.n_rows, layout.n_cols, dtype=torch.int64)
+    blocks = torch.zeros(layout.n_rows, layout.n_cols, dtype=torch.int64, device="cpu")
     # full blocks have the id -1
-    blocks[torch.arange(layout.n_rows).repeat_interleave(counts), cols.long()] = ids.long() + 2
-    empty = torch.zeros(1, layout.block_size[0], -(-layout.block_size[1] // 32), dtype=torch.int32)
+    blocks[torch.arange(layout.n_rows, device="cpu").repeat_interleave(counts), cols.long()] = ids.long() + 2
+    empty = torch.zeros(1, layout.block_size[0], -(-layout.block_size[1] // 32), dtype=torch.int32, device="cpu")
     known = torch.cat([empty, ~empty, bitmasks])
     most = min(layout.kv_len, int(counts.max()) * layout.block_size[1])
     return Rows(blocks.to(device), known.to(device), layout.block_size[1], layout.kv_len, most)

@@ -36,10 +36,10 @@ BINARY: dict[type[ast.operator], Callable[..., BlockLayout]] = {
 
 
 class Specification(NamedTuple):
-    """A text to be parsed, and the length and block size of all of its masks."""
+    """A text to be parsed, and the length (a pair as a tuple) and block size of all of its masks."""
 
     text: str
-    length: Length
+    length: int | tuple[int, int]
     block_size: BlockSize
 
     def wrong(self, place: ast.expr | ast.keyword, message: str) -> ValueError:
@@ -226,9 +226,10 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
         raise TypeError(f"spec: expected a string, got {spec!r} ({specs_of(spec)})")
     if len(spec) > MOST_CHARACTERS:
         raise ValueError(f"spec: expected at most {MOST_CHARACTERS} characters, got {len(spec)}")
-    read_canvas(length, block_size)
+    canvas = read_canvas(length, block_size)
+    tokens = length if isinstance(length, int) else (canvas.q_len, canvas.kv_len)
     # on one line, since a specification may span several
-    specification = Specification(" ".join(spec.split()), length, block_size)
+    specification = Specification(" ".join(spec.split()), tokens, block_size)
     if not specification.text:
         raise ValueError("spec: expected the name of a mask, got nothing")
     try:

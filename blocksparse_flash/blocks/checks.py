@@ -140,7 +140,7 @@ def integers(values: object, name: str) -> Array:
 
 def listed(values: object, kind: type[Kind], name: str) -> list[Kind]:
     """At least one value, all of one type, as a list."""
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, torch.Tensor):
         raise TypeError(f"{name} must be {kind.__name__}s in a list, got {type(values).__name__}")
     found = list(values)
     for value in found:

@@ -78,6 +78,8 @@ def selected(length: int, side: int, chosen: object, name: str) -> Array:
     if isinstance(chosen, slice):
         for bound in (chosen.start, chosen.stop, chosen.step):
             checks.integer(0 if bound is None else bound, f"{name}: a bound of the slice")
+        if chosen.step == 0:
+            raise ValueError(f"{name} must be a slice with another step than 0, got {chosen}")
         values = np.arange(n_blocks)[chosen]
     else:
         values = checks.integers(chosen, name)

@@ -98,9 +98,9 @@ class Use:
     def _new_sequence(self, n_tokens: int | None, n_text: int, place: str | None, device: torch.device) -> _Sequence:
         tokens: Tensor | None = None
         if n_tokens is not None and (self._order is not None or place == "first"):
-            own = torch.arange(n_tokens) if self._order is None else self._order
+            own = torch.arange(n_tokens, device="cpu") if self._order is None else self._order
             ahead = n_text if place == "first" else 0
-            text = torch.arange(n_text) + (0 if place == "first" else n_tokens)
+            text = torch.arange(n_text, device="cpu") + (0 if place == "first" else n_tokens)
             tokens = torch.cat([own + ahead, text])
         layout = self._layout if isinstance(self._layout, BlockLayout) else None
         if layout is not None:
@@ -345,7 +345,7 @@ def _checked_order(order: Any, layout: Any) -> Tensor | None:
         got = f"{order.dtype} {tuple(order.shape)}" if isinstance(order, Tensor) else type(order).__name__
         raise TypeError(f"order must be an int64 tensor (tokens,), as masks.tile_order returns it, got {got}")
     own = order.detach().cpu().clone()
-    if not torch.equal(own.sort().values, torch.arange(len(own))):
+    if not torch.equal(own.sort().values, torch.arange(len(own), device="cpu")):
         raise ValueError(f"order must have each token from 0 to {len(own) - 1} once, as masks.tile_order returns it")
     if isinstance(layout, BlockLayout) and layout.q_len != len(own):
         raise ValueError(f"order must have the {layout.q_len} tokens of the layout, got {len(own)}")

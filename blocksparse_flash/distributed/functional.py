@@ -218,8 +218,9 @@ def attention(
     plan     ContextPlan
     layer    index of the plan's layout
     scale    factor on the scores; None is head_dim ** -0.5
-    chunks   number of messages, a divisor of the KV heads (under "ulysses" of a rank's KV heads): one travels while
-             another is computed. None chooses up to 4, and 1 under "all_gather"
+    chunks   number of messages, a divisor of the KV heads: one travels while another is computed. Under "ulysses" a
+             divisor of a rank's KV heads if tokens are in "contiguous" order and the messages are large; else 1. None
+             chooses up to 4, and 1 under "all_gather"
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
     raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the other ranks

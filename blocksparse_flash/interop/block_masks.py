@@ -239,6 +239,8 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
 
 def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
     side = checks.integer(block, name)
+    if side < 16 or side % 16:
+        raise ValueError(f"{name} must be a multiple of 16, got {side}")
     array = host(tensor, "sparsity_layout")
     if array.ndim != 3 or array.shape[1] != array.shape[2] or not len(array):
         raise ValueError(f"sparsity_layout must have shape (heads, n, n), got {array.shape}")

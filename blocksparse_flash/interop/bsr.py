@@ -311,7 +311,7 @@ def to_torch_sparse(
     arrays = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data.view(np.bool_)
     indptr, cols, values = (torch.from_numpy(array).to(layout.device) for array in arrays)
     return torch.sparse_compressed_tensor(
-        indptr, cols, values, matrix.shape, layout=sparse_layout, check_invariants=True
+        indptr, cols, values, matrix.shape, layout=sparse_layout, device=layout.device, check_invariants=True
     )
 
 

@@ -82,7 +82,7 @@ def from_flash_attention_4(
     kv_len: int,
     *,
     mask_mod: MaskMod | None = None,
-    block_size: tuple[int, int] | None = None,
+    block_size: int | tuple[int, int] | None = None,
     batch: int | None = None,
     heads: int | None = None,
 ) -> BlockLayout:
@@ -92,7 +92,7 @@ def from_flash_attention_4(
     q_len, kv_len  tokens, which the tensors do not contain
     mask_mod       mask_mod(batch, head, q_pos, kv_pos) -> bool in torch, for single positions as in FlexAttention; the
                    same mask as the CuTe mask_mod. Required if there are partial blocks
-    block_size     (block_q, block_kv), multiples of 16; required if tensors.block_size is None
+    block_size     tokens per side of a block, or (block_q, block_kv), multiples of 16; required if tensors have none
     batch, heads   sizes for which mask_mod is evaluated; None: those of the lists
     returns        BlockLayout of shape (batch | 1, heads | 1, q_len, kv_len)
     raises         ValueError for varlen tensors, repeated blocks and wrong sizes; TypeError if fields are missing
@@ -105,8 +105,11 @@ def from_flash_attention_4(
             "tensors are of variable length (cu_total_m_blocks): convert each sequence by itself, "
             "or describe the packed batch as one layout, with documents apart"
         )
+    if mask_mod is not None and not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function of batch, head, q_pos and kv_pos, got {type(mask_mod).__name__}")
     own_size = getattr(tensors, "block_size", None)
-    if own_size is not None and block_size is not None and tuple(own_size) != tuple(block_size):
+    block_size = None if block_size is None else checks.sides(block_size, most=None)
+    if own_size is not None and block_size is not None and tuple(own_size) != block_size:
         raise ValueError(f"block_size must be that of the tensors, {tuple(own_size)}, or None, got {block_size}")
     if own_size is None and block_size is None:
         raise ValueError("block_size must be given, because tensors.block_size is None")

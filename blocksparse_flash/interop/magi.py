@@ -71,7 +71,13 @@ def from_magi(
 
 def _read_ranges(ranges: Any, name: str, limit: int, limit_name: str) -> tuple[Array, Array]:
     """(starts, ends), int64 (n,) each."""
-    array = host(ranges, name) if isinstance(ranges, torch.Tensor) else np.asarray(ranges)
+    if isinstance(ranges, torch.Tensor):
+        array = host(ranges, name)
+    else:
+        try:
+            array = np.asarray(ranges)
+        except ValueError as error:
+            raise ValueError(f"{name} must be integers (n, 2), [start, end) each, got {ranges!r}") from error
     if not array.size:
         array = np.zeros((0, 2), np.int64)
     if array.dtype.kind not in "iu" or array.ndim != 2 or array.shape[1] != 2:

@@ -36,7 +36,7 @@ def rotary_base(name: str, base: Any) -> float:
         raise TypeError(f"{name} must be a number, a base such as 10000.0, got {base!r} ({type(base).__name__})")
     if not SMALLEST_BASE <= base <= LARGEST_BASE:
         raise ValueError(f"{name} must be a base above 0 that float32 can hold, such as 10000.0, got {base}")
-    return base
+    return float(base)
 
 
 def probability(name: str, value: Any, *, below_one: bool = False) -> float:

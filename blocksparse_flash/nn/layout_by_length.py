@@ -35,7 +35,9 @@ class LayoutByLength:
                 f"spec must be a str such as 'butterfly | local(window=512)', got {type(spec).__name__}; a BlockLayout "
                 "or a function of the length is a layout= itself"
             )
-        self.spec, self.block_size = spec, block_size
+        self.spec = spec
+        # hashable
+        self.block_size = tuple(block_size) if isinstance(block_size, list) else block_size
         self.maxsize = positive_int("maxsize", maxsize)
         self._kept = functools.lru_cache(maxsize=maxsize)(self._build)
 

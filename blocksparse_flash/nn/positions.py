@@ -49,7 +49,7 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
 
     Raises TypeError, ValueError.
     """
-    rotary_base("base", base)
+    base = rotary_base("base", base)
     positive_int("head_dim", head_dim)
     check_positions(positions)
     coordinates = positions[:, None] if positions.dim() == 1 else positions

@@ -23,6 +23,8 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
         raise TypeError(f"key_padding_mask must be a tensor {shape}, got {kind}; torch.as_tensor makes one")
     if key_padding_mask.shape != (batch, kv_len):
         raise ValueError(f"key_padding_mask must have shape {shape}, got {tuple(key_padding_mask.shape)}")
+    if key_padding_mask.dtype != torch.bool and not key_padding_mask.is_floating_point():
+        raise ValueError(f"key_padding_mask must be bool, or float with 0 and -inf only, got {key_padding_mask.dtype}")
     if torch.compiler.is_compiling():
         raise ValueError(
             "key_padding_mask cannot be read while torch.compile traces: give kv_lengths, the number of keys of each "
@@ -148,6 +150,11 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
                 "query, key and value must all have 3 axes (2 without a batch), got "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
+        sizes = self.embed_dim, self.kdim, self.vdim
+        for name, given, size in zip(("query", "key", "value"), (query, key, value), sizes, strict=True):
+            if given.shape[-1] != size:
+                raise ValueError(f"{name} must have {size} features per token, got shape {tuple(given.shape)}")
+        boolean(is_causal, "is_causal")
         is_batched = query.dim() == 3
         if not is_batched:
             query, key, value = query[None], key[None], value[None]

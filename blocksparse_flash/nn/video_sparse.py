@@ -104,7 +104,9 @@ def block_means(x: Tensor, block_size: int) -> Tensor:
     found = [x[:, :, :whole].unflatten(2, (n_whole, block_size)).mean(3)]
     if whole < x.shape[2]:
         found.append(x[:, :, whole:].mean(2, keepdim=True))
-    return torch.cat(found, 2)
+    # autocast refuses to concatenate tensors of the other half type
+    with tracing.without_autocast(x.device):
+        return torch.cat(found, 2)
 
 
 class VideoSparseAttention(nn.Module):

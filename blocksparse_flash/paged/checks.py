@@ -14,17 +14,17 @@ MIN_PAGE_SIZE = 16
 MAX_KEYS = 2**31 - 2**16
 
 
-def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-    """Accept q and a cache that fit each other."""
-    named = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_name: str = "q") -> None:
+    """Accept q, or new keys, and a cache that fit each other."""
+    named = {q_name: q, "k_pages": k_pages, "v_pages": v_pages}
     for name, tensor in named.items():
         _check_tensor(name, tensor, q)
         shape = tuple(tensor.shape)
         if len(shape) != 4:
-            axes = "batch, heads, q_len, head_dim" if name == "q" else "n_pages, kv_heads, page_size, head_dim"
+            axes = "batch, heads, q_len, head_dim" if name == q_name else "n_pages, kv_heads, page_size, head_dim"
             raise ValueError(f"{name} must have shape ({axes}), got {shape}")
         if tensor.dtype not in validation.DTYPES or tensor.dtype != q.dtype:
-            wanted = "float16, bfloat16, float32 or float64" if name == "q" else f"of q's dtype {q.dtype}"
+            wanted = "float16, bfloat16, float32 or float64" if name == q_name else f"of q's dtype {q.dtype}"
             raise ValueError(f"{name} must be {wanted}, got {tensor.dtype}; q.to(k_pages.dtype) converts the queries")
         if not 1 <= shape[3] <= validation.MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head_dim of 1 to {validation.MAX_HEAD_DIM}, got {shape[3]}")
@@ -84,9 +84,10 @@ def check_lists(
     validation.check_kv_lengths(kv_lengths, batch, max_pages * page, q, "max_pages * page_size")
     is_on_cpu = q.device.type == "cpu"
     if is_on_cpu and tracing.has_values(page_table) and tracing.has_values(kv_lengths):
-        is_used = torch.arange(max_pages) < -(-kv_lengths[:, None] // page)
+        positions = torch.arange(max_pages, device="cpu")
+        is_used = positions < -(-kv_lengths[:, None] // page)
         if window is not None:
-            is_used &= torch.arange(max_pages) >= (kv_lengths - q.shape[2] - window + 1)[:, None] // page
+            is_used &= positions >= (kv_lengths - q.shape[2] - window + 1)[:, None] // page
         wrong = page_table[is_used & ((page_table < 0) | (page_table >= n_pages))]
         if wrong.numel():
             raise ValueError(
@@ -120,7 +121,7 @@ def check_table(page_table: Tensor, q: Tensor, batch: int, page: int) -> None:
         raise ValueError(f"page_table must be int32, got {page_table.dtype}; page_table.to(torch.int32) makes it")
     if len(shape) != 2 or shape[0] != batch:
         raise ValueError(f"page_table must have shape (batch = {batch}, max_pages), got {shape}")
-    if page_table.stride(1) != 1 and shape[1] > 1:
+    if page_table.stride(1) != 1 and shape[1] > 1 and shape[0]:
         raise ValueError(f"page_table must have a last stride of 1, got strides {page_table.stride()}; .contiguous()")
     if shape[1] * page > MAX_KEYS:
         raise ValueError(

@@ -142,10 +142,11 @@ def select_pages(
 
 def _check_pages(k_pages: Tensor) -> None:
     check_tensor("k_pages", k_pages)
-    if k_pages.dim() != 4 or not k_pages.is_floating_point() or not k_pages.shape[2]:
+    if k_pages.dim() != 4 or k_pages.dtype not in validation.DTYPES or not k_pages.shape[2]:
         raise ValueError(
-            "k_pages must be floating point, (n_pages, kv_heads, page_size, head_dim) with a page_size of 1 or more, "
-            f"got {k_pages.dtype} of shape {tuple(k_pages.shape)}; for some pages, k_pages[ids] keeps the dimensions"
+            "k_pages must be float16, bfloat16, float32 or float64, (n_pages, kv_heads, page_size, head_dim) with a "
+            f"page_size of 1 or more, got {k_pages.dtype} of shape {tuple(k_pages.shape)}; for some pages, "
+            "k_pages[ids] keeps the dimensions"
         )
 
 

@@ -31,7 +31,7 @@ def append_to_pages(
     (64.0, 64.0)
     """
     check_new_tokens(k, v)
-    check_tensors(k, k_pages, v_pages)
+    check_tensors(k, k_pages, v_pages, "k")
     batch, kv_heads, tokens, _ = k.shape
     n_pages, cache_heads, page, v_dim = v_pages.shape
     if kv_heads != cache_heads or v.shape != (batch, kv_heads, tokens, v_dim) or v.dtype != k.dtype:

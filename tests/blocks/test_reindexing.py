@@ -233,6 +233,11 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "order-2-axes": (lambda: _GOOD.permute(torch.arange(40)[None]), ValueError, "q_order must have one axis"),
     "rows-large": (lambda: _GOOD.select([3]), ValueError, "rows must be in 0 .. n_rows - 1 = 2, got 3 at 0"),
     "rows-negative": (lambda: _GOOD.select([-1]), ValueError, "rows must be in .* got -1 at 0"),
+    "rows-step": (
+        lambda: _GOOD.select(slice(None, None, 0)),
+        ValueError,
+        "rows must be a slice with another step than 0",
+    ),
     "rows-int": (lambda: _GOOD.select(1), ValueError, r"rows must have one axis, got shape \(\)"),
     "rows-bool": (lambda: _GOOD.select(np.ones(3, bool)), ValueError, "rows must be integers, got bool"),
     "rows-slice-of-strings": (

@@ -253,7 +253,12 @@ def layout_of(mask: np.ndarray, block_size: Any = 128) -> BlockLayout:
             ValueError,
             r"sparsity_layout must hold 0 \(masked\) and 1 \(attends\) only, got 2 at \(0, 0, 0\)",
         ),
-        (lambda: from_deepspeed(torch.ones(2, 3, 3), block=8), ValueError, "block_size must be a multiple of 16"),
+        (lambda: from_deepspeed(torch.ones(2, 3, 3), block=8), ValueError, "block must be a multiple of 16, got 8"),
+        (
+            lambda: from_xformers(torch.ones(1, 4, 4), block_size=-1),
+            ValueError,
+            "block_size must be a multiple of 16, got -1",
+        ),
         (lambda: from_xformers([[1]], block_size=16), TypeError, "sparsity_layout must be a torch.Tensor, got list"),
         (
             lambda: to_deepspeed(layout_of(np.ones((32, 48), np.bool_), 16)),

@@ -391,3 +391,8 @@ def test_to_magi_finds_the_obvious_slices(attends: Any, slices: list[Any]) -> No
 def test_wrong_calls_with_magi_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_ranges_of_several_lengths_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"q_ranges must be integers \(n, 2\), .* got \[\[1\], \[2, 3\]\]"):
+        from_magi([[1], [2, 3]], [[0, 9], [0, 9]], None, 9, 9)

@@ -213,6 +213,11 @@ def test_text_beyond_the_limits_of_the_parser_is_refused(spec):
         masks.build(spec, 320)
 
 
+@pytest.mark.parametrize("spec", ["causal", "block_diffusion(size=4)"])
+def test_lengths_may_be_a_list(spec: str) -> None:
+    assert masks.build(spec, [64, 64], block_size=16) == masks.build(spec, (64, 64), block_size=16)
+
+
 @pytest.mark.parametrize(
     ("spec", "arguments", "error", "message"),
     [

@@ -421,6 +421,11 @@ def test_positions_that_do_not_fit_are_refused() -> None:
         (lambda: rotary_table(torch.zeros(4, 0), 10.0, 8), ValueError, r"positions must have shape .* got \(4, 0\)"),
         (lambda: rotary_table(torch.zeros(4) * 1j, 10.0, 8), ValueError, "positions must be real numbers"),
         (lambda: rotary_table(torch.zeros(4), 0.0, 8), ValueError, "base must be a base above 0"),
+        (
+            lambda: rotary_table(torch.zeros(4), 10**40, 8),
+            ValueError,
+            "base must be a base above 0 that float32 can hold",
+        ),
         (lambda: rotary_table(torch.zeros(4), 10.0, 0), ValueError, "head_dim must be 1 or more, got 0"),
         (
             lambda: LearnedPositions(LENGTH, 1)(tokens()),
@@ -514,3 +519,9 @@ def test_the_representation_says_what_attends_to_what() -> None:
     assert "layout=80 x 80, density" in repr(module())
     assert "layout=every pair" in repr(module(layout=None))
     assert "layout=window" in repr(module(layout=window))
+
+
+def test_an_int_may_be_a_base() -> None:
+    table, expected = (rotary_table(torch.arange(3), base, 8) for base in (10**20, 1e20))
+    assert torch.equal(table.cos, expected.cos) and torch.equal(table.sin, expected.sin)
+    assert SelfAttention(32, 4, rope=10**20)(torch.randn(1, 5, 32)).shape == (1, 5, 32)

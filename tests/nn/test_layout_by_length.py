@@ -64,6 +64,11 @@ def test_layers_take_it_and_are_saved_with_it(kind: Any) -> None:
     assert SPEC in repr(SelfAttention(32, 4, layout=LayoutByLength(SPEC)))
 
 
+def test_a_list_of_block_sizes_can_be_hashed() -> None:
+    made, same = (LayoutByLength("causal", block_size=size) for size in ([16, 32], (16, 32)))
+    assert hash(made) == hash(same) and made == same and made(64) == same(64)  # type: ignore[arg-type]
+
+
 def test_what_is_no_specification_is_refused() -> None:
     with pytest.raises(TypeError, match=r"spec must be a str .*got BlockLayout"):
         LayoutByLength(masks.causal(50))  # type: ignore[arg-type]

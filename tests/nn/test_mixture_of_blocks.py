@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocksparse_flash.nn import MixtureOfBlockAttention, SelfAttention, mixture_of_block_attention, mixture_of_blocks
+from blocksparse_flash.nn import (
+    MixtureOfBlockAttention,
+    SelfAttention,
+    mixture_of_block_attention,
+    mixture_of_blocks,
+    video_sparse_attention,
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -168,6 +174,17 @@ def test_wrong_calls_are_refused(case: str) -> None:
     error, message, changes = WRONG[case]
     with pytest.raises(error, match=message):
         mixture_of_block_attention(**{"q": X, "k": X, "v": X, "k_blocks": 2, **changes})
+
+
+@pytest.mark.parametrize("call", [mixture_of_block_attention, video_sparse_attention])
+@pytest.mark.parametrize(("given", "within"), [(torch.half, torch.bfloat16), (torch.bfloat16, torch.half)])
+def test_autocast_converts_the_other_half_type(call: Any, given: torch.dtype, within: torch.dtype) -> None:
+    q = X[:, :, :50].to(given)
+    with torch.autocast("cpu", dtype=within):
+        found = call(q, q, q, k_blocks=2, block_size=16)
+    expected = call(*[q.to(within)] * 3, k_blocks=2, block_size=16)
+    assert found.dtype == within
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("by_group", [False, True])

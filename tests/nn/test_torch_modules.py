@@ -201,10 +201,17 @@ WRONG_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask": torch.zeros(1, 1)}, r"attn_mask must have shape \(96, 96\) or \(6, 96, 96\).*got \(1, 1\)"),
     ({"key_padding_mask": GAPS}, "True for the last keys of a sequence only"),
     ({"key_padding_mask": GAPS.float()}, "must be bool, or float with 0 and -inf only"),
+    ({"key_padding_mask": torch.zeros(2, LENGTH, dtype=torch.long)}, "must be bool, or float .*got torch.int64"),
+    ({"key": X[..., 1:]}, r"key must have 24 features per token, got shape \(2, 96, 23\)"),
     ({"key_padding_mask": GAPS[:1]}, r"shape \(batch=2, kv_len=96\), got \(1, 96\)"),
     ({"key_padding_mask": ~GAPS[:, :1].expand(2, LENGTH), "kv_lengths": torch.ones(2, dtype=torch.int64)}, "give one"),
     ({"value": X[0]}, r"must all have 3 axes \(2 without a batch\)"),
 ]
+
+
+def test_is_causal_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="is_causal must be True or False"):
+        MultiheadAttention(24, 3, batch_first=True, causal=True)(X, X, X, attn_mask=torch.zeros(96, 96), is_causal="no")
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG_CALLS)

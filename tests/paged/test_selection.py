@@ -177,8 +177,8 @@ def test_wrong_selections_are_refused(case: str) -> None:
 def test_wrong_pages_are_refused(summarize: Callable[[Tensor], Tensor]) -> None:
     """Regression: of one page without its dimension, the features were summarized instead of the keys."""
     pages = torch.zeros(5, 2, 16, 8)
-    for wrong in (pages[0], pages.int(), pages[:, :, :0]):
-        with pytest.raises(ValueError, match=r"k_pages must be floating point, .*k_pages\[ids\] keeps the dimensions"):
+    for wrong in (pages[0], pages.int(), pages[:, :, :0], pages.to(torch.float8_e4m3fn)):
+        with pytest.raises(ValueError, match=r"k_pages must be float16, .*k_pages\[ids\] keeps the dimensions"):
             summarize(wrong)
     with pytest.raises(TypeError, match=r"k_pages must be a torch\.Tensor, got list"):
         summarize([pages])

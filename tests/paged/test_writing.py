@@ -78,6 +78,12 @@ def test_wrong_tokens_are_refused() -> None:
             append_to_pages(k, v, cache, cache, table, lengths)
 
 
+def test_keys_without_features_are_named() -> None:
+    k, cache, table = torch.zeros(1, 2, 1, 0), torch.zeros(4, 2, 16, 8), torch.zeros(1, 2).int()
+    with pytest.raises(ValueError, match="k must have a head_dim of 1 to 256, got 0"):
+        append_to_pages(k, k, cache, cache, table, torch.tensor([1]))
+
+
 @pytest.mark.parametrize(
     ("k", "v", "words"),
     [
