@@ -80,7 +80,8 @@ def caption(lines: pd.DataFrame) -> str:
     bench = lines["bench"].iloc[0]
     sweep = "" if bench == "attention" else f" --sweep {bench}"
     versions = measurements.versions(lines, "torch", "triton")
-    return f"{_setting(lines)}, `python -m benchmarks.run.attention{sweep}`, {versions}."
+    commits = measurements.commits(lines)
+    return f"{_setting(lines)}, `python -m benchmarks.run.attention{sweep}`, {commits}, {versions}."
 
 
 def short_ms(value: float) -> str:

@@ -105,6 +105,12 @@ def versions(lines: pd.DataFrame, *keys: str) -> str:
     return ", ".join(f"{key} {' and '.join(sorted(lines[key].unique()))}" for key in keys)
 
 
+def commits(lines: pd.DataFrame) -> str:
+    """`commit 5fa1d2c`, or `commits 5fa1d2c, 91be004+`: those that measured any of the lines; `+`: with changes."""
+    found = [*lines["commit"].unique()]
+    return f"commit{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
+
 def order_of_timing(lines: pd.DataFrame) -> str:
     """Whether timing was interleaved across libraries, as a sentence that names the exceptions."""
     alone = lines["commit"].isin(ONE_BY_ONE)

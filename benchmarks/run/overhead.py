@@ -6,6 +6,7 @@ launches the call's kernel again on the same tensors, with prepared arguments; t
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 import time
@@ -80,6 +81,7 @@ def show(name: str, took: float) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     measure.require_gpu()
     for name, call in calls((1, 2, 256, 64), 64).items():
         show(f"triton, {name}", microseconds(call))
