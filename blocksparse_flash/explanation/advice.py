@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..kernels.schedule import backward_columns, forward_columns, padded_dim
 from ..plan_format import TILE
 from ..runtime import tracing
+from . import memory
 from .call import Call
 from .cost import Balance, Work
 from .prediction import Device, Prediction
@@ -30,7 +32,8 @@ def advice(
         return ()
     said = [*_of_layout(call, done, predicted), *_of_heads(call)]
     if call.has_kernels and device is not None:
-        said += [*_of_types(call, device), *_of_score_mods(call, device), *_of_balance(call, spread, device)]
+        said += [*_of_types(call, device), *_of_score_mods(call, device), *_of_determinism(call)]
+        said += [*_of_balance(call, spread, device)]
     return tuple(said)
 
 
@@ -184,6 +187,25 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
             'alibi_slopes require a gradient, which only the backward of "triton" computes: it takes '
             f"{OF_SLOPES_GRADIENT} times as long. Slopes that are not trained need none: alibi_slopes.detach()"
         )
+
+
+# ---- determinism ----
+
+# time of the backward of `hopper` with deterministic=True as a multiple of that without, where dq is added in a fixed
+# order, and where a launch of its own computes it: geometric means, H200 (kernels/hopper/TUNING.md)
+OF_ORDERED_DQ, OF_SEPARATE_DQ = 1.1, 1.2
+
+
+def _of_determinism(call: Call) -> Iterator[str]:
+    if not call.deterministic:
+        return
+    cost, free = 1.0, dataclasses.replace(call, deterministic=False)
+    if memory.has_ordered_dq(call):
+        cost = OF_ORDERED_DQ
+    elif memory.has_separate_dq(call) and not memory.has_separate_dq(free):
+        cost = OF_SEPARATE_DQ
+    if cost > 1:
+        yield f"deterministic=True takes about {cost} times as long in the backward as deterministic=False"
 
 
 # ---- balance ----

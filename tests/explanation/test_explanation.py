@@ -313,6 +313,8 @@ ADVICE = {
     ),
     'pair_bias runs on "triton"': lambda: call(scores=mods(pair_bias=torch.zeros(1, 1, 1, 1))),
     'block_bias runs on "triton"': lambda: call(layout=window(), scores=mods(block_bias=torch.zeros(1))),
+    "deterministic=True takes about 1.1 times": lambda: call(backend="hopper", deterministic=True),
+    "deterministic=True takes about 1.2 times": lambda: call(backend="hopper", deterministic=True, layout=window()),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip
 
@@ -334,6 +336,11 @@ def repeated() -> torch.Tensor:
 def with_keys(k: torch.Tensor) -> Call:
     q = torch.zeros(1, 4, 2048, 64, dtype=torch.float16)
     return call(q=q, k=k, v=k, dtype=torch.float16)
+
+
+def test_determinism_that_costs_nothing_has_no_advice(on: Any) -> None:
+    for free in (call(deterministic=True), call((1, 4, 2048, 256), backend="hopper", deterministic=True)):
+        assert not advised("deterministic", on(free).advice)
 
 
 @pytest.mark.parametrize("words", ADVICE)
