@@ -431,11 +431,11 @@ def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
     of_rows_dims = [*HOPPER_DIMS, (192, 128), (192, 192)]
     of_cols_dims = [*HOPPER_DIMS[:2], (96, 96), (96, 128), (128, 96)]
-    for dim, has_layout, has_lengths, is_wide in itertools.product(of_rows_dims, flags, flags, flags):
-        if is_wide and (has_layout or has_lengths):
+    for dim, has_layout, has_lengths, three_warpgroups in itertools.product(of_rows_dims, flags, flags, flags):
+        if three_warpgroups and (has_layout or has_lengths):
             continue
         columns = dim if isinstance(dim, tuple) else (dim, dim)
-        of_rows = hopper_forward.config(columns, has_layout, has_lengths, is_wide)
+        of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))

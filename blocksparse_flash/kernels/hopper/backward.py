@@ -710,15 +710,15 @@ def backward_launches(
     # the memory has padded rows; the descriptors and sums see the first head_dim columns
     dq, dk, dv = (tma_padded_memory(each) for each in (q, k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
-    line = contiguous(torch.float32, batch * heads * n_padded).spec
+    flat = contiguous(torch.float32, batch * heads * n_padded).spec
     block, block_v = block_columns(columns), block_columns(columns_v)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, block_q, block)),
         "k_desc": DescriptorFactory(k, (1, 1, TILE_SIDE, block)),
         "v_desc": DescriptorFactory(v, (1, 1, TILE_SIDE, block_v)),
         "dout_desc": DescriptorFactory(dout, (1, 1, block_q, block_v)),
-        "lse_desc": DescriptorFactory(line, (block_q,)),
-        "delta_desc": DescriptorFactory(line, (block_q,)),
+        "lse_desc": DescriptorFactory(flat, (block_q,)),
+        "delta_desc": DescriptorFactory(flat, (block_q,)),
         "dk_desc": DescriptorFactory(dk_spec, (1, 1, TILE_SIDE, block)),
         "dv_desc": DescriptorFactory(dv_spec, (1, 1, TILE_SIDE, block_v)),
     }
@@ -840,7 +840,7 @@ def backward(
     dq, dq_sum, tile_counter, splits, sums_dk, sums_dv, semaphores = [
         memory and empty(*memory) for memory in ready.workspaces
     ]
-    lse_line, delta_line = lse_delta.unbind()
+    flat_lse, flat_delta = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, dq_sum, tile_counter)
     pointers = Pointers(
@@ -853,7 +853,7 @@ def backward(
         sums_dk.zero_()
         sums_dv.zero_()
     sum_by_tma = dq_sum if ready.adds_by_tma else None
-    ready.cols(q, k, v, dout, lse_line, delta_line, sum_by_tma, dk, dv, pointers)
+    ready.cols(q, k, v, dout, flat_lse, flat_delta, sum_by_tma, dk, dv, pointers)
     if ready.sum_splits is not None:
         ready.sum_splits(splits, by_cols[0], dk, dv)
     if ready.convert_dk is not None and ready.convert_dv is not None:
@@ -863,10 +863,10 @@ def backward(
         assert dq is not None and ready.postprocess is not None
         ready.postprocess(dq_sum, dq)
     else:
-        dq = ready.dq.run((q, k, v, dout), lse_line, delta_line, by_rows, kv_lengths, slopes, empty)
+        dq = ready.dq.run((q, k, v, dout), flat_lse, flat_delta, by_rows, kv_lengths, slopes, empty)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
-    delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]
+    delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
     return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)

@@ -528,13 +528,13 @@ def backward_launches(
     block, block_v = (1, 1, side, dim), (1, 1, side, dim_v)
     # the memory has padded rows; the descriptors see the first head_dim columns
     dq_spec, dk_spec, dv_spec = (made.spec._replace(shape=each.shape) for made, each in ((dq, q), (dk, k), (dv, v)))
-    line = DescriptorFactory(contiguous(torch.float32, batch * heads * n_padded).spec, (side,))
+    flat = DescriptorFactory(contiguous(torch.float32, batch * heads * n_padded).spec, (side,))
     col_descriptors = {
         "q_desc": DescriptorFactory(q, block_of_step(dim, pieces[1])),
         "k_desc": DescriptorFactory(k, block),
         "v_desc": DescriptorFactory(v, block_v),
         "dout_desc": DescriptorFactory(dout, block_of_step(dim_v, pieces[1])),
-        **({"lse_desc": line, "delta_desc": line} if pieces[1] <= 1 else {}),
+        **({"lse_desc": flat, "delta_desc": flat} if pieces[1] <= 1 else {}),
         "dk_desc": DescriptorFactory(dk_spec, block),
         "dv_desc": DescriptorFactory(dv_spec, block_v),
     }
@@ -632,16 +632,16 @@ def backward(
     ready = backward_launches(specs, *lists, of_rows, of_cols, others, out.stride()[:3], scale, pieces_of(plan), mods)
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
-    lse_line, delta_line = lse_delta.unbind()
+    flat_lse, flat_delta = lse_delta.unbind()
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, None)
     of_cols_ptrs, of_rows_ptrs = (
         Pointers(
-            *lists, kv_lengths_ptr=kv_lengths, slopes_ptr=slopes, lse_ptr=lse_line, delta_ptr=delta_line,
+            *lists, kv_lengths_ptr=kv_lengths, slopes_ptr=slopes, lse_ptr=flat_lse, delta_ptr=flat_delta,
             splits_ptr=splits,
         )
         for lists, splits in ((by_cols, col_splits), (by_rows, row_splits))
     )  # fmt: skip
-    lines = (None, None) if pieces_of(plan)[1] > 1 else (lse_line, delta_line)
+    lines = (None, None) if pieces_of(plan)[1] > 1 else (flat_lse, flat_delta)
     ready.dkdv(q, k, v, dout, *lines, dk, dv, of_cols_ptrs)
     if ready.sum_cols is not None:
         ready.sum_cols(col_splits, by_cols[0], dk, dv)
@@ -652,5 +652,5 @@ def backward(
         dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
-    delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]
+    delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
     return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)

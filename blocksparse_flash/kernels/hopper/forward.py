@@ -122,20 +122,20 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, is_wide: bool) -> Config:
+def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_warpgroups: bool) -> Config:
     """The launch table; TUNING.md has the candidates that lost.
 
-    dims     forward_columns
-    is_wide  whether tile rows of 192 queries are possible and pay
+    dims  forward_columns
+    three_warpgroups  whether tile rows of 192 queries, 64 of each warpgroup, are possible and pay
 
-    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Options set to BEFORE_TRITON_3_9 are off from Triton
-    3.9 on, where they spill.
+    Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Options set to BEFORE_TRITON_3_9 are off from Triton 3.9 on, where
+    they spill.
     """
     columns = max(dims)
     if columns == 256:
         # out takes 128 registers per thread, and shared memory has no room for it beside q
         return Config(block_kv=64, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
-    if columns == 64 and is_wide and BEFORE_TRITON_3_9:
+    if columns == 64 and three_warpgroups and BEFORE_TRITON_3_9:
         # dense 545, 2 warpgroups 473
         return Config(stages=4, warpgroups=3, consumer_registers=160, producer_registers=32)
     if columns == 64:
@@ -156,13 +156,13 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, is_wide: 
     )
 
 
-def wide_pays(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
+def three_warpgroups_pay(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
     """Whether tile rows of 192 queries finish no later than those of 128; few of them leave SMs idle.
 
     A tile row of 192 queries takes 1.30 (dense) to 1.42 (causal) times as long, by the table in TUNING.md.
     """
-    wide, narrow = (-(-(-(-q_len // side) * n_batch_heads) // n_programs) for side in (192, 128))
-    return 4 * wide <= 3 * narrow
+    of_three, of_two = (-(-(-(-q_len // side) * n_batch_heads) // n_programs) for side in (192, 128))
+    return 4 * of_three <= 3 * of_two
 
 
 # ---- consumer warpgroups ----
@@ -633,9 +633,11 @@ def forward_launches(
     n_batch_heads, n_sms = batch * heads, num_sms(index)
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
-    is_wide = not (has_layout or has_lengths or split.num_splits > 1) and wide_pays(q_len, n_batch_heads, n_sms)
-    chosen = config((columns, columns_v), has_layout, has_lengths, is_wide)
-    assert is_wide or chosen.warpgroups == 2, (
+    three_warpgroups = not (has_layout or has_lengths or split.num_splits > 1) and three_warpgroups_pay(
+        q_len, n_batch_heads, n_sms
+    )
+    chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
+    assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
     )
     rows = WARPGROUP_ROWS.value

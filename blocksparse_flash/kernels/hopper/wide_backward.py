@@ -77,15 +77,15 @@ def backward_launches(
     # rows in memory are padded to 16 bytes; the descriptors cover the first head_dim columns, without the padding
     dk, dv = (tma_padded_memory(each) for each in (k, v))
     dk_spec, dv_spec = dk.spec._replace(shape=k.shape), dv.spec._replace(shape=v.shape)
-    line = contiguous(torch.float32, batch * heads * n_padded).spec
+    flat = contiguous(torch.float32, batch * heads * n_padded).spec
     keys, queries, width, width_v = KEYS.value, BLOCK_Q.value, block_columns(cols), block_columns(cols_v)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, queries, width)),
         "k_desc": DescriptorFactory(k, (1, 1, keys, width)),
         "v_desc": DescriptorFactory(v, (1, 1, keys, width_v)),
         "dout_desc": DescriptorFactory(dout, (1, 1, queries, width_v)),
-        "lse_desc": DescriptorFactory(line, (queries,)),
-        "delta_desc": DescriptorFactory(line, (queries,)),
+        "lse_desc": DescriptorFactory(flat, (queries,)),
+        "delta_desc": DescriptorFactory(flat, (queries,)),
         "dk_desc": DescriptorFactory(dk_spec, (1, 1, keys, width)),
         "dv_desc": DescriptorFactory(dv_spec, (1, 1, keys, width_v)),
     }
@@ -149,20 +149,20 @@ def backward(
     ready = backward_launches(specs, *of_lists, of_rows, of_cols, options, mods)
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
-    lse_line, delta_line = lse_delta.unbind()
+    flat_lse, flat_delta = lse_delta.unbind()
     # also zeroes the tile counter; that of dq is zeroed by DqLaunches.run
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
         dq_sum_ptr=None, dk_sum_ptr=None, dv_sum_ptr=None, semaphores_ptr=None,
     )  # fmt: skip
-    ready.dkdv(q, k, v, dout, lse_line, delta_line, dk, dv, pointers)
+    ready.dkdv(q, k, v, dout, flat_lse, flat_delta, dk, dv, pointers)
     if ready.sum_cols is not None:
         ready.sum_cols(splits, by_cols[0], dk, dv)
-    dq = ready.dq.run((q, k, v, dout), lse_line, delta_line, by_rows, kv_lengths, slopes, empty)
+    dq = ready.dq.run((q, k, v, dout), flat_lse, flat_delta, by_rows, kv_lengths, slopes, empty)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
-    delta = delta_line.view(*q.shape[:2], -1)[..., : q.shape[2]]
+    delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
     return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)

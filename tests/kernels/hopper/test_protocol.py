@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from blocksparse_flash import BlockLayout, dispatch, ops
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
-from blocksparse_flash.kernels.hopper.forward import wide_pays
+from blocksparse_flash.kernels.hopper.forward import three_warpgroups_pay
 from blocksparse_flash.plan import gathered_builder
 from blocksparse_flash.plan_format import FINE_TILE, PIECE
 from blocksparse_flash.plan_format import TILE as TILE_SIDE
@@ -340,7 +340,7 @@ def test_every_forward_configuration_is_accurate(check, monkeypatch, config, lay
 def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatch, config, lengths, call):
     simulation = Simulation(seed=5)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
-    monkeypatch.setattr(simulation.hopper_forward, "wide_pays", lambda *_: True)
+    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_: True)
     check(simulation, lengths, call, backward=False)
 
 
@@ -368,7 +368,7 @@ def test_three_warpgroups_are_rejected_with_a_layout_or_kv_lengths(check, monkey
     ],
 )
 def test_wide_tile_rows_are_chosen_if_they_finish_first(q_len, n_batch_heads, expected):
-    assert wide_pays(q_len, n_batch_heads, 132) == expected
+    assert three_warpgroups_pay(q_len, n_batch_heads, 132) == expected
 
 
 # scales at which the running maximum grows by more than the rescale threshold

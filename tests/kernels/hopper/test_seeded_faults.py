@@ -676,7 +676,7 @@ def check_run(check, monkeypatch):
         simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
         forward, backward = simulation.hopper_forward, simulation.hopper_backward
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
-        monkeypatch.setattr(forward, "wide_pays", lambda *_: run.config.warpgroups == 3)
+        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
         if run.splits is not None:
             split(simulation, *run.splits)
