@@ -240,6 +240,14 @@ ORDERED_HEADS_IN_TURN = 64
 ORDERED_TILES = 4
 
 
+@functools.cache
+def _before_triton_3_9() -> bool:
+    # imported only for calls that have Triton
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
 def is_dq_ordered(
     plan: Sequence[torch.Tensor],
     q_shape: Sequence[int],
@@ -255,7 +263,8 @@ def is_dq_ordered(
 
     Only without a layout: there the tile columns of a head have the same queries, or the last ones of them, and follow
     each other. In a layout they would wait for each other. A column waits for those before it, which are computed at
-    the same time. This takes longer than a launch for dQ if the columns are short, or many of one head.
+    the same time. This takes longer than a launch for dQ if the columns are short, or many of one head. From Triton 3.9
+    on, these kernels would spill.
 
     q_shape, k_shape  (batch, heads, length, head_dim)
     columns  of q and of v, see backward_columns; with 96, dQ is added from registers
@@ -265,7 +274,7 @@ def is_dq_ordered(
         return False
     n_tiles = -(-q_shape[2] // TILE) / (2 if causal else 1)
     n_together = max(n_sms // min(ORDERED_HEADS_IN_TURN, k_shape[0] * k_shape[1]), 1)
-    return n_tiles * max(columns) >= ORDERED_TILES * 128 * n_together
+    return n_tiles * max(columns) >= ORDERED_TILES * 128 * n_together and _before_triton_3_9()
 
 
 def is_dq_separate(
