@@ -162,13 +162,19 @@ class Machine:
             raise ProtocolError("a TMA load may still be in flight at the end: nobody has waited for it")
 
 
-def run_all(machines: list[Machine], seed: int) -> None:
-    """Runs programs whose partitions have begun to their end. Raises the first error of any of them."""
+def run_all(machines: list[Machine], seed: int, most: int | None = None) -> None:
+    """Runs programs whose partitions have begun to their end. Raises the first error of any of them.
+
+    most  programs that run at a time, the first ones first, as where other kernels occupy SMs; None: all
+    """
     scheduler = random.Random(seed)
-    running = [(machine, scheduler.choice([0.1, 1.0, 8.0])) for machine in machines]
+    waiting = [(machine, scheduler.choice([0.1, 1.0, 8.0])) for machine in machines]
+    running: list[tuple[Machine, float]] = []
     error: BaseException | None = None
     try:
-        while running:
+        while running or waiting:
+            n_free = len(waiting) if most is None else most - len(running)
+            running, waiting = running + waiting[:n_free], waiting[n_free:]
             # the first program in a weighted random order that can make a step
             order = sorted(running, key=lambda each: -(scheduler.random() ** (1 / each[1])))
             chosen = next((each for each in order if each[0].is_done or each[0].step()), None)
@@ -182,7 +188,7 @@ def run_all(machines: list[Machine], seed: int) -> None:
         error = raised
         raise
     finally:
-        for machine, _ in running:
+        for machine, _ in running + waiting:
             machine.stop(error)
 
 

@@ -413,10 +413,13 @@ class Simulation:
     seed     chooses the order of events
     changes  applied to the sources first
     n_sms    SMs of the simulated GPU
+    n_free   programs that run at a time; None: all of a launch
     """
 
-    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), n_sms: int = 2) -> None:
-        self.seed, self.changes = seed, changes
+    def __init__(
+        self, seed: int = 0, changes: Sequence[Change] = (), n_sms: int = 2, n_free: int | None = None
+    ) -> None:
+        self.seed, self.changes, self.n_free = seed, changes, n_free
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "tma_load", "tma_store", "tma_reduce_add"]
         names += ["atomic_add_sum", "warpgroup_mma", "warpgroup_mma_wait"]
@@ -541,6 +544,6 @@ class Simulation:
                 else:
                     machine.begin([(call, ())], [4])
                 machines.append(machine)
-            run_all(machines, self.seed)
+            run_all(machines, self.seed, self.n_free)
 
         return run

@@ -374,7 +374,14 @@ def load(
     if ptrs.splits_ptr is not None:
         n_work = n_work + sizes.n_split_lines * (sizes.num_splits - 1) * sizes.n_batch_heads
     n_work = n_work * (TILE // KEYS)
-    i_work = gl.program_id(0)
+    # Semaphores need work items to be taken in their order by programs that run. With an item for each program, those
+    # that other kernels or a smaller context keep from starting would hold items that all others wait for. Without a
+    # counter programs start in the order of their items.
+    ORDERED: gl.constexpr = ptrs.semaphores_ptr is not None and ptrs.tile_counter_ptr is not None
+    if ORDERED:  # noqa: SIM108
+        i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")
+    else:
+        i_work = gl.program_id(0)
     # work tiles and steps so far: they choose the stages
     i_tile = 0
     n_loaded = 0
@@ -385,7 +392,9 @@ def load(
         if ptrs.tile_counter_ptr is None:
             i_work = n_work
         else:
-            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")
+            if not ORDERED:
+                i_work += gl.num_programs(0)
         write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads

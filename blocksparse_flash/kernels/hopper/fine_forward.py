@@ -153,8 +153,9 @@ def step(
     if mods.cap is not None or mods.slopes_ptr is not None:
         o_query = q_start - starts[0] + gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
         o_key = positions(starts, o_kv) - starts[0]
-        if ONE_SIDED:
-            b_scores, b_shift = apply_one_sided_mods(b_scores, mods, slope, o_query, o_key)
+        if ONE_SIDED and not MASKED:
+            LAST: gl.constexpr = SIDE - 1
+            b_scores, b_shift = apply_one_sided_mods(b_scores, mods, slope, o_query - LAST, o_key - LAST)
         else:
             b_scores, _ = apply_score_mods(b_scores, mods, slope, o_query, o_key)
         factor = 1.0

@@ -303,8 +303,9 @@ def step(
         if mods.slopes_ptr is not None:
             q_start = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS + (sizes.kv_len - sizes.q_len)
             o_q = q_start - kv_start_of(ptrs.indices_ptr, work_tile, i_step, BLOCK_KV) + o_q
-        if ONE_SIDED:
-            b_scores, b_shift = apply_one_sided_mods(b_scores, mods, slope, o_q, o_kv)
+        if ONE_SIDED and KIND == "full":
+            LAST: gl.constexpr = BLOCK_KV - 1
+            b_scores, b_shift = apply_one_sided_mods(b_scores, mods, slope, o_q - LAST, o_kv - LAST)
         else:
             b_scores, _ = apply_score_mods(b_scores, mods, slope, o_q, o_kv)
         factor = 1.0

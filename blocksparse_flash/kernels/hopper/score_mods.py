@@ -128,10 +128,11 @@ def apply_one_sided_mods(b_scores, mods, slope, o_row, o_col):
 
     For slopes in calls that mask every key after its query. A distance is then a sum of two terms, one of the query and
     one of the key. The former is left to b_shift, and the latter is the addend of the multiplication by the factor, so
-    that slopes take one instruction per score instead of three.
+    that slopes take one instruction per score instead of three. For steps without masked pairs: no query is before the
+    last key, so both terms are at most the distance, and their rounding errors at most those of the distance.
 
     slope         of the head, in base 2
-    o_row, o_col  positions of the queries, and of the keys, relative to the same key
+    o_row, o_col  positions of the queries, and of the keys, relative to the last key of the step
     """
     factor = mods.factor
     if mods.cap is not None:

@@ -1,9 +1,9 @@
 """Semaphores of dQ: programs add to a sum in global memory in a fixed order, so that every run has the same bits.
 
 Each part of the sum has a semaphore, which counts the complete additions. The program whose addition comes after n
-others waits until it is n, adds with TMA, waits until TMA has written, and increments it. Programs take their work
-tiles in the order of the additions. So of all the work tiles that are not finished, the first one waits for no other,
-and there is no deadlock.
+others waits until it is n, adds with TMA, waits until TMA has written, and increments it. Programs that run take work
+tiles in the order of the additions. So of all the work tiles that are not finished, the first one is computed and waits
+for no other, and there is no deadlock, even if only some of the programs run at a time.
 
 Reads and increments are relaxed, since fences would stall each step. The PTX memory model does not order them with the
 additions of TMA (the async proxy). An H200 does: TMA adds in L2, a program issues it after it has read the semaphore,

@@ -21,6 +21,8 @@ CALL = zoo.Call(head_dim=64, dtype=torch.bfloat16)
 # lengths, call, SMs, heads in turn
 CASES = {
     "dense": ((300, 400), CALL, 3, 1),
+    "eight columns": ((128, 1024), CALL, 4, 1),
+    "eight columns, causal": ((1024, 1024), dataclasses.replace(CALL, causal=True), 4, 2),
     "dense, 128 columns": ((200, 300), dataclasses.replace(CALL, head_dim=128), 2, 1),
     "causal": ((400, 400), dataclasses.replace(CALL, causal=True), 3, 2),
     "causal, 128 columns, grouped": (
@@ -46,9 +48,9 @@ CASES = {
 def dq_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """dq of a case, with events in an order that a seed chooses. Checks accuracy, and that additions are ordered."""
 
-    def dq_of(name: str, seed: int, *changes: Change) -> Tensor:
+    def dq_of(name: str, seed: int, *changes: Change, n_free: int | None = None) -> Tensor:
         lengths, call, n_sms, n_in_turn = CASES[name]
-        simulation = Simulation(seed=seed, n_sms=n_sms, changes=changes)
+        simulation = Simulation(seed=seed, n_sms=n_sms, changes=changes, n_free=n_free)
         monkeypatch.setattr(schedule, "ORDERED_HEADS_IN_TURN", n_in_turn)
         # these columns are too few and too short for it to pay
         monkeypatch.setattr(schedule, "ORDERED_TILES", 0)
@@ -72,6 +74,23 @@ def dq_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
 def test_every_order_of_events_gives_the_same_bits(dq_of: Callable[..., Tensor], name: str) -> None:
     first = dq_of(name, 0)
     assert all(torch.equal(dq_of(name, seed), first) for seed in range(1, 4))
+
+
+TAKEN_BY_NUMBER = Change(
+    "hopper.backward_producer",
+    "    ORDERED: gl.constexpr = ptrs.semaphores_ptr is not None and ptrs.tile_counter_ptr is not None\n",
+    "    ORDERED: gl.constexpr = False\n",
+)
+
+
+@pytest.mark.parametrize("n_free", [1, 2, 3])
+@pytest.mark.parametrize("name", ["eight columns", "eight columns, causal"])
+def test_programs_that_do_not_run_hold_no_tile_column(dq_of: Callable[..., Tensor], name: str, n_free: int) -> None:
+    """Regression: programs waited for columns of programs for which other kernels had left no SM."""
+    assert torch.equal(dq_of(name, 0, n_free=n_free), dq_of(name, 0))
+    if name == "eight columns" and n_free == 3:
+        with pytest.raises(AssertionError, match=r"deadlock.* waits for a semaphore"):
+            dq_of(name, 0, TAKEN_BY_NUMBER, n_free=n_free)
 
 
 FAULTS = {

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+import masks
 from blocksparse_flash import BlockLayout, dispatch, ops
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
@@ -142,6 +143,28 @@ def test_slopes_keep_small_distances_beside_far_keys(check, monkeypatch):
     call = zoo.Call(head_dim=64, causal=True, has_slopes=True, are_slopes_fixed=True, dtype=torch.float16)
     layout = cases.Case("first-and-nearest-keys", first_and_nearest_keys)
     check(Simulation(seed=0), layout, call, backward=False, tile=PIECE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tile"),
+    [
+        ((259, 390), TILE_SIDE),
+        (cases.Case("window-of-200", lambda: masks.local(320, window=200, block_size=64)), FINE_TILE),
+        (cases.Case("window-of-300", lambda: masks.local(520, window=300, block_size=128)), TILE_SIDE),
+    ],
+    ids=["causal", "tiles of 64", "layout"],
+)
+def test_steep_slopes_keep_small_distances(check, monkeypatch, layout, tile):
+    """Regression: the two terms of a distance were larger than it, and lse lost digits from a slope of 0.5 on."""
+
+    def score_mods(layout, call, dtype, device):
+        slopes = 4.0 ** (1 - torch.arange(zoo.sizes_of(layout, call)[1]))
+        return {"alibi_slopes": slopes.to(device, torch.promote_types(dtype, torch.float32))}
+
+    monkeypatch.setattr(zoo, "score_mods", score_mods)
+    call = zoo.Call(head_dim=64, causal=True, has_slopes=True, are_slopes_fixed=True, dtype=torch.float16)
+    for seed in range(2):
+        check(Simulation(seed=seed), layout, call, tile=tile)
 
 
 @pytest.mark.sweep(by=lambda index: with_splits_in_tiles_of_64(index).values)
