@@ -427,8 +427,9 @@ SCORE_MOD_FAULTS = {
     "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_lines)", "(1 << 30)"),
     "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
     "ds without the derivative of the softcap": Change(MODS, " * (1.0 - b_tanh * b_tanh)", ""),
-    "distance of the query left out of the maximum": Change(
-        SOFTMAX, "        b_new_max = b_new_max + b_shift\n", "        b_new_max = b_new_max + 0.0\n"
+    # left out, it would only raise the maximum of rows whose near keys do not attend
+    "distance of the query subtracted from the maximum": Change(
+        SOFTMAX, "        b_new_max = b_new_max + b_shift\n", "        b_new_max = b_new_max - b_shift\n"
     ),
     "distance of the query left out of p": Change(SOFTMAX, "b_new_max - b_shift", "b_new_max"),
     "distance of the key left out": Change(MODS, " + gl.expand_dims(slope * o_col.to(gl.float32), 0)", ""),
