@@ -241,8 +241,9 @@ ORDERED_TILES = 4
 
 
 @functools.cache
-def _before_triton_3_9() -> bool:
-    # imported only for calls that have Triton
+def is_before_triton_3_9() -> bool:
+    """Whether Triton is older than 3.9, which allocates more registers."""
+    # only calls of its kernels need it
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -274,7 +275,7 @@ def is_dq_ordered(
         return False
     n_tiles = -(-q_shape[2] // TILE) / (2 if causal else 1)
     n_together = max(n_sms // min(ORDERED_HEADS_IN_TURN, k_shape[0] * k_shape[1]), 1)
-    return n_tiles * max(columns) >= ORDERED_TILES * 128 * n_together and _before_triton_3_9()
+    return n_tiles * max(columns) >= ORDERED_TILES * 128 * n_together and is_before_triton_3_9()
 
 
 def is_dq_separate(

@@ -634,9 +634,8 @@ def forward_launches(
     n_batch_heads, n_sms = batch * heads, num_sms(index)
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
-    three_warpgroups = not (has_layout or has_lengths or split.num_splits > 1) and three_warpgroups_pay(
-        q_len, n_batch_heads, n_sms
-    )
+    has_whole_rows = not (has_layout or has_lengths or split.num_splits > 1)
+    three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, n_batch_heads, n_sms)
     chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
     assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
