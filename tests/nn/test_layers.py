@@ -525,3 +525,11 @@ def test_an_int_may_be_a_base() -> None:
     table, expected = (rotary_table(torch.arange(3), base, 8) for base in (10**20, 1e20))
     assert torch.equal(table.cos, expected.cos) and torch.equal(table.sin, expected.sin)
     assert SelfAttention(32, 4, rope=10**20)(torch.randn(1, 5, 32)).shape == (1, 5, 32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_makes_only_the_plans_of_its_calls(causal: bool) -> None:
+    layer = SelfAttention(32, 4, masks.local(LENGTH, window=9, block_size=16), causal=causal)
+    layer(torch.randn(1, LENGTH, 32)).sum().backward()
+    assert isinstance(layer.layout, BlockLayout)
+    assert {key[1] for key in layer.layout._cache["plans"]} == {causal}

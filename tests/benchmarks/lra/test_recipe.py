@@ -63,11 +63,7 @@ def test_each_stage_begins_with_the_one_before(commands: list[list[str]]) -> Non
 
 @pytest.mark.parametrize(("loss", "warns"), [(0.692, True), (0.6, False)])
 def test_a_stage_that_learned_nothing_is_named(
-    commands: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    loss: float,
-    warns: bool,
+    commands: list[list[str]], capsys: pytest.CaptureFixture[str], loss: float, warns: bool
 ) -> None:
     first = recipe.stages("path256")[0]
     for version, losses in (("version_0", [0.6]), ("version_1", [0.6, loss])):
