@@ -20,8 +20,8 @@ SAME = (
     "device", "torch", "triton",
 )  # fmt: skip
 SETTING = (
-    "{n_layers} layers of width {embed_dim}, query / KV heads {num_heads} / {kv_heads}; {steps:,} steps, windows of "
-    "{length:,} bytes in a step: {batch_size}; `--keys` {keys:,}; corpus {corpus_sha256:.12}; {device}, torch {torch}, "
+    "{n_layers} layers of width {embed_dim}, {num_heads}/{kv_heads} query/KV heads; {steps:,} steps of "
+    "{batch_size} x {length:,} bytes; `--keys` {keys:,}; corpus {corpus_sha256:.12}; {device}, torch {torch}, "
     "triton {triton}, commits {commits}."
 )
 

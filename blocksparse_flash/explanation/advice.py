@@ -192,7 +192,7 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
 # ---- determinism ----
 
 # time of the backward of `hopper` with deterministic=True as a multiple of that without, where dq is added in a fixed
-# order, and where a launch of its own computes it: geometric means, H200 (kernels/hopper/TUNING.md)
+# order (1.05 to 1.25), and where a launch of its own computes it (1.05 to 1.30): H200 (kernels/hopper/TUNING.md)
 OF_ORDERED_DQ, OF_SEPARATE_DQ = 1.1, 1.2
 
 
