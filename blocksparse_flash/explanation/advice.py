@@ -191,21 +191,15 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
 
 # ---- determinism ----
 
-# time of the backward of `hopper` with deterministic=True as a multiple of that without, where dq is added in a fixed
-# order (1.05 to 1.25), and where a launch of its own computes it (1.05 to 1.30): H200 (kernels/hopper/TUNING.md)
-OF_ORDERED_DQ, OF_SEPARATE_DQ = 1.1, 1.2
+# time of the backward of `hopper` with deterministic=True, whose dq has a launch of its own, as a multiple of that
+# without: 1.05 to 1.30 on an H200 (kernels/hopper/TUNING.md)
+OF_SEPARATE_DQ = 1.2
 
 
 def _of_determinism(call: Call) -> Iterator[str]:
-    if not call.deterministic:
-        return
-    cost, free = 1.0, dataclasses.replace(call, deterministic=False)
-    if memory.has_ordered_dq(call):
-        cost = OF_ORDERED_DQ
-    elif memory.has_separate_dq(call) and not memory.has_separate_dq(free):
-        cost = OF_SEPARATE_DQ
-    if cost > 1:
-        yield f"deterministic=True takes about {cost} times as long in the backward as deterministic=False"
+    free = dataclasses.replace(call, deterministic=False)
+    if call.deterministic and memory.has_separate_dq(call) and not memory.has_separate_dq(free):
+        yield f"deterministic=True takes about {OF_SEPARATE_DQ} times as long in the backward as deterministic=False"
 
 
 # ---- balance ----

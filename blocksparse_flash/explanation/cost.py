@@ -134,8 +134,6 @@ def unmeasured(call: Call) -> str:
         return "sinks, softcap, alibi_slopes, block_bias and pair_bias were not measured"
     if call.q_len <= backends.FEW_QUERIES:
         return "the kernels for few queries were not measured"
-    if memory.has_ordered_dq(call):
-        return "the backward of hopper that adds to dq in a fixed order, deterministic=True, was not measured"
     if memory.has_separate_dq(call):
         return (
             "the backward of hopper with a launch for dq alone, for few tiles per row, few long tile columns or "

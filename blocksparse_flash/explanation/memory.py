@@ -9,12 +9,10 @@ import torch
 from ..kernels.schedule import (
     MAX_JOINT_HEAD_DIM,
     PROGRAMS_PER_SM,
-    SEMAPHORE_QUERIES,
     WHOLE,
     Split,
     backward_columns,
     forward_columns,
-    is_dq_ordered,
     is_dq_separate,
     padded_dim,
     split_of,
@@ -220,8 +218,6 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         # of whole tiles
         dq_sum = statistics // 2 * _columns(call)[0]
         workspace = statistics + dq_sum
-        if has_ordered_dq(call):
-            workspace += FLOAT * (1 + statistics // (2 * FLOAT) // SEMAPHORE_QUERIES * 2)
         if call.head_dim % 8:
             workspace += dq
         # added to, it is read and written
@@ -250,28 +246,19 @@ def has_separate_dq(call: Call) -> bool:
     """Whether hopper's backward leaves dq out of the kernel for dk and dv, which could compute it."""
     if not uses_hopper_backward(call) or call.is_fine or _is_wide(call):
         return False
-    dim, deterministic = max(call.head_dim, call.v_dim), call.deterministic and not has_ordered_dq(call)
-    return is_dq_separate(call.plan or (), call.q_shape, dim, call.n_sms, deterministic=deterministic)
-
-
-def has_ordered_dq(call: Call) -> bool:
-    """Whether tile columns add to dq in a fixed order."""
-    if not uses_hopper_backward(call) or call.is_fine or _is_wide(call):
-        return False
-    shapes, of_cols = (call.q_shape, call.k_shape, _columns(call)), split(call, 3, call.n_sms)
-    plan, deterministic = call.plan or (), call.deterministic
-    return is_dq_ordered(plan, *shapes, of_cols, call.causal, call.n_sms, deterministic=deterministic)
+    dim = max(call.head_dim, call.v_dim)
+    return is_dq_separate(call.plan or (), call.q_shape, dim, call.n_sms, deterministic=call.deterministic)
 
 
 def varying_gradients(call: Call) -> str:
     """The gradients that are summed in no fixed order."""
     if sums_dkdv(call, call.n_sms):
         return "dq, dk and dv" if adds_dq(call) else "dk and dv"
-    return "dq" if adds_dq(call) and not has_ordered_dq(call) else ""
+    return "dq" if adds_dq(call) else ""
 
 
 def adds_dq(call: Call) -> bool:
-    """Whether tile columns add to dq."""
+    """Whether tile columns add to dq, in no fixed order."""
     return uses_hopper_backward(call) and not sums_in_registers(call)
 
 

@@ -232,52 +232,6 @@ def sums_over_heads(
     return split_of(plan, 3, q_shape, (batch, heads, kv_len, head_dim), causal, n_sms).num_splits == 1
 
 
-# queries for which each warpgroup of the Hopper backward has a semaphore of dQ
-SEMAPHORE_QUERIES = 64
-# heads whose tile columns are taken in turn where these add to dQ in a fixed order
-ORDERED_HEADS_IN_TURN = 64
-# tiles of 128 columns that a tile column needs for each tile column of its head that is computed at the same time
-ORDERED_TILES = 4
-
-
-@functools.cache
-def is_before_triton_3_9() -> bool:
-    """Whether Triton is older than 3.9, which allocates more registers."""
-    # only calls of its kernels need it
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-
-
-def is_dq_ordered(
-    plan: Sequence[torch.Tensor],
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    columns: Sequence[int],
-    split: Split,
-    causal: bool,
-    n_sms: int,
-    *,
-    deterministic: bool,
-) -> bool:
-    """Whether the tile columns of the Hopper backward add to dQ in a fixed order.
-
-    Only without a layout: there the tile columns of a head have the same queries, or the last ones of them, and follow
-    each other. In a layout they would wait for each other. A column waits for those before it, which are computed at
-    the same time. This takes longer than a launch for dQ if the columns are short, or many of one head. From Triton 3.9
-    on, these kernels would spill.
-
-    q_shape, k_shape  (batch, heads, length, head_dim)
-    columns  of q and of v, see backward_columns; with 96, dQ is added from registers
-    split    of the tile columns: parts of a column are not in the order of the columns
-    """
-    if not deterministic or plan or 96 in columns or split.num_splits > 1:
-        return False
-    n_tiles = -(-q_shape[2] // TILE) / (2 if causal else 1)
-    n_together = max(n_sms // min(ORDERED_HEADS_IN_TURN, k_shape[0] * k_shape[1]), 1)
-    return n_tiles * max(columns) >= ORDERED_TILES * 128 * n_together and is_before_triton_3_9()
-
-
 def is_dq_separate(
     plan: Sequence[torch.Tensor], q_shape: Sequence[int], dim: int, n_sms: int, *, deterministic: bool
 ) -> bool:

@@ -20,7 +20,6 @@ from benchmarks.report import pages
 from benchmarks.run import calibrate
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
-from blocksparse_flash.kernels import schedule
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.runtime import launch
 
@@ -96,10 +95,9 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     "dims", [(64, 64), (128, 100), (64, 60), (36, 20), (72, 96), (192, 192), (192, 128), (80, 200)]
 )
 @pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
-# split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64; ordered:
-# deterministic calls add to dq in a fixed order
+# split: a layout with a few long tile rows and columns; fine: layouts that `hopper` runs in tiles of 64 x 64
 @pytest.mark.parametrize(
-    "kind", ["plain", "layout", "few tiles", "long columns", "strided", "split", "fine layout", "fine split", "ordered"]
+    "kind", ["plain", "layout", "few tiles", "long columns", "strided", "split", "fine layout", "fine split"]
 )
 def test_reported_bytes_are_those_that_launchers_allocate(
     launchers: dict[str, ModuleType],
@@ -112,8 +110,6 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     monkeypatch.setattr(
         "blocksparse_flash.explanation.call.tile_of", lambda *_, **__: 64 if kind.startswith("fine") else 128
     )
-    if kind == "ordered":
-        monkeypatch.setattr(schedule, "ORDERED_TILES", 0)
     batch, heads, kv_heads, q_len, kv_len = {
         # whole tiles of 128 x 128
         "layout": (2, 4, 2, 250, 380),
@@ -163,8 +159,7 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     assert reported.writes == sum(grad.nbytes for grad in grads)
     assert reported.workspace == allocations.nbytes - reported.writes
     # the Hopper backward iterates over tile columns; a separate launch for dq iterates over tile rows
-    is_ordered = kind == "ordered" and dims != (72, 96)
-    has_separate_dq = (call.deterministic and not is_ordered) or max(dims) > 128
+    has_separate_dq = call.deterministic or max(dims) > 128
     has_separate_dq |= kind == "few tiles" and max(dims) <= 64
     # sums of 64 columns stay in L2
     has_separate_dq |= kind == "long columns" and max(dims) > 64

@@ -13,16 +13,7 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.schedule import (
-    TILE,
-    WHOLE,
-    Split,
-    choose,
-    heads_in_turn,
-    is_dq_ordered,
-    split_of,
-    sums_over_heads,
-)
+from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, heads_in_turn, split_of, sums_over_heads
 from blocksparse_flash.plan_format import N_LONG, Plan, n_split_of
 
 # H200
@@ -262,34 +253,6 @@ def test_heads_follow_each_other_if_their_lines_are_equal_or_few():
     assert heads_in_turn(10**6, 8, N_SMS, 1 << 27, 1 << 27, is_uneven=True) == 1
     # a chunk of queries over a long cache
     assert heads_in_turn(8, 8, N_SMS, 1024, 8192, is_uneven=True) == 1
-
-
-@pytest.mark.parametrize(
-    ("heads", "length", "columns", "causal", "expected"),
-    [
-        (16, 16384, 128, True, True),
-        (16, 4096, 128, True, False),  # tile columns too short for the 8 of a head that run at the same time
-        (16, 4096, 128, False, True),
-        (64, 4096, 128, True, True),
-        (64, 2048, 128, True, True),
-        (64, 2048, 64, True, False),
-        (64, 2048, 64, False, True),
-        (32, 16384, 64, True, True),
-        (4, 16384, 128, True, False),  # a few heads, of which all tile columns run at the same time
-        (16, 16384, 96, False, False),
-    ],
-)
-def test_dq_is_added_in_order_where_tile_columns_hardly_wait(heads, length, columns, causal, expected):
-    q_shape, k_shape = shapes(length, heads, heads)
-
-    def is_ordered(plan: list[torch.Tensor], split: Split, *, deterministic: bool) -> bool:
-        both = columns, columns
-        return is_dq_ordered(plan, q_shape, k_shape, both, split, causal, N_SMS, deterministic=deterministic)
-
-    assert is_ordered([], WHOLE, deterministic=True) is expected
-    assert not is_ordered([], WHOLE, deterministic=False)
-    assert not is_ordered([torch.zeros(1)], WHOLE, deterministic=True)
-    assert not is_ordered([], Split(4, 2), deterministic=True)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blocksparse_flash.kernels import arguments, schedule
+from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.hopper import backward as hopper_backward
 from blocksparse_flash.kernels.hopper import (
     backward_dq,
@@ -230,9 +230,7 @@ def run_both(
         out, lse = hopper_forward.forward(q, k, v, *options)
         dlse = torch.empty_like(lse) if dlse else None
         inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-        # without a layout dq is added in a fixed order, for which these calls are too small
-        with mock.patch.object(schedule, "ORDERED_TILES", 0):
-            hopper_backward.backward(inputs, *options, *needs_grad, deterministic=deterministic)
+        hopper_backward.backward(inputs, *options, *needs_grad, deterministic=deterministic)
         return
     with contextlib.ExitStack() as stack:
         if has_gpu_seed:
@@ -847,18 +845,6 @@ def hopper_calls() -> list[dict[str, Any]]:
     ]
     # dq of deterministic calls
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
-    grid += [
-        {"head_dim": head_dim, "dtype": half, "deterministic": True, "mode": mode, **option}
-        for head_dim, (mode, option) in itertools.product(
-            (64, 128),
-            (
-                ("dense", {}),
-                ("causal", {}),
-                ("causal", {"group": 4, "limited": True}),
-                ("causal", {"scores": "softcap"}),
-            ),
-        )
-    ]
     # selected blocks by key block
     options = [{"rows": 8}, {"rows": 32}, {"rounds": 3}, {"tokens": 4, "dlse": True}, *SIGNS]
     options += [{"rows": 8, "group": 8}, {"rows": 16, "group": 16, "by_token": True}, {"rows": 32, "group": 32}]
@@ -887,7 +873,6 @@ def few_hopper_calls() -> list[dict[str, Any]]:
     half = torch.bfloat16
     options: list[dict[str, Any]] = [{"mode": mode} for mode in ("layout", "fine", "gathered", "dense", "causal")]
     options += [{"limited": True}, {"num_splits": 3}, {"deterministic": True}]
-    options += [{"mode": "causal", "deterministic": True}]
     options += [{"mode": mode, "limited": True} for mode in FINE[:2]]
     grid = [{"head_dim": head_dim, "dtype": half, **option} for head_dim in (64, 128) for option in options]
     grid += [

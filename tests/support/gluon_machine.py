@@ -52,8 +52,6 @@ class Partition:
         # operands of products that have been waited for, which other warps of the partition may still read
         self.read: list[Shared] = []
         self.stores: list[Shared] = []
-        # completions of all TMA stores that it has issued
-        self.writes: list[Callable[[], None]] = []
         # how likely the scheduler resumes it
         self.weight = machine.random.choice([0.1, 1.0, 1.0, 8.0])
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -162,19 +160,13 @@ class Machine:
             raise ProtocolError("a TMA load may still be in flight at the end: nobody has waited for it")
 
 
-def run_all(machines: list[Machine], seed: int, most: int | None = None) -> None:
-    """Runs programs whose partitions have begun to their end. Raises the first error of any of them.
-
-    most  programs that run at a time, the first ones first, as where other kernels occupy SMs; None: all
-    """
+def run_all(machines: list[Machine], seed: int) -> None:
+    """Runs programs whose partitions have begun to their end. Raises the first error of any of them."""
     scheduler = random.Random(seed)
-    waiting = [(machine, scheduler.choice([0.1, 1.0, 8.0])) for machine in machines]
-    running: list[tuple[Machine, float]] = []
+    running = [(machine, scheduler.choice([0.1, 1.0, 8.0])) for machine in machines]
     error: BaseException | None = None
     try:
-        while running or waiting:
-            n_free = len(waiting) if most is None else most - len(running)
-            running, waiting = running + waiting[:n_free], waiting[n_free:]
+        while running:
             # the first program in a weighted random order that can make a step
             order = sorted(running, key=lambda each: -(scheduler.random() ** (1 / each[1])))
             chosen = next((each for each in order if each[0].is_done or each[0].step()), None)
@@ -188,7 +180,7 @@ def run_all(machines: list[Machine], seed: int, most: int | None = None) -> None
         error = raised
         raise
     finally:
-        for machine, _ in running + waiting:
+        for machine, _ in running:
             machine.stop(error)
 
 

@@ -313,7 +313,6 @@ class Language:
             view.copy_(view + values if add else values)
 
         partition.stores.append(source)
-        partition.writes.append(complete)
         self.machine.tma_stores.append(complete)
 
     def tma_reduce_add(self, descriptor: Descriptor, start: list[Any], source: Shared) -> None:
@@ -329,22 +328,6 @@ class Language:
         partition.pause("TMA stores")
         while len(partition.stores) > n_pending:
             partition.stores.pop(0).end_read()
-
-    # semaphores of dQ
-
-    def read_semaphore(self, pointer: Pointer) -> Tensor:
-        self._partition.pause("the load of a semaphore")
-        return self.load(pointer).clone()
-
-    def wait_for_semaphore(self, pointer: Pointer, count: Tensor, n_before: Any) -> None:
-        if count < n_before:
-            self._partition.pause("a semaphore", lambda: bool(self.load(pointer) >= n_before))
-
-    def release_semaphore(self, pointer: Pointer) -> None:
-        partition, pending = self._partition, self.machine.tma_stores
-        partition.pause("its TMA stores", lambda: not any(write in pending for write in partition.writes))
-        partition.writes.clear()
-        pointer.flat[pointer.at()] += 1
 
     # matrix products
 
@@ -413,17 +396,13 @@ class Simulation:
     seed     chooses the order of events
     changes  applied to the sources first
     n_sms    SMs of the simulated GPU
-    n_free   programs that run at a time; None: all of a launch
     """
 
-    def __init__(
-        self, seed: int = 0, changes: Sequence[Change] = (), n_sms: int = 2, n_free: int | None = None
-    ) -> None:
-        self.seed, self.changes, self.n_free = seed, changes, n_free
+    def __init__(self, seed: int = 0, changes: Sequence[Change] = (), n_sms: int = 2) -> None:
+        self.seed, self.changes = seed, changes
         self.language = Language()
         names = ["named_barrier", "fence_async_shared", "tma_load", "tma_store", "tma_reduce_add"]
         names += ["atomic_add_sum", "warpgroup_mma", "warpgroup_mma_wait"]
-        names += ["read_semaphore", "wait_for_semaphore", "release_semaphore"]
         # replaces the global of the same name in every module
         self.simulated: dict[str, Any] = {
             **{name: getattr(self.language, name) for name in names},
@@ -544,6 +523,6 @@ class Simulation:
                 else:
                     machine.begin([(call, ())], [4])
                 machines.append(machine)
-            run_all(machines, self.seed, self.n_free)
+            run_all(machines, self.seed)
 
         return run

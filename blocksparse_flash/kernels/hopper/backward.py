@@ -27,10 +27,8 @@ With grouped heads, in causal calls and in layouts with few long tile columns, a
 query head, which adds its dK and dV to float32 sums with atomics (schedule.sums_over_heads). The last bits of dK and dV
 then vary too.
 
-For deterministic calls without a layout, tile columns add to dQ in a fixed order, behind semaphores (semaphores.py), if
-they hardly wait for each other (schedule.is_dq_ordered). For other deterministic calls, for few tiles per row and for
-few long tile columns (schedule.is_dq_separate), this kernel leaves dQ out, and another launch computes it
-(backward_dq.py), with two more products per tile. Beyond head_dim 128,
+For deterministic calls, for few tiles per row and for few long tile columns (schedule.is_dq_separate), this kernel
+leaves dQ out, and another launch computes it (backward_dq.py), with two more products per tile. Beyond head_dim 128,
 registers do not suffice: wide_backward.py has the kernels.
 """
 
@@ -55,7 +53,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
-from .. import schedule
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
@@ -65,7 +62,6 @@ from ..schedule import (
     Split,
     backward_columns,
     heads_in_turn,
-    is_dq_ordered,
     is_dq_separate,
     split_of,
     sums_over_heads,
@@ -89,7 +85,6 @@ from .backward_producer import (
     load,
     q_start_of,
     read_work_tile,
-    step_of,
     steps_of_head,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline, consumer_release, consumer_wait, named_barrier
@@ -107,7 +102,6 @@ from .registers import (
     zero_keys_from,
 )
 from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
-from .semaphores import read_semaphore, release_semaphore, wait_for_semaphore
 from .tma import (
     DescriptorFactory,
     allocate_rows,
@@ -123,8 +117,6 @@ from .work_tiles import WORK_TILE_STAGES
 
 # values of a row of the descriptor with which TMA adds to the sum of dQ
 DQ_SUM_COLS = gl.constexpr(32)
-# see Pointers.semaphores_ptr
-SEMAPHORE_QUERIES = gl.constexpr(schedule.SEMAPHORE_QUERIES)
 # buffers of queries and dO
 STAGES = gl.constexpr(2)
 # registers per thread of the consumers, and of the producer and the other single warps
@@ -155,21 +147,16 @@ CONFIGS = {
 }
 
 
-# if dQ is added in a fixed order, which takes TMA
-ORDERED = {128: CONFIGS[128], 64: Config(block_q=128, kv_stages=2)}
 # with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes
 CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
-ORDERED_CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2)}
 # if q or v has 96 columns
 WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)
 
 
-def config(columns: tuple[int, int], has_softcap: bool, ordered: bool = False) -> Config:
+def config(columns: tuple[int, int], has_softcap: bool) -> Config:
     """The launch configuration for the columns of q and v. TUNING.md has the candidates that lost."""
     if 96 in columns:
         return WITH_TAIL
-    if ordered:
-        return (ORDERED_CAPPED if has_softcap else ORDERED)[max(columns)]
     return (CAPPED if has_softcap else CONFIGS)[max(columns)]
 
 
@@ -192,16 +179,12 @@ class Staging(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """dk and dv of this warpgroup's keys in registers, [64, DIM | DIM_V], and their tails or 0.
-
-    i_semaphore  with semaphores: that of the last addition to the sum of dQ, not incremented yet; 0 before the first
-    """
+    """dk and dv of this warpgroup's keys in registers, [64, DIM | DIM_V], and their tails or 0."""
 
     dk: Any
     dk_tail: Any
     dv: Any
     dv_tail: Any
-    i_semaphore: Any
 
 
 @gluon.jit
@@ -218,7 +201,7 @@ def zero_sums(kv):
     if kv.v_tail is not None:
         TAIL_V: gl.constexpr = kv.v_tail.shape[4]
         b_dv_tail = gl.zeros([WARPGROUP_ROWS, TAIL_V], gl.float32, accumulator(TAIL_V))
-    return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail, i_semaphore=0)
+    return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
 
 
 @gluon.constexpr_function
@@ -267,13 +250,6 @@ def backward_step(
     score_layout: gl.constexpr = accumulator(BLOCK_Q)
     query_layout: gl.constexpr = gl.SliceLayout(0, score_layout)
     stage = i_step_total % STAGES
-    i_semaphore = sums.i_semaphore
-    if ptrs.semaphores_ptr is not None:
-        q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
-        i_row = (work_tile.batch_head // sizes.n_heads * sizes.n_heads * GROUP + i_head) * sizes.n_padded + q_start
-        i_semaphore = 1 + i_row // SEMAPHORE_QUERIES * 2 + WARPGROUP
-        # early: the additions before this one are hardly ever incomplete at the end of the step
-        count = read_semaphore(ptrs.semaphores_ptr + i_semaphore)
     q_tile, dout_tile = rows_of(q.q, stage, 0, BLOCK_Q), rows_of(dout.dout, stage, 0, BLOCK_Q)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_Q], gl.float32, score_layout)
     # otherwise values derived from it stay in registers across steps and spill; and with two stages the ptxas of Triton
@@ -349,21 +325,16 @@ def backward_step(
         else:
             # TMA has read the previous step's dq from the buffer
             tma.store_wait(0)
-            if ptrs.semaphores_ptr is not None:
-                release_semaphore(ptrs.semaphores_ptr + sums.i_semaphore)
             dq_tile = staging.dq.index(WARPGROUP)
             dq_tile.store(in_register_order(b_dq).reshape(dq_tile.shape))
             fence_async_shared()
-            if ptrs.semaphores_ptr is not None:
-                # one addition for each tile column before this one
-                wait_for_semaphore(ptrs.semaphores_ptr + i_semaphore, count, work_tile.kv_start // TILE)
             tma_reduce_add(descs.dq_sum, [(first // DQ_SUM_COLS).to(gl.int32), 0], dq_tile)
     else:
         b_dv, b_dv_tail = wait_for_products(DK_PRODUCTS, dv_token, dv_tail_token)
         consumer_release(pipelines.dout, stage)
     b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)
     consumer_release(pipelines.q, stage)
-    return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail, i_semaphore=i_semaphore)
+    return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
 
 
 @gluon.jit
@@ -375,9 +346,6 @@ def mma(
     kv = pipelines.kv.buffers
     BLOCK_Q: gl.constexpr = pipelines.q.buffers.q.shape[3]
     KV_STAGES: gl.constexpr = kv.k.shape[0]
-    DESCENDING: gl.constexpr = CAUSAL and ptrs.semaphores_ptr is not None
-    # masked steps are those of the first queries
-    MASKED_PASS: gl.constexpr = 1 if DESCENDING else 0
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
@@ -400,14 +368,12 @@ def mma(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, TILE
             )
             i_head = batch_head % sizes.n_heads * GROUP + i_group_head
-            # masked steps and full ones in two passes, so that full steps pay for no mask
-            n_first = steps.n_steps - steps.n_masked if DESCENDING else steps.n_masked
-            for PASS in gl.static_range(2):
-                for i in range(n_first if PASS == 1 else 0, steps.n_steps if PASS == 1 else n_first):
+            # masked steps, then full ones: two loops, so that full steps pay for no mask
+            for FULL in gl.static_range(2):
+                for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
                     sums = backward_step(
-                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head,
-                        step_of(steps, i, DESCENDING), n_done + i, WARPGROUP,
-                        MASKED=PASS == MASKED_PASS, CAUSAL=CAUSAL, GROUP=GROUP,
+                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
+                        i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=not FULL, CAUSAL=CAUSAL, GROUP=GROUP,
                     )  # fmt: skip
             n_done += steps.n_steps
         HAS_TAIL: gl.constexpr = kv.k_tail is not None or kv.v_tail is not None
@@ -416,8 +382,6 @@ def mma(
         if descs.dq_sum is not None:
             # TMA has read the last dq, whose buffer may be that of dv
             tma.store_wait(0)
-            if ptrs.semaphores_ptr is not None:
-                release_semaphore(ptrs.semaphores_ptr + sums.i_semaphore)
         # the first two conditions are known at compile time, the third is not
         if ptrs.dk_sum_ptr is not None:
             add_to_sums(sums, kv, ptrs, sizes, work_tile, WARPGROUP)
@@ -660,7 +624,7 @@ class BackwardLaunches(NamedTuple):
     convert_dk, convert_dv  of sums over query heads
     outputs      dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
     dq           the launches for dQ, if it is not summed by the main kernel
-    workspaces   dQ and its float32 sum; tile counter; splits; sums of dK and of dV over query heads; semaphores
+    workspaces   dQ and its float32 sum; tile counter; splits; sums of dK and of dV over query heads
     adds_by_tma  whether TMA adds to the sum of dQ
     """
 
@@ -686,7 +650,6 @@ def backward_launches(
     mods: ModSpecs = PLAIN,
     *,
     by_head: bool = False,
-    ordered: bool = False,
 ) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
 
@@ -696,12 +659,11 @@ def backward_launches(
     of_rows      the plan's tile rows and their split, if dq has launches of its own; else None
     mods         score mods
     by_head      see schedule.sums_over_heads
-    ordered      see schedule.is_dq_ordered
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     columns, columns_v = backward_columns(head_dim, v_dim)
-    chosen = config((columns, columns_v), mods.softcap > 0, ordered)
+    chosen = config((columns, columns_v), mods.softcap > 0)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
     n_work_heads = heads if by_head else kv_heads
@@ -723,10 +685,6 @@ def backward_launches(
         "dv_desc": DescriptorFactory(dv_spec, (1, 1, TILE_SIDE, block_v)),
     }
     n_sms, n_programs = num_sms(options.device), split.n_programs(n_tile_cols, n_batch_heads)
-    is_uneven = options.causal or by_head
-    n_in_turn = heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven)
-    if ordered:
-        n_in_turn = min(schedule.ORDERED_HEADS_IN_TURN, n_batch_heads)
     postprocess = dq_sum = alone = None
     if of_rows is not None:
         alone = dq_launches(specs, (columns, columns_v), *of_rows, options, mods)
@@ -750,7 +708,9 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": n_in_turn,
+        "n_in_turn": heads_in_turn(
+            n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=options.causal or by_head
+        ),
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
         "CAUSAL": options.causal,
@@ -785,7 +745,6 @@ def backward_launches(
             splits,
             sums_dk,
             sums_dv,
-            contiguous(torch.int32, 1 + batch * heads * (n_padded // SEMAPHORE_QUERIES.value) * 2) if ordered else None,
         ),
         adds_by_tma="dq_sum_desc" in descriptor_factories,
     )
@@ -827,28 +786,20 @@ def backward(
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
     split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     by_rows, of_rows = tile_lists(plan, 0), None
-    columns = backward_columns(dim, dim_v)
-    ordered = is_dq_ordered(plan, q_shape, k_shape, columns, split, causal, n_sms, deterministic=deterministic)
-    if is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic and not ordered):
+    if is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
         of_rows = plan_specs_of(by_rows), split_of(plan, 0, q_shape, k_shape, causal, n_sms)
     slopes = None if scores is None else scores.alibi_slopes
     mods = mod_specs_of(scores)
-    ready = backward_launches(
-        specs, plan_specs_of(by_cols), split, of_rows, options, mods, by_head=by_head, ordered=ordered
-    )
+    ready = backward_launches(specs, plan_specs_of(by_cols), split, of_rows, options, mods, by_head=by_head)
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
-    dq, dq_sum, tile_counter, splits, sums_dk, sums_dv, semaphores = [
-        memory and empty(*memory) for memory in ready.workspaces
-    ]
+    dq, dq_sum, tile_counter, splits, sums_dk, sums_dv = [memory and empty(*memory) for memory in ready.workspaces]
     flat_lse, flat_delta = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, dq_sum, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
-        dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv, semaphores_ptr=semaphores,
+        dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
     )  # fmt: skip
-    if semaphores is not None:
-        semaphores.zero_()
     if sums_dk is not None and sums_dv is not None:
         sums_dk.zero_()
         sums_dv.zero_()

@@ -63,10 +63,6 @@ class Pointers(NamedTuple):
                       another launch computes dQ
     dk_sum_ptr, dv_sum_ptr  (batch * KV heads, n_tile_cols * 128, columns) float32 sums of dK and dV, in the same order;
                       None: a work tile has all query heads of its group, and stores dK and dV
-    semaphores_ptr    int32 (1 + batch * heads * n_padded / 64 * 2,): one that is incremented before the first addition
-                      and not read; then for every 64 queries and each warpgroup, the number of tile columns that have
-                      added to the sum of dQ (with steps of 128 queries, at the first 64). None: they add in no fixed
-                      order
     """
 
     records_ptr: Any
@@ -80,7 +76,6 @@ class Pointers(NamedTuple):
     dq_sum_ptr: Any
     dk_sum_ptr: Any
     dv_sum_ptr: Any
-    semaphores_ptr: Any
 
 
 class Descriptors(NamedTuple):
@@ -236,19 +231,6 @@ def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
         return step * BLOCK_Q
 
 
-@gluon.jit
-def step_of(steps, i, DESCENDING: gl.constexpr):
-    """The i-th step of a query head. With DESCENDING the last queries come first.
-
-    Causal tile columns that add to dQ in a fixed order begin at the last queries: a column then reaches a query after
-    the columns before it, which begin at the same time and have as many queries or more.
-    """
-    if DESCENDING:
-        return steps.first + steps.n_steps - 1 - i
-    else:
-        return steps.first + i
-
-
 # ---- tile scheduler ----
 
 
@@ -368,20 +350,12 @@ def load(
     """Entry point of the producer warp. GROUP: query heads per KV head."""
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
     KEYS: gl.constexpr = pipelines.kv.buffers.k.shape[3]
-    DESCENDING: gl.constexpr = CAUSAL and ptrs.semaphores_ptr is not None
     n_heads = sizes.n_heads
     n_work = sizes.n_tile_cols * sizes.n_batch_heads
     if ptrs.splits_ptr is not None:
         n_work = n_work + sizes.n_split_lines * (sizes.num_splits - 1) * sizes.n_batch_heads
     n_work = n_work * (TILE // KEYS)
-    # Semaphores need work items to be taken in their order by programs that run. With an item for each program, those
-    # that other kernels or a smaller context keep from starting would hold items that all others wait for. Without a
-    # counter programs start in the order of their items.
-    ORDERED: gl.constexpr = ptrs.semaphores_ptr is not None and ptrs.tile_counter_ptr is not None
-    if ORDERED:  # noqa: SIM108
-        i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")
-    else:
-        i_work = gl.program_id(0)
+    i_work = gl.program_id(0)
     # work tiles and steps so far: they choose the stages
     i_tile = 0
     n_loaded = 0
@@ -392,9 +366,7 @@ def load(
         if ptrs.tile_counter_ptr is None:
             i_work = n_work
         else:
-            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed")
-            if not ORDERED:
-                i_work += gl.num_programs(0)
+            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
@@ -408,10 +380,10 @@ def load(
             )
             i_head = i_kv_head * GROUP + i_group_head
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
-            q_start = q_start_of(ptrs.indices_ptr, step_of(steps, 0, DESCENDING), BLOCK_Q)
+            q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
             for i in range(steps.n_steps):
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
-                next_q_start = q_start_of(ptrs.indices_ptr, step_of(steps, i + 1, DESCENDING), BLOCK_Q)
+                next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i + 1, BLOCK_Q)
                 load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
                 if KV_STAGES == 1:  # noqa: SIM102
                     if n_loaded == n_before:

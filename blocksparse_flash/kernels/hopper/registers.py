@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..schedule import is_before_triton_3_9
 from .barriers import named_barrier
 
-# configurations that spill from Triton 3.9 on are used before only
-BEFORE_TRITON_3_9 = is_before_triton_3_9()
+# Triton 3.9 allocates more registers; configurations that spill there are used before 3.9 only
+BEFORE_TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 # rows of a tile (queries or keys) per warpgroup: M of a wgmma
 WARPGROUP_ROWS = gl.constexpr(64)

@@ -239,9 +239,7 @@ BACKWARD_FAULTS = {
     b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)""",
     ),
     "dq overwritten while TMA adds it": Change(
-        BACKWARD,
-        "            # TMA has read the previous step's dq from the buffer\n            tma.store_wait(0)\n",
-        "",
+        BACKWARD, "            tma.store_wait(0)\n            dq_tile = staging", "            dq_tile = staging"
     ),
     "full barrier of dO expects no bytes of delta": Change(
         COLS, "dout_bytes + descs.delta.block_type.nbytes", "dout_bytes"
@@ -291,7 +289,7 @@ BACKWARD_FAULTS = {
     "dp not waited for": Change(
         BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
     ),
-    "partial step computed as a full step": Change(BACKWARD, "MASKED=PASS == MASKED_PASS", "MASKED=False"),
+    "partial step computed as a full step": Change(BACKWARD, "MASKED=not FULL", "MASKED=False"),
 }
 # faults of three consumer warpgroups
 THREE_WARPGROUP_FAULTS = {
