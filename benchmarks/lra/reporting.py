@@ -131,7 +131,8 @@ def accuracies(tests: Sequence[Line]) -> Figure:
     axes.set_yticks(range(len(tests)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
-    axes.legend(fontsize=8)
+    axes.margins(y=0.01)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
