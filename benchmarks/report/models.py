@@ -36,6 +36,10 @@ def _cell(values: dict[str, float], text: str) -> str:
     return "-" if cells == ["-", "-"] else " / ".join(cells)
 
 
+# a column of `shapes`
+JOULES = "joules, ours / least of the others"
+
+
 def shapes(lines: pd.DataFrame) -> str:
     """Speed in the shapes of models: for each GPU and commit a row for each case, a column for each library."""
     shown = _named(select(lines, bench="shapes"))
@@ -55,6 +59,7 @@ def shapes(lines: pd.DataFrame) -> str:
 
 def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
     columns, rows = _ordered(shown["by"]), []
+    has_energy = "joules" in shown and shown["joules"].notna().any()
     for case, found in shown.groupby("pattern", sort=False):
         rates = {by: dict(zip(of["direction"], of["tflops"], strict=True)) for by, of in found.groupby("by")}
         if OURS not in rates:
@@ -66,6 +71,8 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
         backends = sorted(found.loc[found["is_ours"], "backend"].unique())
         cells = [_cell(rates.get(by, {}), "{:.0f}") for by in columns]
         rows.append([str(case), ", ".join(f"`{name}`" for name in backends), *cells, _cell(ratios, "{:.2f}")])
+        if has_energy:
+            rows[-1].append(_cell(_energy_ratios(found), "{:.2f}"))
     if not rows:
         return ""
     rate = measurements.matmul_rate(lines, shown)
@@ -73,9 +80,21 @@ def _shapes_of_run(lines: pd.DataFrame, shown: pd.DataFrame) -> str:
         f"One {shown['device'].iloc[0]}, bf16, `python -m benchmarks.run.shapes`, commit {shown['commit'].iloc[0]}, "
         f"{measurements.versions(shown, 'torch', 'triton')}. TFLOP/s of the pairs that attend, forward / backward; "
         "`-`: unsupported, wrong, or not measured. Timing was interleaved across libraries."
-        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else ""),
-        table(["case", "our backend", *columns, "ours / best of the others"], rows),
+        + (f" A matrix product of 8192 x 8192 x 8192 ran at {rate:.0f} TFLOP/s." if rate else "")
+        + (" Joules: energy of the GPU per call in a loop of calls, read from NVML." if has_energy else ""),
+        table(
+            ["case", "our backend", *columns, "ours / best of the others", *([JOULES] if has_energy else [])],
+            rows,
+        ),
     )
+
+
+def _energy_ratios(found: pd.DataFrame) -> dict[str, float]:
+    """Our joules over the least of the others', by direction."""
+    measured = found.dropna(subset="joules")
+    ours = measured[measured["by"] == OURS].set_index("direction")["joules"]
+    least = measured[measured["by"] != OURS].groupby("direction")["joules"].min()
+    return (ours / least).dropna().to_dict()
 
 
 def selection(lines: pd.DataFrame) -> str:

@@ -8,8 +8,9 @@ turns within one process.
 
 Lines: direction is "fwd", "bwd" (backward alone), "mask" (wall clock: from a bool per block on the host to the mask on
 the device), "step" or "steps" (--sweep change); setup_ms is the first call, which compiles. TFLOP/s count stored
-blocks: 4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. One line has the rate of a matrix
-product of 8192 x 8192 x 8192.
+blocks: 4 * heads * nnz * block_size^2 * head_dim forward, 2.5 times that backward. Joules are those of the whole GPU in
+a loop of calls, where NVML has a counter and pynvml is installed (pip install nvidia-ml-py). One line has the rate of a
+matrix product of 8192 x 8192 x 8192.
 
 --sweep length         2 K to 1 M tokens, fixed keys per query, and dense
 --sweep density        1 % to 100 % of random blocks, and dense
@@ -113,9 +114,12 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
         there = [(line, calls[direction]) for line, calls in ready if direction in calls]
         peaks = [measure.peak_bytes(call) for _, call in there]
         timings = measure.milliseconds_in_turns([call for _, call in there])
-        for (line, _), peak, times in zip(there, peaks, timings, strict=True):
-            tflops = run.tflops(case.pattern, direction, times["ms"])
-            measure.append(run.out, {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak})
+        for (line, call), peak, times in zip(there, peaks, timings, strict=True):
+            tflops, joules = run.tflops(case.pattern, direction, times["ms"]), measure.joules(call, times["ms"])
+            found = {
+                **line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak, "joules": joules,
+            }  # fmt: skip
+            measure.append(run.out, found, measure.KEYS_WITH_ENERGY)
 
 
 def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:

@@ -22,12 +22,14 @@ KEYS = [
     "bench", "provider", "backend", "pattern", "density", "n", "batch", "heads", "head_dim", "dtype", "direction",
     "ms", "ms_p20", "ms_p80", "tflops", "peak_bytes", "setup_ms", "device", "torch", "triton", "commit",
 ]  # fmt: skip
+# of lines with the energy of a call
+KEYS_WITH_ENERGY = [*KEYS, "joules"]
 # keys that are printed: names, sizes with their key, and figures with theirs
 NAMES = ("bench", "task", "what", "provider", "backend", "model", "pattern", "direction", "clock", "status")
 SIZES = ("n", "q_len", "batch", "heads", "kv_heads", "head_dim")
 FIGURES = (
     "ms", "ms_p20", "ms_p80", "tflops", "gb_per_s", "gb_s", "copy_share", "tokens_per_s", "speedup", "bound_ms",
-    "overlap", "density", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "peak_bytes", "accuracy",
+    "joules", "overlap", "density", "dram_read_bytes", "dram_write_bytes", "l2_bytes", "peak_bytes", "accuracy",
 )  # fmt: skip
 
 
@@ -53,6 +55,53 @@ def milliseconds_in_turns(calls: Sequence[Callable[[], Any]], *, n_rounds: int =
             which = (n_round + place) % len(calls)
             times[which] += triton.testing.do_bench(calls[which], warmup=10, rep=40, return_mode="all")
     return [percentiles(each) for each in times]
+
+
+def energy_counter() -> Callable[[], float] | None:
+    """Reads the energy that the current GPU has used since its driver was loaded, in joules; None without NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        # NVML does not number GPUs as CUDA_VISIBLE_DEVICES does
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        # not every GPU has this counter
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        print(f"no energy is measured: {error}", flush=True)
+        return None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+
+
+def joules(call: Callable[[], Any], milliseconds_per_call: float, *, seconds: float = 0.5) -> float | None:
+    """Energy of a call in a loop of calls, of the whole GPU; None without a counter.
+
+    The counter changes every 20 to 100 ms, so the measurement begins and ends at such a change.
+    """
+    read = energy_counter()
+    if read is None:
+        return None
+    batch = max(1, round(2 / milliseconds_per_call))
+    before, first, n_calls = read(), None, 0
+    begin = time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < 10 * seconds:
+        for _ in range(batch):
+            call()
+        synchronize()
+        n_calls += batch
+        now = read()
+        if now == before:
+            continue
+        before = now
+        if first is None:
+            first, n_calls, begin = now, 0, time.perf_counter()
+        elif elapsed >= seconds:
+            return (now - first) / n_calls
+    # the counter stands still
+    return None
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

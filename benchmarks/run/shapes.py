@@ -7,8 +7,10 @@ scaled_dot_product_attention with its kernels cuDNN and FlashAttention-2. Output
 float32 on sampled rows before timing; the peers of a case take turns within one process.
 
 Lines: `pattern` is the name of the case. TFLOP/s count the pairs that attend: 2 * (head_dim + v_dim) each forward and
-2 * (3 * head_dim + 2 * v_dim) backward. The direction "plan" is the layout and plan of packed documents, made on the
-GPU from their boundaries, which a training step does once. `python -m benchmarks.report` makes a table of them.
+2 * (3 * head_dim + 2 * v_dim) backward. Joules are those of the whole GPU in a loop of calls, where NVML has a counter
+and pynvml is installed (pip install nvidia-ml-py). The direction "plan" is the layout and plan of packed documents,
+made on the GPU from their boundaries, which a training step does once. `python -m benchmarks.report` makes a table of
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .attention import Run, matmul
 from .correctness import TOLERANCE, relative_error
 from .peers import Call, compiled_flex, is_installed, sdpa_call, tokens_first_call
 
-KEYS = [*measure.KEYS, "kv_heads", "v_dim"]
+KEYS = [*measure.KEYS_WITH_ENERGY, "kv_heads", "v_dim"]
 SOFTCAP = 30.0
 # create_block_mask evaluates every pair
 MAX_FLEX_TOKENS = 1 << 17
@@ -349,9 +351,12 @@ def compare(case: Case, among: list[Peer], out: Any, device: str = "cuda") -> No
         there = [(line, calls[direction]) for line, calls in ready if direction in calls]
         peaks = [measure.peak_bytes(call) for _, call in there]
         timings = measure.milliseconds_in_turns([call for _, call in there])
-        for (line, _), peak, times in zip(there, peaks, timings, strict=True):
+        for (line, call), peak, times in zip(there, peaks, timings, strict=True):
             tflops = None if direction == "plan" else case.flops(direction) / times["ms"] * 1e-9
-            found = {**line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak}
+            energy = None if direction == "plan" else measure.joules(call, times["ms"])
+            found = {
+                **line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak, "joules": energy,
+            }  # fmt: skip
             measure.append(out, found, KEYS)
     measure.release()
 

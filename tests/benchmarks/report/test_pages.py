@@ -473,7 +473,13 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
     ]
     assert "A matrix product of 8192 x 8192 x 8192 ran at 700 TFLOP/s." in section
     assert "from their boundaries there, took 0.12 ms (8 packed documents): " in section
+    assert "joules" not in section
     assert models.shapes(frame([])) == ""
+    for each, energy in zip(found, (3.0, 1.0, 4.0, 6.0, 5.0, None), strict=False):
+        each["joules"] = energy
+    section = models.shapes(frame(found))
+    assert "| joules, ours / least of the others |" in section
+    assert [row.split(" | ")[-1] for row in rows_of(section)] == ["0.60 / - |", "- |"]
 
 
 def test_selection_is_compared_with_tiles_dense_attention_and_fla() -> None:

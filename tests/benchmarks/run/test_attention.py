@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "wall_milliseconds", called)
     monkeypatch.setattr(measure, "first_call_milliseconds", lambda call: call() is None or 1.0)
     monkeypatch.setattr(measure, "peak_bytes", lambda call: call() is None or 7)
+    monkeypatch.setattr(measure, "joules", lambda call, ms: call() is None or 0.5)
     monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(("device", "torch", "triton", "commit"), "here"))
 
 
@@ -101,7 +104,8 @@ def test_a_line_is_written_for_each_figure(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "bigbird")
     benchmark.compare(case, [peers.ours("eager"), peers.sdpa("math", "sdpa", "MATH")], run)
     lines = written(run.out)
-    assert all([*line] == measure.KEYS for line in lines)
+    keys = {"fwd": measure.KEYS_WITH_ENERGY, "bwd": measure.KEYS_WITH_ENERGY}
+    assert all([*line] == keys.get(line["direction"], measure.KEYS) for line in lines)
     # math has no block layouts
     assert [(line["provider"], line["direction"]) for line in lines] == [
         ("blocksparse_flash", direction) for direction in ("mask", "fwd", "bwd")
@@ -239,6 +243,65 @@ def test_calls_take_turns_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert "".join(done) == "abcbcacababc"
     # a was the first, sixth, eighth and tenth
     assert found[0] == pytest.approx({"ms": 7.0, "ms_p20": 4.0, "ms_p80": 8.8})
+
+
+class Counter:
+    """An energy counter: 3 joules per call, but it changes only every `step` joules."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.used, self.now = step, 7.0, 0.0
+
+    def call(self) -> None:
+        self.used += 3.0
+        self.now += 0.01
+
+    def read(self) -> float:
+        return self.used // self.step * self.step
+
+
+@pytest.mark.parametrize("step", [1.0, 30.0])
+def test_energy_is_measured_between_changes_of_the_counter(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+    counter = Counter(step)
+    monkeypatch.setattr(measure, "energy_counter", lambda: counter.read)
+    monkeypatch.setattr("time.perf_counter", lambda: counter.now)
+    # batches of one call: without a beginning at a change, 30 joules would be missing or too many
+    assert measure.joules(counter.call, 10.0, seconds=2.0) == pytest.approx(3.0, rel=1e-9)
+    assert counter.now >= 2.0
+
+
+def test_a_counter_that_stands_still_gives_no_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter(1e9)
+    monkeypatch.setattr(measure, "energy_counter", lambda: counter.read)
+    monkeypatch.setattr("time.perf_counter", lambda: counter.now)
+    assert measure.joules(counter.call, 10.0) is None
+    monkeypatch.setattr(measure, "energy_counter", lambda: None)
+    assert measure.joules(counter.call, 10.0) is None
+
+
+def test_the_counter_is_that_of_the_current_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError = type("NVMLError", (Exception,), {})
+    nvml.nvmlInit = lambda: None
+    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    nvml.nvmlDeviceGetTotalEnergyConsumption = {"GPU-abc": 5000}.__getitem__
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    properties = {3: types.SimpleNamespace(uuid="abc")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    read = measure.energy_counter()
+    assert read is not None and read() == 5.0
+
+    def refuse(handle: str) -> int:
+        raise nvml.NVMLError("Not Supported")
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = refuse
+    assert measure.energy_counter() is None
+    assert "no energy is measured: Not Supported" in capsys.readouterr().out
+    # None in sys.modules: an import fails
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert measure.energy_counter() is None
 
 
 def test_wall_clock_is_median_and_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measure, "milliseconds_in_turns", turns)
     monkeypatch.setattr(measure, "peak_bytes", lambda call: 0)
+    monkeypatch.setattr(measure, "joules", lambda call, ms: 5.0 * ms)
     monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(("device", "torch", "triton", "commit"), "here"))
 
 
@@ -64,6 +65,7 @@ def test_our_call_is_right_and_has_a_line_for_each_direction(case: Case, tmp_pat
     ]
     assert all([*line] == shapes.KEYS for line in lines)
     assert lines[0]["tflops"] == case.flops("fwd") / 2.0 * 1e-9
+    assert [line["joules"] for line in lines] == [10.0, 10.0, None][: len(lines)]
 
 
 @pytest.mark.usefixtures("untimed")
