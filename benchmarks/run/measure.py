@@ -57,8 +57,12 @@ def milliseconds_in_turns(calls: Sequence[Callable[[], Any]], *, n_rounds: int =
     return [percentiles(each) for each in times]
 
 
+@functools.cache
 def energy_counter() -> Callable[[], float] | None:
-    """Reads the energy that the current GPU has used since its driver was loaded, in joules; None without NVML."""
+    """Reads the energy that the current GPU has used since its driver was loaded, in joules; None without NVML.
+
+    Prints once why there is none, if NVML refuses.
+    """
     try:
         import pynvml
     except ImportError:
@@ -100,7 +104,7 @@ def joules(call: Callable[[], Any], milliseconds_per_call: float, *, seconds: fl
             first, n_calls, begin = now, 0, time.perf_counter()
         elif elapsed >= seconds:
             return (now - first) / n_calls
-    # the counter stands still
+    print("no energy is measured: the counter of NVML stands still", flush=True)
     return None
 
 
