@@ -72,14 +72,14 @@ class RecordRows:
 class FreshRows:
     """An endless stream of samples, drawn on demand.
 
-    stages  (samples, source): each source gives that many samples, in order; the last stage never ends
+    stages  (samples, sources): that many samples, in order, taken from the sources in turn; the last stage never ends
     stream  another number gives other samples
     """
 
-    def __init__(self, stages: Sequence[tuple[int, Source]], *, stream: int = 0) -> None:
-        if not stages:
-            raise ValueError("stages must be one or more, got none")
-        self.sources = [source for _, source in stages]
+    def __init__(self, stages: Sequence[tuple[int, Sequence[Source]]], *, stream: int = 0) -> None:
+        if not stages or not all(sources for _, sources in stages):
+            raise ValueError("stages must be one or more, of one source or more each, got none")
+        self.sources = [sources for _, sources in stages]
         # no run takes so many samples
         self.first_number = stream * 2**40
         # first place of each next stage
@@ -92,8 +92,11 @@ class FreshRows:
         stages = np.searchsorted(self.ends, places, side="right")
         batches = []
         for stage in np.unique(stages):
-            members = places[stages == stage]
-            batches.append(from_records(self.sources[stage].draw("fresh", self.first_number + members), members))
+            sources = self.sources[stage]
+            for turn, source in enumerate(sources):
+                members = places[(stages == stage) & (places % len(sources) == turn)]
+                if len(members):
+                    batches.append(from_records(source.draw("fresh", self.first_number + members), members))
         return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 

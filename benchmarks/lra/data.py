@@ -28,11 +28,14 @@ class Stage:
     changes     fields of the generator's preset, for Pathfinder such as {contour_length: 6, is_central: false,
                 seed_distances: [3, 10]}, for ListOps {max_depth: 5, min_length: 50, max_length: 300}
     batch_size  None is that of the data
+    mixture     further changes, of which the samples take one in turn: such as [{contour_length: 3},
+                {contour_length: 4}]; none if empty
     """
 
     samples: int
     changes: dict[str, Any]
     batch_size: int | None = None
+    mixture: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,13 @@ def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Source:
     return _changed(source, rules.changes, "rules")
 
 
-def stage_source(source: sources.Source, stage: Stage, length: int) -> sources.Source:
-    """The source with the rules of a stage and records of the same length."""
-    changed = _changed(source, stage.changes, "stages")
-    if isinstance(changed, sources.ListOpsSource):
-        return dataclasses.replace(changed, padded_length=length)
-    return changed
+def stage_sources(source: sources.Source, stage: Stage, length: int) -> list[sources.Source]:
+    """The source with the rules of a stage, once for each member of its mixture, and records of the same length."""
+    changed = [_changed(source, {**stage.changes, **more}, "stages") for more in stage.mixture or [{}]]
+    return [
+        dataclasses.replace(each, padded_length=length) if isinstance(each, sources.ListOpsSource) else each
+        for each in changed
+    ]
 
 
 class LraData(lightning.LightningDataModule):
@@ -215,8 +219,8 @@ class LraData(lightning.LightningDataModule):
             self.rows["pairs"] = PairRows(tested, self.sizes.pairs)
         if self.source == "fresh":
             last = self._generator("train")
-            stages = [(each.samples, stage_source(last, each, self.task.length)) for each in self.rules.stages]
-            self.rows["train"] = FreshRows([*stages, (0, last)], stream=self.order_seed)
+            stages = [(each.samples, stage_sources(last, each, self.task.length)) for each in self.rules.stages]
+            self.rows["train"] = FreshRows([*stages, (0, [last])], stream=self.order_seed)
 
     def _place(self) -> dict[str, int]:
         """Index and number of processes."""

@@ -67,7 +67,7 @@ def test_stages_have_steps_of_their_own_size() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_like_lengths_come_together(workers: int) -> None:
     """Every sample once, in batches whose lengths do not overlap; the same batches wherever they begin."""
-    rows = FreshRows([(0, SMALL)])
+    rows = FreshRows([(0, [SMALL])])
 
     def loaded(begin: int, count: int) -> list[batches.Batch]:
         steps = Steps(n=None, batch_size=6, seed=0, first_step=begin, stages=[(8, 4)])
@@ -122,7 +122,7 @@ def test_pairs_are_four_versions_of_one_image() -> None:
 
 def test_a_fresh_stream_goes_through_its_stages() -> None:
     easy = ListOpsSource(listops.Preset(3, 4, 3, 20), padded_length=257)
-    rows = FreshRows([(5, easy), (0, SMALL)])
+    rows = FreshRows([(5, [easy]), (0, [SMALL])])
     whole = rows.take(np.arange(12))
     assert (whole.tokens[:5, 0].numpy() == easy.draw("fresh", np.arange(5))["tokens"]).all()
     assert (whole.tokens[5:, 0].numpy() == SMALL.draw("fresh", np.arange(5, 12))["tokens"]).all()
@@ -130,8 +130,22 @@ def test_a_fresh_stream_goes_through_its_stages() -> None:
         assert torch.equal(field, other[3:8])
     with pytest.raises(TypeError, match="has no length"):
         len(rows)
-    with pytest.raises(ValueError, match="stages must be one or more"):
-        FreshRows([])
+    for none in ([], [(5, [])]):
+        with pytest.raises(ValueError, match="stages must be one or more, of one source or more each"):
+            FreshRows(none)
+
+
+def test_samples_of_a_mixture_come_from_its_sources_in_turn() -> None:
+    easy = ListOpsSource(listops.Preset(3, 4, 3, 20), padded_length=257)
+    rows = FreshRows([(5, [easy, SMALL]), (0, [SMALL, SMALL, easy])])
+    whole = rows.take(np.arange(12))
+    order = whole.places.argsort()
+    expected = [easy, SMALL, easy, SMALL, easy, easy, SMALL, SMALL, easy, SMALL, SMALL, easy]
+    for place, source in enumerate(expected):
+        assert (whole.tokens[order][place, 0].numpy() == source.draw("fresh", np.array([place]))["tokens"][0]).all()
+    # wherever a batch begins and ends
+    part = rows.take(np.arange(4, 7))
+    assert torch.equal(part.tokens[part.places.argsort()], whole.tokens[order][4:7])
 
 
 def test_an_epoch_has_each_sample_in_one_random_version() -> None:

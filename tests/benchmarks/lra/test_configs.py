@@ -20,7 +20,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 import benchmarks.lra
 from benchmarks.lra import __main__ as command
 from benchmarks.lra import recipe, scoring, tables
-from benchmarks.lra.data import LraData, Rules, Stage, generator_of, stage_source
+from benchmarks.lra.data import LraData, Rules, Stage, generator_of, stage_sources
 from benchmarks.lra.model import Architecture, Classifier, keys_per_query
 from benchmarks.lra.tasks import find
 from benchmarks.lra.training import Recipe
@@ -43,7 +43,7 @@ def test_a_configuration_makes_a_model_its_data_and_a_folder_of_its_own(name: st
         Classifier(task, Architecture(**settings["model"]["architecture"]))
     recipe = Recipe(**settings["model"]["recipe"])
     for stage in settings["data"].get("rules", {}).get("stages", []):
-        stage_source(generator_of(task, Rules()), Stage(**stage), task.length)
+        stage_sources(generator_of(task, Rules()), Stage(**stage), task.length)
     # the official Retrieval is still warming up when it ends
     assert recipe.schedule == "rsqrt" or settings["trainer"]["max_steps"] > recipe.warmup
     assert settings["trainer"]["default_root_dir"] == f"out/lra/runs/{name}"

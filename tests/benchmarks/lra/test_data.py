@@ -80,6 +80,20 @@ def test_fresh_samples_go_through_the_stages(root: Path) -> None:
     assert (second.tokens.numpy() == task[4:]).all(axis=(1, 2)).tolist() == [False, False, True, True]
 
 
+def test_a_stage_may_mix_rules(root: Path) -> None:
+    mixture = [{"contour_length": 3}, {"contour_length": 5, "distractor_dashes": 0}]
+    module = data("pathfinder32", root, "fresh", rules=Rules(stages=[Stage(4, {"is_central": False}, mixture=mixture)]))
+    batch = next(iter(module.train_dataloader()))
+    task = generator_of(find("pathfinder32"), Rules())
+    assert isinstance(task, sources.PathfinderSource)
+    for place, image in zip(batch.places.tolist(), batch.tokens[:, 0].numpy(), strict=True):
+        rules = dataclasses.replace(task.rules, is_central=False, **mixture[place % 2])
+        drawn = sources.PathfinderSource(rules).draw("fresh", np.array([place]))
+        assert (image == drawn["image"].reshape(-1)).all()
+    with pytest.raises(ValueError, match=r"stages: changes must be fields of .*, got \['contour'\]"):
+        data("pathfinder32", root, "fresh", rules=Rules(stages=[Stage(4, {}, mixture=[{"contour": 3}])]))
+
+
 def test_a_changed_task_is_changed_in_every_split_and_not_long_range_arena(root: Path) -> None:
     rules = Rules(contour_length=6, changes={"distractor_dashes": 0, "margins": [2]})
     module = data("pathfinder32", root, "fresh", rules=rules)
