@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..plan import block_selection
 from ..runtime import tracing
-from ..runtime.tensor_spec import in_order_of
+from ..runtime.tensor_spec import in_order_of, new_in_order_of
 from ..score_mods import slopes_of
 from .arguments import check_input, check_positions, positive_int, rotary_base, runs_kernels
 
@@ -64,6 +65,62 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
     return RotaryTable(angles.cos(), angles.sin())
 
 
+# ---- the operator, for torch.compile ----
+
+# inductor would fuse the rotation of dq and dk with the join of dq, dk and dv into the gradient of one projection, in a
+# kernel that takes five times as long as these two steps
+torch.library.define("blocksparse_flash::rotate", "(Tensor x, Tensor cos, Tensor sin, bool is_inverse) -> Tensor")
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, is_inverse: bool) -> Tensor:
+    from ..kernels.triton.rotary import rotated
+
+    with tracing.on_device(x.device):
+        return rotated(x, cos, sin, is_inverse=is_inverse)
+
+
+torch.library.impl("blocksparse_flash::rotate", "default", _launch)
+
+
+@torch.library.register_fake("blocksparse_flash::rotate")
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, is_inverse: bool) -> Tensor:  # noqa: ARG001 - of the operator
+    return new_in_order_of(x if x.stride(-1) == 1 else x.contiguous(), x.shape[3])
+
+
+class _Rotate(torch.autograd.Function):
+    """The operator, whose gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_inverse: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.is_inverse = is_inverse
+        with torch._C._AutoDispatchBelowAutograd():
+            return _rotate_operator(x, cos, sin, is_inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _rotate_operator(grad, *ctx.saved_tensors, not ctx.is_inverse), None, None, None
+
+
+torch.library.impl("blocksparse_flash::rotate", "Autograd", _Rotate.apply)
+_rotate_operator = torch.ops.blocksparse_flash.rotate.default
+
+
+def _runs_operator(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in block_selection.COMPARABLE and tracing.runs_triton(device.index)
+
+
+# torch.compile calls it once, and its answer becomes a constant of the graph
+_runs_operator._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _takes_operator(heads: Tensor) -> bool:
+    return torch.compiler.is_compiling() and heads.is_cuda and _runs_operator(heads.device, heads.dtype)
+
+
+# ---- positions ----
+
+
 def _has_table_for_kernels(heads: Tensor, table: RotaryTable) -> bool:
     """Whether the kernel for rotary positions takes a table: of this shape, and without gradient."""
     cos, sin = table
@@ -75,8 +132,8 @@ def _has_table_for_kernels(heads: Tensor, table: RotaryTable) -> bool:
 def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
     """Applies rotary positions to heads (batch, heads, length, head_dim).
 
-    On a GPU in one pass, with cosines and sines in float32. Elsewhere and under tracing they are rounded to the type of
-    the heads.
+    On a GPU in one pass, with cosines and sines in float32, also under torch.compile. Elsewhere and under other tracers
+    they are rounded to the type of the heads.
     """
     if runs_kernels(heads) and _has_table_for_kernels(heads, table):
         from ..kernels.triton.rotary import Rotary
@@ -84,6 +141,9 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
         with tracing.on_device(heads.device):
             rotated: Tensor = Rotary.apply(heads, table.cos, table.sin, False)
         return rotated
+    if _takes_operator(heads) and _has_table_for_kernels(heads, table):
+        compiled: Tensor = _rotate_operator(heads, table.cos, table.sin, False)
+        return compiled
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     # of heads of two features, cat returns others than the strides that attention needs

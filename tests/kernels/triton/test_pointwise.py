@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from blocksparse_flash.nn import positions
 from blocksparse_flash.nn.positions import RotaryTable, rotary_table
@@ -46,8 +49,13 @@ def rotated(x: Tensor, table: RotaryTable) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("change", [plain, tokens_first])
 @pytest.mark.parametrize("has_batches", [False, True])
+@pytest.mark.parametrize("apply", [Rotary.apply, torch.ops.blocksparse_flash.rotate], ids=["direct", "operator"])
 def test_rotary_positions(
-    shape: tuple[int, ...], change: Callable[[Tensor], Tensor], has_batches: bool, device: torch.device
+    shape: tuple[int, ...],
+    change: Callable[[Tensor], Tensor],
+    has_batches: bool,
+    apply: Callable[..., Tensor],
+    device: torch.device,
 ) -> None:
     batch, _, length, features = shape
     table = rotary_table(torch.arange(batch * length, device=device), 100.0, features)
@@ -63,7 +71,7 @@ def test_rotary_positions(
     (dx,) = torch.autograd.grad(truth, x, grad, create_graph=True)
     (dgrad,) = torch.autograd.grad(dx, grad, second)
     mine, mine_grad = (change(each.detach().float()).requires_grad_() for each in (x, grad))
-    out = Rotary.apply(mine, table.cos, table.sin, False)
+    out = apply(mine, table.cos, table.sin, False)
     assert_in_order_of(mine, out, "out")
     torch.testing.assert_close(out, truth.float())
     (found,) = torch.autograd.grad(out, mine, mine_grad, create_graph=True)
@@ -71,6 +79,35 @@ def test_rotary_positions(
     torch.testing.assert_close(found, dx.float())
     (found,) = torch.autograd.grad(found, mine_grad, change(second.float()))
     torch.testing.assert_close(found, dgrad.float())
+
+
+@pytest.mark.parametrize("change", [plain, tokens_first])
+def test_compiled_rotary_positions_are_one_operator(
+    change: Callable[[Tensor], Tensor], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward and in the backward, whose results have the strides that the compiler was told."""
+    monkeypatch.setattr(positions, "_takes_operator", lambda _: torch.compiler.is_compiling())
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    table = rotary_table(torch.arange(20, device=device), 100.0, 8)
+    x, grad = (change(drawn(2, 3, 20, 8, device=device, seed=seed).float()) for seed in range(2))
+    x.requires_grad_()
+    truth = rotated(x.double(), table)
+    (dx,) = torch.autograd.grad(truth, x, grad.double())
+    # other results would have other strides than the fake tensors
+    call = torch.compile(positions.rotate, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    out = call(x, table)
+    (found,) = torch.autograd.grad(out, x, grad)
+    torch.testing.assert_close(out, truth.float())
+    torch.testing.assert_close(found, dx.float())
+    for graph, result in zip(graphs, (out, found), strict=True):
+        (node,) = [node for node in graph.graph.nodes if node.target is torch.ops.blocksparse_flash.rotate.default]
+        assert node.meta["val"].stride() == result.stride()
+        assert not [node for node in graph.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
