@@ -63,7 +63,8 @@ test-gpu:
 		tests/kernels/test_gpu_fuzz.py tests/kernels/test_gpu_selected.py tests/kernels/test_launch_tables.py \
 		tests/kernels/triton/test_merge_selected.py tests/plan/test_packed_builder.py \
 		tests/plan/test_selected_builder.py \
-		tests/distributed/test_gpu.py tests/diffusers/test_gpu.py tests/vllm_omni/test_gpu.py
+		tests/distributed/test_gpu.py tests/diffusers/test_gpu.py tests/vllm_omni/test_gpu.py \
+		tests/benchmarks/lra/test_gpu.py
 
 mutants: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --jobs $(JOBS)

@@ -152,13 +152,15 @@ def _folder(root: str | None, name: str = "") -> str:
     return str((ROOT / "runs" if root is None else Path(root)) / name)
 
 
-def cpu_hint(data: LraData, *, is_compiled: bool) -> str:
+def cpu_hint(data: LraData, *, is_compiled: bool, is_graphed: bool = False) -> str:
     """The options of a short trial on a CPU; empty for a run that is one."""
-    if data.batch_size <= SMALL_BATCH and not is_compiled:
+    if data.batch_size <= SMALL_BATCH and not (is_compiled or is_graphed):
         return ""
     # in a folder of its own, from whose checkpoint no recipe continues
     options = f"--trainer.default_root_dir {ROOT / 'runs' / 'trial'}"
     options += f" --model.is_compiled false --data.batch_size {SMALL_BATCH} --trainer.max_steps 20"
+    if is_graphed:
+        options += " --model.is_graphed false"
     # stages have batch sizes of their own
     if data.rules.stages:
         options += ' --data.rules.stages "[]"'
@@ -188,7 +190,7 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
     class Command(LightningCLI):
         def before_fit(self) -> None:
-            hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled)
+            hint = cpu_hint(self.datamodule, is_compiled=self.model.is_compiled, is_graphed=self.model.is_graphed)
             if self.trainer.strategy.root_device.type == "cpu" and self.trainer.is_global_zero and hint:
                 print(hint, flush=True)
             if self.trainer.is_global_zero:

@@ -116,6 +116,8 @@ class Experiment(lightning.LightningModule):
     task          a name in tasks.TASKS
     start         a checkpoint with initial weights: another resolution, an easier stage, self-pretraining
     is_compiled   whether layers are compiled, except their attention
+    is_graphed    whether the forward and the backward of a training step are CUDA graphs, so that the host launches
+                  each at once: for images, whose batches have one shape, on one GPU
     """
 
     def __init__(
@@ -126,11 +128,12 @@ class Experiment(lightning.LightningModule):
         *,
         start: Path | None = None,
         is_compiled: bool = False,
+        is_graphed: bool = False,
     ) -> None:
         super().__init__()
         self.task = find(task)
         self.recipe = Recipe() if recipe is None else recipe
-        self.start, self.is_compiled = start, is_compiled
+        self.start, self.is_compiled, self.is_graphed = start, is_compiled, is_graphed
         self.model = Classifier(self.task, Architecture() if architecture is None else architecture)
         # freezes the unused head, whose gradients several GPUs would wait for
         idle = self.model.guess if self.recipe.objective == "classify" else self.model.head
@@ -224,18 +227,24 @@ class Experiment(lightning.LightningModule):
 
     def on_fit_start(self) -> None:
         self._begin = time.monotonic()
+        if self.is_graphed:
+            self._check_can_be_graphed()
         if self.is_compiled:
             self._compile()
         # a resumed checkpoint has its own weights; global_step is not restored yet
-        if self.start is None or self._goes_on:
-            return
-        found = torch.load(self.start, map_location="cpu", weights_only=True)
-        self.record["start"] = digest(self.start)
+        if self.start is not None and not self._goes_on:
+            self._load_start(self.start)
+        if self.is_graphed:
+            self._capture()
+
+    def _load_start(self, start: Path) -> None:
+        found = torch.load(start, map_location="cpu", weights_only=True)
+        self.record["start"] = digest(start)
         for name in ("samples", "device_hours"):
             self.record[f"{name}_before"] = found["record"][name] + found["record"][f"{name}_before"]
         weights = {name.removeprefix("model."): weight for name, weight in found["state_dict"].items()}
         fresh = load_fitting(self.model, weights)
-        print(f"weights of {self.start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
+        print(f"weights of {start}, of {found['task']}; new: {', '.join(fresh) or 'none'}")
 
     def _compile(self) -> None:
         for block in dict.fromkeys(self.model.encoder.blocks):
@@ -245,6 +254,34 @@ class Experiment(lightning.LightningModule):
             else:
                 # images have a fixed length; equal layers share compiled code
                 block.compile(dynamic=False)
+
+    def _check_can_be_graphed(self) -> None:
+        stages = self.trainer.datamodule.rules.stages  # type: ignore[attr-defined]
+        odd = {
+            f"{self.device.type} device": self.device.type != "cuda",
+            f"{self.trainer.world_size} GPUs": self.trainer.world_size > 1,
+            f"task {self.task.name}, whose batches differ in length": self.task.grid is None,
+            "stages with a batch_size of their own": any(stage.batch_size is not None for stage in stages),
+            f"objective={self.recipe.objective!r}": self.recipe.objective != "classify",
+            # a graph writes its gradients where those of the batch before lie
+            "trainer.accumulate_grad_batches > 1": self.trainer.accumulate_grad_batches > 1,
+        }
+        if found := [what for what, is_odd in odd.items() if is_odd]:
+            raise ValueError(
+                f"is_graphed needs one GPU, and steps of one batch of one shape, got {', '.join(found)}: "
+                "--model.is_graphed false launches every kernel from the host"
+            )
+
+    def _capture(self) -> None:
+        """Replaces the model's forward in training; in evaluation, which has smaller batches, it stays as it was."""
+        shape = self.trainer.datamodule.batch_size, self.task.n_documents  # type: ignore[attr-defined]
+        tokens = torch.zeros(*shape, self.task.length, dtype=torch.uint8, device=self.device)
+        lengths = torch.full(shape, self.task.length, dtype=torch.int32, device=self.device)
+        with self.trainer.precision_plugin.forward_context():
+            # copies of weights that autocast keeps would never be made again from the trained weights
+            has_autocast = torch.is_autocast_enabled("cuda")
+            with torch.autocast("cuda", enabled=has_autocast, cache_enabled=False):
+                torch.cuda.make_graphed_callables(self.model, (tokens, lengths))
 
     def _settings(self, step: int) -> dict[str, Any]:
         """What must not change when a training resumes. samples: in the steps before `step`."""

@@ -553,3 +553,64 @@ def test_a_mistyped_command_lists_all_commands() -> None:
         assert name in message.splitlines()[1]
     with pytest.raises(SystemExit, match="unknown command 'xyz'\ncommands: "):
         command.main(["xyz"])
+
+
+GRAPHED: dict[str, Any] = {
+    "data": {
+        "task": "pathfinder32",
+        "rules": {"contour_length": 6},
+        "sizes": {"train": 40, "validation": 6, "test": 4},
+        "batch_size": 4,
+    },
+    "model": {"architecture": {**TINY, "block_size": 128, "dropout_p": 0.0, "attention_dropout_p": 0.0}},
+    "trainer": {"max_steps": 4, "val_check_interval": 2},
+}
+
+
+def test_a_graph_is_captured_for_the_batches_of_training(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training alone: the last batch of a validation is smaller. With the trained weights, not with copies."""
+    replays = []
+
+    def capture(model: torch.nn.Module, sample: tuple[torch.Tensor, ...]) -> None:
+        forward, has_been = model.forward, model.training
+
+        def replay(*batch: torch.Tensor) -> torch.Tensor:
+            if model.training != has_been:
+                return forward(*batch)
+            assert [(each.shape, each.dtype) for each in batch] == [(each.shape, each.dtype) for each in sample]
+            assert all(each.device == other.device for each, other in zip(batch, sample, strict=True))
+            replays.append(batch)
+            return forward(*batch)
+
+        assert not torch.is_autocast_cache_enabled()
+        monkeypatch.setattr(model, "forward", replay)
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    monkeypatch.setattr(Experiment, "_check_can_be_graphed", lambda _: None)
+    run(tmp_path / "launched", root, **GRAPHED)
+    run(tmp_path / "graphed", root, **(GRAPHED | {"model": {**GRAPHED["model"], "is_graphed": True}}))
+    assert len(replays) == 4
+    assert losses(tmp_path / "graphed") == losses(tmp_path / "launched")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "got cpu device: --model.is_graphed false"),
+        ({"trainer": {"accumulate_grad_batches": 2}}, "cpu device, trainer.accumulate_grad_batches > 1:"),
+        ({"model": {"recipe": {"objective": "guess"}}}, "objective='guess'"),
+        ({"data": {"task": "listops-small", "rules": {}}}, "task listops-small, whose batches differ in length"),
+        (
+            {"data": {"source": "fresh", "rules": {"stages": [{"samples": 8, "batch_size": 2, "changes": {}}]}}},
+            "stages with a batch_size of their own",
+        ),
+    ],
+)
+def test_what_cannot_be_graphed_is_refused(changes: dict[str, Any], said: str, tmp_path: Path, root: Path) -> None:
+    settings = {part: {**GRAPHED[part], **changes.get(part, {})} for part in GRAPHED}
+    settings["model"]["is_graphed"] = True
+    with pytest.raises(ValueError, match=f"is_graphed needs one GPU, and steps of one batch of one shape.*{said}"):
+        run(tmp_path, root, **settings)
+    assert not losses(tmp_path)
