@@ -32,6 +32,8 @@ from .peers import Call, compiled_flex, is_installed, sdpa_call, tokens_first_ca
 
 KEYS = [*measure.KEYS_WITH_ENERGY, "kv_heads", "v_dim"]
 SOFTCAP = 30.0
+# of block_bias
+BLOCK = 128
 # create_block_mask evaluates every pair
 MAX_FLEX_TOKENS = 1 << 17
 # sampled queries of each head
@@ -43,7 +45,8 @@ class Case(NamedTuple):
 
     window     tokens that a query attends to, itself included; None for all
     documents  packed documents of equal length; None for one sequence
-    option     "softcap", "sinks", "alibi_slopes", "deterministic", or "" for none
+    option     "softcap", "sinks", "alibi_slopes", "block_bias" (a number for each head and block of 128 x 128 pairs),
+               "trained block_bias" (with its gradient in the backward), "deterministic", or "" for none
     """
 
     name: str
@@ -106,7 +109,7 @@ def _cases() -> Iterator[Case]:
     for head_dim, v_dim in ((64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256)):
         heads = 2048 // head_dim // 2 * 2
         yield Case(f"causal, head_dim {head_dim}, values {v_dim}", 8192, 1, heads, heads, head_dim, v_dim)
-    for option in ("", "sinks", "softcap", "alibi_slopes", "deterministic"):
+    for option in ("", "sinks", "softcap", "alibi_slopes", "block_bias", "trained block_bias", "deterministic"):
         yield Case(f"causal, {option}" if option else "causal, no option", 8192, option=option)
 
 
@@ -133,7 +136,25 @@ def values_of(case: Case, device: str) -> dict[str, Tensor]:
         return {"sinks": torch.linspace(2.0, 6.0, case.heads, device=device)}
     if case.option == "alibi_slopes":
         return {"alibi_slopes": nn.alibi_slopes(case.heads).to(device)}
+    if case.option.endswith("block_bias"):
+        generator = torch.Generator(device=device).manual_seed(1)
+        shape = case.heads, biased_layout(case).nnz
+        bias = torch.randn(shape, device=device, generator=generator)
+        return {"block_bias": bias.requires_grad_(case.option != "block_bias")}
     return {}
+
+
+def biased_layout(case: Case) -> BlockLayout:
+    """All blocks: those of a row are stored in order."""
+    side = -(-case.length // BLOCK)
+    blocks = torch.ones(side, side, dtype=torch.bool)
+    return BlockLayout.from_block_mask(blocks, case.length, case.length, block_size=BLOCK)
+
+
+def grid_of(bias: Tensor) -> Tensor:
+    """The bias of each block, (heads, rows, columns)."""
+    side = math.isqrt(bias.shape[1])
+    return bias.view(len(bias), side, side)
 
 
 # ---- implementations ----
@@ -152,6 +173,8 @@ def _ours(case: Case, device: str, values: dict[str, Tensor], *, backend: str = 
         layout, causal = documents_of(case, case.cu_seqlens(device)), False
     elif case.window is not None:
         layout, causal = masks.local(case.length, window=(case.window - 1, 0)), False
+    elif "block_bias" in values:
+        layout = biased_layout(case)
     options: dict[str, Any] = {"softcap": SOFTCAP} if case.option == "softcap" else dict(values)
     options["deterministic"] = case.option == "deterministic"
     return functools.partial(attention, layout=layout, causal=causal, backend=backend, **options)
@@ -160,8 +183,8 @@ def _ours(case: Case, device: str, values: dict[str, Tensor], *, backend: str = 
 def _flash_attention_4(case: Case, device: str, values: dict[str, Tensor]) -> Call | str:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    if case.option == "alibi_slopes":
-        return "has no ALiBi slopes"
+    if case.option == "alibi_slopes" or "block_bias" in values:
+        return f"has no option {case.option}"
     options: dict[str, Any] = {"causal": case.causal}
     if case.window is not None:
         options = {"window_size": (case.window - 1, 0)}
@@ -205,12 +228,17 @@ def _flex(case: Case, device: str, values: dict[str, Tensor]) -> Call | str:
     def with_slopes(score: Tensor, _b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return score - values["alibi_slopes"][h] * (q - kv).abs()
 
+    def with_bias(score: Tensor, _b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + grid[h, q // BLOCK, kv // BLOCK]
+
+    grid = grid_of(values["block_bias"]) if "block_bias" in values else torch.empty(0)
     options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
     if case.causal:
         create = torch.compile(create_block_mask, dynamic=False, fullgraph=True)
         options["block_mask"] = create(attends, None, None, case.length, case.length, device=device)
     if case.option:
-        options["score_mod"] = {"softcap": capped, "alibi_slopes": with_slopes}[case.option]
+        mods = {"softcap": capped, "alibi_slopes": with_slopes, "block_bias": with_bias}
+        options["score_mod"] = mods[case.option.removeprefix("trained ")]
     return functools.partial(compiled_flex(), **options)
 
 
@@ -256,6 +284,9 @@ def _expected(
         if case.option == "alibi_slopes":
             distance = (rows[:, None] - torch.arange(case.length, device=rows.device)).abs()
             scores = scores - values["alibi_slopes"][heads, None, None] * distance
+        if "block_bias" in values:
+            keys = torch.arange(case.length, device=rows.device)
+            scores = scores + grid_of(values["block_bias"].detach())[heads][:, rows[:, None] // BLOCK, keys // BLOCK]
         scores = scores.masked_fill(~case.attends(rows), -math.inf)
         if case.option == "sinks":
             sinks = values["sinks"][heads, None, None].expand(-1, len(rows), 1)

@@ -23,6 +23,8 @@ SMALL = [
     Case("sinks", 96, 1, 4, 2, 16, 16, option="sinks"),
     Case("softcap", 96, 1, 2, 2, 16, 16, option="softcap"),
     Case("slopes", 96, 1, 4, 2, 16, 16, option="alibi_slopes"),
+    Case("block bias", 320, 1, 4, 2, 16, 16, option="block_bias"),
+    Case("trained block bias", 320, 1, 4, 2, 16, 16, option="trained block_bias"),
     Case("deterministic", 96, 1, 2, 2, 16, 16, option="deterministic"),
 ]
 
