@@ -104,7 +104,8 @@ class LraData(lightning.LightningDataModule):
     test_seed   seed of the test set; None is `seed`. Another number gives a new test set
     order_seed  seed of the order of stored training samples, or of the samples of a fresh stream; set by Lightning's
                 seed_everything
-    workers     processes that draw or read samples, for each GPU; None divides all cores but one per GPU among them
+    workers     processes that draw or read samples, for each GPU; None divides the cores on which this process may run,
+                but one per GPU, among them
     reading     how the released files are read
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
     augmentation  "symmetries": each epoch flips and turns every stored training image of Pathfinder at random, into one
@@ -166,7 +167,9 @@ class LraData(lightning.LightningDataModule):
         if self._given_workers is not None:
             return self._given_workers
         n_devices = 1 if self.trainer is None else self.trainer.num_devices
-        return max(0, (os.cpu_count() or 1) // n_devices - 1)
+        # of a part of the machine, where it has one; macOS has no such call
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(0, n_cores // n_devices - 1)
 
     @property
     def description(self) -> str:

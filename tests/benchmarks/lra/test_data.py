@@ -40,7 +40,7 @@ def data(task: str, root: Path, source: Any = "generated", **more: Any) -> LraDa
 def test_the_processes_of_a_machine_share_its_cores(
     n_devices: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     module, chosen = LraData("pathfinder32"), LraData("pathfinder32", workers=2)
     for each in (module, chosen):
         each.trainer = None if n_devices is None else SimpleNamespace(num_devices=n_devices)
