@@ -632,6 +632,22 @@ def test_layers_that_select_blocks_never_wait_for_the_boundaries_of_packed_docum
         torch.testing.assert_close(together[:, first:stop], alone.detach(), rtol=2e-2, atol=2e-2)
 
 
+def test_a_compiled_layer_with_rotary_positions_equals_the_layer() -> None:
+    """torch.compile rotates by an operator of our own, within one graph, and its layout needs no copy."""
+    torch.manual_seed(0)
+    layer = nn.SelfAttention(256, 4, rope=10000.0).to("cuda", torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    x, dout = (torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+
+    def step(call: Any) -> list[Tensor]:
+        out = call(x)
+        return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], dout)]
+
+    for found, expected in zip(step(compiled), step(layer), strict=True):
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 5e-3
+
+
 def test_weights_of_more_heads_than_a_grid_axis_has_programs_are_accurate() -> None:
     from blocksparse_flash.kernels.triton.group_weights import group_weights
 
