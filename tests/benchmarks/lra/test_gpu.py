@@ -12,8 +12,10 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 
-from tests.benchmarks.lra.test_training import GRAPHED, losses, run
+from tests.benchmarks.lra.test_training import GRAPHED, lightning_leaves_no_trace, losses, run
 
+# the fixture needs a name here
+assert lightning_leaves_no_trace
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
