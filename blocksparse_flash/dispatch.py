@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .plan.tile_choice import Shares
-from .plan_format import BY_KEY_BLOCK, PIECE
+from .plan_format import BY_KEY_BLOCK, PIECE, TILE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -33,7 +33,7 @@ MAX_FINE_HEAD_DIM = 128
 FEW_QUERIES = 64
 
 NO_DROPOUT = "it has no dropout"
-NO_BLOCK_BIAS, NO_PAIR_BIAS = "it has no block_bias", "it has no pair_bias"
+NO_PAIR_BIAS = "it has no pair_bias"
 NO_TRITON = "Triton is not installed"
 # also where q is a fake CUDA tensor
 NO_GPU = "this machine has no CUDA device"
@@ -137,9 +137,22 @@ def misaligned(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype) -> li
     ]
 
 
-def missing_option(*, has_dropout: bool = False, has_block_bias: bool = False, has_pair_bias: bool = False) -> str:
-    """Which option of a call `hopper` does not have; empty if it has all."""
-    return NO_DROPOUT if has_dropout else NO_BLOCK_BIAS if has_block_bias else NO_PAIR_BIAS if has_pair_bias else ""
+def missing_option(
+    *, has_dropout: bool = False, bias_blocks: Sequence[int] | None = None, has_pair_bias: bool = False
+) -> str:
+    """Which option of a call `hopper` does not have; empty if it has all.
+
+    bias_blocks  the block size of the layout, in calls with block_bias
+    """
+    if has_dropout:
+        return NO_DROPOUT
+    if has_pair_bias:
+        return NO_PAIR_BIAS
+    if bias_blocks is not None and any(side % TILE for side in bias_blocks):
+        # its kernels take one number per tile
+        blocks = " x ".join(map(str, bias_blocks))
+        return f"its block_bias needs blocks whose sides are multiples of {TILE} tokens, got {blocks}"
+    return ""
 
 
 def why_not_hopper(tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, missing: str = "") -> str | None:

@@ -68,12 +68,12 @@ def _attend(
     dtype, scale = validation.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, specs
     )
-    softcap, has_bias, has_pair_bias = 0.0, False, False
+    softcap, bias_blocks, has_pair_bias = 0.0, None, False
     if scores is not None:
         scores = validation.check_scores(scores, q, k, layout)
         softcap = scores.softcap or 0.0
-        has_bias, has_pair_bias = scores.block_bias is not None, scores.pair_bias is not None
-    missing = dispatch.missing_option(has_dropout=dropout_p > 0, has_block_bias=has_bias, has_pair_bias=has_pair_bias)
+        bias_blocks, has_pair_bias = _bias_blocks(scores.block_bias, layout), scores.pair_bias is not None
+    missing = dispatch.missing_option(has_dropout=dropout_p > 0, bias_blocks=bias_blocks, has_pair_bias=has_pair_bias)
     chosen = dispatch.decide(backend, q, k, v, dtype, specs, missing)
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
     call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
@@ -282,6 +282,11 @@ def _score_options(
     return ScoreOptions(sinks, softcap, alibi_slopes, block_bias, pair_bias)
 
 
+def _bias_blocks(bias: Tensor | None, layout: BlockLayout | None) -> tuple[int, int] | None:
+    """The block size of the layout of a block_bias."""
+    return None if bias is None or layout is None else layout.block_size
+
+
 def _for_kernels(scores: ScoreOptions, q: Tensor) -> ScoreOptions:
     """The options in the dtype of the scores (pair_bias in its own), block_bias as (batch | 1, heads | 1, blocks)."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -376,8 +381,8 @@ def attention(
 
     Score mods change the scores s = scale q k^T, in the order below. Their tensors are on q's device and of any
     floating dtype, unless stated. They are computed in float32 and are differentiable. Backend "hopper" has no
-    block_bias and no pair_bias, and its gradient of alibi_slopes comes from the kernels of "triton"; apart from that,
-    they can be combined with each other and with everything above.
+    pair_bias, has block_bias only for blocks whose sides are multiples of 128, and its gradient of alibi_slopes comes
+    from the kernels of "triton"; apart from that, they can be combined with each other and with everything above.
 
     softcap    c from 1e-30 to 1e30: s = c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None for no cap
     alibi_slopes  (heads,): s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as with `causal` (Press
@@ -524,8 +529,9 @@ def explain(
     scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     if scores is not None:
         validation.check_scores(scores, q, k, layout)
+    bias_blocks = _bias_blocks(block_bias, layout)
     missing = dispatch.missing_option(
-        has_dropout=dropout_p > 0, has_block_bias=block_bias is not None, has_pair_bias=pair_bias is not None
+        has_dropout=dropout_p > 0, bias_blocks=bias_blocks, has_pair_bias=pair_bias is not None
     )
     choice = dispatch.explained_choice(backend, (q, k, v), dtype, missing)
     has_lengths, is_deterministic = kv_lengths is not None, dispatch.is_deterministic(deterministic)

@@ -1111,7 +1111,11 @@ def test_auto_on_a_gpu_depends_on_capability_and_dtype(on_gpu, capability, dtype
         ({"version": "3.10.0"}, "it supports Triton 3.6, 3.7, 3.8, 3.9, this is 3.10.0"),
         ({"interpret": True}, "interpreter"),
         ({"has_dropout": True}, "it has no dropout"),
-        ({"has_block_bias": True}, "it has no block_bias"),
+        (
+            {"bias_blocks": (128, 64)},
+            "its block_bias needs blocks whose sides are multiples of 128 tokens, got 128 x 64",
+        ),
+        ({"bias_blocks": (16, 16), "has_pair_bias": True}, "it has no pair_bias"),
         ({"has_pair_bias": True}, "it has no pair_bias"),
         ({"dtype": torch.float32}, "it needs float16 or bfloat16, got torch.float32"),
         ({"start": 1}, "strides and an address of k that are multiples of 16 bytes"),
@@ -1126,7 +1130,7 @@ def test_hopper_refuses_unsupported_calls_with_a_reason(on_gpu, change, words):
     k = torch.zeros(600, dtype=dtype)[change.get("start", 0) :].as_strided(q.shape, (1, 1, change.get("stride", 64), 1))
     with on_gpu(change.get("capability", (9, 0)), change.get("version", "3.7.1"), change.get("interpret", False)):
         device = torch.device("cuda", 0)
-        options = {name: change.get(name, False) for name in ("has_dropout", "has_block_bias", "has_pair_bias")}
+        options = {name: change[name] for name in ("has_dropout", "bias_blocks", "has_pair_bias") if name in change}
         unfit = dispatch.why_not_hopper((q, k, q), dtype, dispatch.missing_option(**options))
         with pytest.raises(ValueError, match=f'"hopper" cannot run this call: .*{words}.*would use "triton"'):
             dispatch.choose("hopper", device, dtype, unfit)
@@ -1186,7 +1190,8 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
         assert decide("auto", large, large, is_traced=True, has_dropout=True) == "triton"
         assert decide("auto", large, large, is_traced=True, dtype=torch.float32) == "triton"
         assert decide("auto", large, large) == decide("hopper", large, large) == "hopper"
-        assert decide("auto", large, large, has_block_bias=True) == "triton"
+        assert decide("auto", large, large, bias_blocks=(64, 128)) == "triton"
+        assert decide("auto", large, large, bias_blocks=(128, 256)) == "hopper"
         assert decide("auto", large, large, has_pair_bias=True) == "triton"
         assert decide("auto", large, large, has_pair_bias=True, is_traced=True) == "triton"
     with on_gpu((8, 0)):

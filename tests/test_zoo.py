@@ -145,7 +145,7 @@ SCORES = [
     ),
 ]
 CALLS = [*PRODUCT, *EXTRAS, *OPTIONS, *SCORES]
-# `hopper` supports 16-bit dtypes, no dropout and no biases
+# `hopper` supports 16-bit dtypes, no dropout, no pair_bias, and block_bias in large blocks only: see below
 HOPPER_CALLS = [
     *(call for call in CALLS if call.dtype != FLOAT32 and not call.dropout_p and not call.bias + call.pairs),
     Call(head_dim=128, causal=True, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
@@ -173,6 +173,47 @@ HOPPER_CALLS = [
     ),
     Call(head_dim=256, softcap=900.0, has_slopes=True, has_sinks=True, dtype=torch.float16),
 ]
+# block_bias on `hopper`, whose blocks have multiples of 128 tokens per side
+BIAS_CALLS = [
+    Call(head_dim=64, bias="blocks", dtype=BFLOAT16),
+    Call(head_dim=128, bias="heads", causal=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=64, bias="batch", has_kv_lengths=True, dtype=torch.float16, kv_heads=2),
+    Call(
+        head_dim=128, bias="batch", has_sinks=True, softcap=2.0, has_slopes=True, are_slopes_fixed=True, causal=True,
+        dtype=torch.float16,
+    ),
+    # the gradient of the slopes, and with it that of the bias, is computed by `triton`
+    Call(head_dim=64, bias="heads", softcap=3.0, has_slopes=True, dtype=torch.float16),
+    Call(head_dim=96, bias="heads", softcap=1.5, has_kv_lengths=True, dtype=BFLOAT16, kv_heads=1),
+    Call(head_dim=40, v_dim=100, bias="batch", has_sinks=True, scale=-0.3, dtype=torch.float16),
+    Call(head_dim=128, bias="blocks", scale=0.0, dtype=BFLOAT16, kv_heads=2),
+    Call(head_dim=192, v_dim=128, bias="heads", causal=True, dtype=torch.float16, kv_heads=1),
+    Call(head_dim=192, bias="blocks", softcap=2.0, has_sinks=True, dtype=torch.float16),
+    Call(head_dim=256, bias="batch", has_kv_lengths=True, causal=True, dtype=BFLOAT16, kv_heads=1),
+    Call(
+        head_dim=256, bias="heads", softcap=5.0, has_slopes=True, are_slopes_fixed=True, dtype=torch.float16, kv_heads=2
+    ),
+]  # fmt: skip
+
+
+def _large_blocks(block_size: int | tuple[int, int], *, heads: int = 1, batch: int = 1) -> BlockLayout:
+    """Random blocks of 650 queries and 590 keys, different in each head and batch; some rows and columns are empty."""
+    block_q, block_kv = (block_size, block_size) if isinstance(block_size, int) else block_size
+    grid = -(-650 // block_q), -(-590 // block_kv)
+    mask = torch.rand(batch, heads, *grid, generator=torch.Generator().manual_seed(grid[0] + heads)) < 0.6
+    mask[..., 1, :] = False
+    mask[:, ::2, :, 0] = False
+    return BlockLayout.from_block_mask(mask, 650, 590, block_size=block_size)
+
+
+BIAS_LAYOUTS = [
+    *(case for case in cases.LAYOUTS if not any(side % TILE for side in case.build().block_size)),
+    cases.Case("large-blocks", lambda: _large_blocks(128)),
+    cases.Case("larger-blocks", lambda: _large_blocks((256, 128))),
+    cases.Case("large-blocks-of-heads", lambda: _large_blocks(128, heads=4)),
+    cases.Case("larger-blocks-of-batches", lambda: _large_blocks((128, 256), batch=2)),
+]
+
 # lengths without a layout: no tail; both tails ragged, q or kv longer; less than a tile
 DENSE = [(256, 256), (113, 203), (203, 113), (7, 300), (300, 5)]
 
@@ -401,6 +442,14 @@ def test_is_as_accurate_as_the_reference(backend, layout, call, device):
 def test_the_deterministic_backward_of_hopper_is_accurate(wanted, hopper_call, device):
     (layout,) = [each for each in [*cases.LAYOUTS, *DENSE] if wanted in (each, getattr(each, "name", None))]
     assert_backend_is_accurate("hopper", layout, hopper_call, device, deterministic=True)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0; tests/kernels/hopper has a simulator")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bias_call", BIAS_CALLS, ids=str)
+@pytest.mark.parametrize("each", BIAS_LAYOUTS, ids=str)
+def test_block_bias_on_hopper_is_accurate(each, bias_call, deterministic, device):
+    assert_backend_is_accurate("hopper", each, bias_call, device, deterministic=deterministic)
 
 
 def fine_calls(backend: str, tile: int) -> list[Call]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..dispatch import missing_option
 from ..kernels.schedule import backward_columns, forward_columns, padded_dim
 from ..plan_format import TILE
 from ..runtime import tracing
@@ -169,19 +170,34 @@ COSTS = {"softcap": (2.00, 1.21), "alibi_slopes": (1.13, 1.03)}
 OF_CAUSAL_SLOPES = (1.09, 1.03)
 # the same for the backward of slopes by `triton`, which also has their gradient
 OF_SLOPES_GRADIENT = 3.2
+# time of the backward of `hopper` with deterministic=True, whose dq has a launch of its own, as a multiple of that
+# without: 1.05 to 1.30 on an H200 (kernels/hopper/TUNING.md)
+OF_SEPARATE_DQ = 1.2
 
 
 def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
     if call.backend == "triton" and device.capability == (9, 0) and call.is_half:
-        for name in ("block_bias", "pair_bias"):
-            if getattr(call.mods, name) is not None:
-                yield f'{name} runs on "triton", since "hopper" has none'
+        if call.mods.pair_bias is not None:
+            yield 'pair_bias runs on "triton", since "hopper" has none'
+        if call.mods.block_bias is not None and call.layout is not None:
+            missing = missing_option(bias_blocks=call.layout.block_size)
+            if missing:
+                yield f'block_bias runs on "triton", since "hopper" has none for such blocks: {missing}'
     if call.backend != "hopper":
         return
     costs = {**COSTS, "alibi_slopes": OF_CAUSAL_SLOPES} if call.causal else COSTS
     for name, (forward, backward) in costs.items():
         if getattr(call.mods, name) is not None:
             yield f"{name} takes {forward:.2f} times as long in the forward and {backward:.2f} in the backward"
+    if call.mods.block_bias is not None:
+        yield "block_bias was not measured: it takes no instruction per score"
+        fixed = dataclasses.replace(call, scores=call.mods._replace(block_bias=call.mods.block_bias.detach()))
+        if memory.has_separate_dq(call) and not memory.has_separate_dq(fixed):
+            yield (
+                "block_bias requires a gradient, which a launch for dq alone sums. Without a bias, such a launch takes "
+                f"about {OF_SEPARATE_DQ} times as long in the backward. A bias that is not trained needs none: "
+                "block_bias.detach()"
+            )
     if call.has_slopes_gradient:
         yield (
             'alibi_slopes require a gradient, which only the backward of "triton" computes: it takes '
@@ -190,10 +206,6 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
 
 
 # ---- determinism ----
-
-# time of the backward of `hopper` with deterministic=True, whose dq has a launch of its own, as a multiple of that
-# without: 1.05 to 1.30 on an H200 (kernels/hopper/TUNING.md)
-OF_SEPARATE_DQ = 1.2
 
 
 def _of_determinism(call: Call) -> Iterator[str]:

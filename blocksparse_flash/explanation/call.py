@@ -88,6 +88,12 @@ class Call:
         return has_slopes_gradient(self.mods.alibi_slopes)
 
     @property
+    def has_bias_gradient(self) -> bool:
+        """Whether a backward will compute the gradient of block_bias."""
+        bias = self.mods.block_bias
+        return bias is not None and bias.requires_grad and torch.is_grad_enabled()
+
+    @property
     def is_empty(self) -> bool:
         """Whether the call has no pairs."""
         return 0 in (self.batch, self.heads, self.q.shape[2], self.k.shape[2])

@@ -246,6 +246,9 @@ def has_separate_dq(call: Call) -> bool:
     """Whether hopper's backward leaves dq out of the kernel for dk and dv, which could compute it."""
     if not uses_hopper_backward(call) or call.is_fine or _is_wide(call):
         return False
+    if call.has_bias_gradient:
+        # its sums need it
+        return True
     dim = max(call.head_dim, call.v_dim)
     return is_dq_separate(call.plan or (), call.q_shape, dim, call.n_sms, deterministic=call.deterministic)
 

@@ -309,7 +309,15 @@ ADVICE = {
         backend="hopper", scores=mods(alibi_slopes=torch.ones(16, requires_grad=True))
     ),
     'pair_bias runs on "triton"': lambda: call(scores=mods(pair_bias=torch.zeros(1, 1, 1, 1))),
-    'block_bias runs on "triton"': lambda: call(layout=window(), scores=mods(block_bias=torch.zeros(1))),
+    "multiples of 128 tokens, got 64 x 64": lambda: call(
+        layout=masks.local(16384, window=512, block_size=64), scores=mods(block_bias=torch.zeros(1))
+    ),
+    "block_bias was not measured": lambda: call(
+        backend="hopper", layout=window(), scores=mods(block_bias=torch.zeros(1))
+    ),
+    "block_bias requires a gradient": lambda: call(
+        backend="hopper", layout=window(), scores=mods(block_bias=torch.zeros(1, requires_grad=True))
+    ),
     "deterministic=True takes about 1.2 times": lambda: call(backend="hopper", deterministic=True),
     "strides or the address of k and v": lambda: with_keys(torch.rand(1, 4, 2048, 68).half()[..., 1:65]),
 }  # fmt: skip

@@ -421,6 +421,7 @@ class Simulation:
             "round_p_ds": lambda p, dp, delta, dtype: (p.to(dtype), (p * (dp - delta)).to(dtype)),
             "accumulator": lambda columns: None,
             "row_sum_layout": lambda: None,
+            "value_per_warp": lambda: None,
             "TensorDescriptor": Descriptor,
             "Launch": self._launch,
             "num_sms": lambda index: n_sms,

@@ -219,7 +219,7 @@ def main() -> None:
             assert hopper.has_tile_counter == (n_sms == 3)
             tile_counter = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
             splits = torch.empty(hopper.n_split_floats) if hopper.combine else None
-            pointers = RowPointers(*tile_lists, None, None, None, lse, tile_counter, splits)
+            pointers = RowPointers(*tile_lists, None, None, None, None, lse, tile_counter, splits)
             arguments = [(*call, torch.empty_like(out), pointers) for call in calls]
             check(recorder, hopper.kernel, arguments[0], arguments)
             recorder.calls.clear()
@@ -231,7 +231,7 @@ def main() -> None:
         assert columns.workspaces[2] is not None and not columns.adds_by_tma
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
         dq_sums = [torch.empty(shape) for _ in calls]
-        absent = dict.fromkeys(("kv_lengths_ptr", "splits_ptr", "slopes_ptr", "dk_sum_ptr", "dv_sum_ptr"))
+        absent = dict.fromkeys(("kv_lengths_ptr", "splits_ptr", "slopes_ptr", "bias_ptr", "dk_sum_ptr", "dv_sum_ptr"))
         named = {**absent, "tile_counter_ptr": tile_counter}
         arguments = [
             (*call, call[0], *lse_delta, None, *call[1:], ColPointers(*tile_lists, dq_sum_ptr=dq_sum, **named))

@@ -69,7 +69,7 @@ from ..schedule import (
 from ..triton import backward as triton_backward
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
-from ..triton.tile import TILE, clamped_kv_len
+from ..triton.tile import TILE, clamped_kv_len, head_base
 from . import wide_backward
 from .backward_dq import DqLaunches, dq_launches
 from .backward_postprocess import postprocess_launch
@@ -101,7 +101,16 @@ from .registers import (
     wait_for_products,
     zero_keys_from,
 )
-from .score_mods import PLAIN, ModSpecs, ScoreMods, apply_score_mods, load_slope, mod_specs_of, round_p_ds_with_mods
+from .score_mods import (
+    PLAIN,
+    ModSpecs,
+    ScoreMods,
+    apply_score_mods,
+    bias_table,
+    load_slope,
+    mod_specs_of,
+    round_p_ds_with_mods,
+)
 from .tma import (
     DescriptorFactory,
     allocate_rows,
@@ -226,12 +235,13 @@ def rows_of(buffers, i_buffer, FIRST: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def backward_step(
-    sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit, i_head, step, i_step_total,
-    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, work_tile, kv_limit, i_head, step,
+    i_step_total, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One step: adds to dk and dv of this warpgroup's keys, and this warpgroup's part of the step's dq to the dQ sum.
 
     kv_stage  buffer of K and V
+    p_bias    bias of each listed tile of the query head; None without a bias
     i_head    query head
     step      step of the tile lists, or of the head without a layout
     i_step_total  steps of this program so far: they choose the stage
@@ -273,6 +283,8 @@ def backward_step(
     b_scores = warpgroup_mma_wait(DV_PRODUCTS, deps=(scores_token,))
     # loaded late to save registers during the products
     b_lse = q.lse.index(stage).load(query_layout)
+    if p_bias is not None:
+        b_lse = b_lse - gl.load(p_bias + step // (TILE // BLOCK_Q))
     o_kv = FIRST + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
     kv_start = work_tile.kv_start
     o_query = gl.arange(0, BLOCK_Q, layout=query_layout)
@@ -367,12 +379,14 @@ def mma(
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, TILE
             )
-            i_head = batch_head % sizes.n_heads * GROUP + i_group_head
+            i_head, p_bias = batch_head % sizes.n_heads * GROUP + i_group_head, None
+            if mods.bias_ptr is not None:
+                p_bias = head_base(mods.bias_ptr, mods.bias_strides, batch_head // sizes.n_heads, i_head)
             # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
                     sums = backward_step(
-                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, work_tile, kv_limit,
+                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, work_tile, kv_limit,
                         i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=not FULL, CAUSAL=CAUSAL, GROUP=GROUP,
                     )  # fmt: skip
             n_done += steps.n_steps
@@ -532,8 +546,8 @@ def hopper_backward_kernel(
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
     scale_log2, scale,
-    # softcap, see score_mods.ScoreMods
-    cap,
+    # softcap and strides of the bias, see score_mods.ScoreMods
+    cap, bias_strides,
     # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and of v, padded
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
@@ -601,7 +615,10 @@ def hopper_backward_kernel(
         kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_lines=n_split_lines, num_splits=num_splits,
         n_in_turn=n_in_turn,
     )  # fmt: skip
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    mods = ScoreMods(
+        factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
+        bias_strides=bias_strides,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 0, CAUSAL, GROUP)),
@@ -663,7 +680,9 @@ def backward_launches(
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     columns, columns_v = backward_columns(head_dim, v_dim)
-    chosen = config((columns, columns_v), mods.softcap > 0)
+    # the bias of calls with slopes would spill 5,700 bytes in steps of 128 queries
+    is_narrow = mods.softcap > 0 or (mods.slopes is not None and mods.tables != ())
+    chosen = config((columns, columns_v), is_narrow)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
     n_work_heads = heads if by_head else kv_heads
@@ -712,6 +731,7 @@ def backward_launches(
             n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=options.causal or by_head
         ),
         **mods.arguments(scale, is_forward=False),
+        "bias_strides": mods.bias_strides(1),
         "scale": scale,
         "CAUSAL": options.causal,
         "GROUP": 1 if by_head else group,
@@ -786,10 +806,13 @@ def backward(
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
     split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     by_rows, of_rows = tile_lists(plan, 0), None
-    if is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
+    # the launch for dq alone also sums the gradient of the bias
+    has_bias_gradient = scores is not None and wanted[2]
+    if has_bias_gradient or is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
         of_rows = plan_specs_of(by_rows), split_of(plan, 0, q_shape, k_shape, causal, n_sms)
     slopes = None if scores is None else scores.alibi_slopes
-    mods = mod_specs_of(scores)
+    tables = bias_table(scores, 0) if of_rows else None, bias_table(scores, 1)
+    mods = mod_specs_of(scores, *tables, wanted=wanted)
     ready = backward_launches(specs, plan_specs_of(by_cols), split, of_rows, options, mods, by_head=by_head)
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     dq, dq_sum, tile_counter, splits, sums_dk, sums_dv = [memory and empty(*memory) for memory in ready.workspaces]
@@ -798,7 +821,7 @@ def backward(
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, dq_sum, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
-        dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
+        bias_ptr=tables[1], dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
     )  # fmt: skip
     if sums_dk is not None and sums_dv is not None:
         sums_dk.zero_()
@@ -810,14 +833,17 @@ def backward(
     if ready.convert_dk is not None and ready.convert_dv is not None:
         ready.convert_dk(sums_dk, dk)
         ready.convert_dv(sums_dv, dv)
+    bias_sums = None
     if ready.dq is None:
         assert dq is not None and ready.postprocess is not None
         ready.postprocess(dq_sum, dq)
     else:
-        dq = ready.dq.run((q, k, v, dout), flat_lse, flat_delta, by_rows, kv_lengths, slopes, empty)
+        dq, bias_sums = ready.dq.run(
+            (q, k, v, dout), flat_lse, flat_delta, by_rows, kv_lengths, scores, tables[0], empty
+        )
     if dim % 8 or dim_v % 8:
         dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
     delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
-    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, bias_sums)

@@ -25,13 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, contiguous, num_sms
+from ...runtime.launch import Launch, Memory, axis_strides, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
+from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, TileLists, strides_of_records
 from ..schedule import Split, heads_in_turn
 from ..triton.combine_splits import sum_splits
-from ..triton.tile import TILE, clamped_kv_len
+from ..triton.tile import TILE, clamped_kv_len, head_base
 from .barriers import allocate_pipeline, consumer_release, consumer_wait
 from .forward_producer import (
     WORK_TILE_STRIDE,
@@ -49,6 +50,7 @@ from .registers import (
     opaque,
     store_split,
     tile_of,
+    value_per_warp,
     wait_for_products,
     zero_keys_from,
 )
@@ -75,8 +77,11 @@ class Config(NamedTuple):
     warpgroups: int = 2
 
 
-def dq_config(columns: int) -> Config:
-    """The launch table; TUNING.md has its figures. columns: the larger number of columns of q and v.
+def dq_config(columns: int, *, has_sums_and_mods: bool = False) -> Config:
+    """The launch table; TUNING.md has its figures.
+
+    columns            the larger number of columns of q and v
+    has_sums_and_mods  whether ds is summed for the gradient of a bias, beside a softcap or slopes
 
     Up to 128 columns no other configuration was tried.
     """
@@ -85,9 +90,14 @@ def dq_config(columns: int) -> Config:
         return Config(block_kv=64, v_stages=1)
     if columns > 128:
         return Config(block_kv=64, stages=3)
+    if has_sums_and_mods:
+        # steps of 128 keys would spill up to 860 bytes
+        return Config(block_kv=64, stages=3, q_stages=2 if columns == 64 else 1)
     return Config(block_kv=128, q_stages=2 if columns == 64 else 1)
 
 
+# warps of the consumer warpgroups, each of which sums 16 rows of ds
+WARPS = gl.constexpr(8)
 # registers per thread of the consumers, and of the producer warp
 REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -98,7 +108,9 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile row; None without a layout
     kv_lengths_ptr    number of keys of each batch element; None: kv_len
-    slopes_ptr        see score_mods.ScoreMods
+    slopes_ptr, bias_ptr  see score_mods.ScoreMods
+    bias_sums_ptr     (batch | 1, heads | 1, listed tiles + 1, WARPS, TILE / block_kv) float32 sums of ds, for the
+                      gradient of the bias; None: not wanted
     lse_ptr, delta_ptr  (batch * heads, n_padded) float32, lse in base 2
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile rows; None: no tile row is split
@@ -110,6 +122,8 @@ class Pointers(NamedTuple):
     bitmasks_ptr: Any
     kv_lengths_ptr: Any
     slopes_ptr: Any
+    bias_ptr: Any
+    bias_sums_ptr: Any
     lse_ptr: Any
     delta_ptr: Any
     tile_counter_ptr: Any
@@ -121,14 +135,15 @@ class Pointers(NamedTuple):
 
 @gluon.jit
 def add_dq(
-    b_dq, b_dq_tail, b_lse, b_delta, i_buffer, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, i_load, kv_limit,
-    MASKED: gl.constexpr, WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
+    b_dq, b_dq_tail, b_lse, b_delta, i_buffer, pipelines, ptrs, sizes, mods, slope, p_bias, p_sums, work_tile, i_step,
+    i_load, kv_limit, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """dq plus ds k of one step, and its tail or 0.
 
     b_lse, b_delta    of this warpgroup's queries, [64]
     i_buffer  index of the buffers of q and dO
     slope   see score_mods.load_slope
+    p_bias, p_sums  bias and sums of ds of each listed tile of this head; None without
     i_load  steps of this program so far: they choose the stage
     """
     q, k, v, dout = pipelines.q, pipelines.k, pipelines.v, pipelines.dout
@@ -183,10 +198,16 @@ def add_dq(
         b_scores, None, ptrs, sizes, work_tile, i_step, kv_limit,
         WARPGROUP=WARPGROUP, MASKED=MASKED, CAUSAL=CAUSAL, BLOCK_KV=BLOCK_KV,
     )  # fmt: skip
+    i_entry = work_tile.begin + i_step // (TILE // BLOCK_KV)
+    if p_bias is not None:
+        b_lse = b_lse - gl.load(p_bias + i_entry)
     b_p = gl.exp2(b_scores - gl.expand_dims(b_lse, 1))
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     consumer_release(v, v_stage)
     b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 1))
+    if p_sums is not None:
+        # before the derivative of the softcap, which precedes the bias
+        store_ds_sums(p_sums, i_entry, i_step % (TILE // BLOCK_KV), b_ds, WARPGROUP)
     if mods.cap is not None:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     b_ds = b_ds.to(dtype)
@@ -200,8 +221,23 @@ def add_dq(
 
 
 @gluon.jit
+def store_ds_sums(p_sums, i_entry, i_part, b_ds, WARPGROUP: gl.constexpr):
+    """Stores the sum of ds [64, BLOCK_KV] of each warp, which needs no exchange between warps.
+
+    p_sums   (listed tiles, WARPS, TILE / BLOCK_KV)
+    i_entry  of the list; i_part: which keys of the tile
+    """
+    PARTS: gl.constexpr = TILE // b_ds.shape[1]
+    # a warp has 16 consecutive rows
+    b_sums = gl.sum(gl.sum(b_ds, 1).reshape([4, WARPGROUP_ROWS // 4]), 1)
+    b_sums = gl.convert_layout(b_sums, value_per_warp(), assert_trivial=True)
+    o_warp = WARPGROUP * 4 + gl.arange(0, 4, layout=value_per_warp())
+    gl.store(p_sums + i_entry.to(gl.int64) * (WARPS * PARTS) + (o_warp * PARTS + i_part), b_sums)
+
+
+@gluon.jit
 def compute_dq(
-    dq_desc, pipelines, ptrs, sizes, mods, n_padded, scale,
+    dq_desc, pipelines, ptrs, sizes, mods, sums_strides, n_padded, scale,
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """Entry point of consumer warpgroup WARPGROUP."""
@@ -217,8 +253,13 @@ def compute_dq(
         if ptrs.splits_ptr is not None:
             # the batch_head of a split is its workspace block modulo n_batch_heads, see split_index
             batch_head = batch_head % sizes.n_batch_heads
-        kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
-        slope = load_slope(mods, batch_head % sizes.n_heads)
+        i_batch, i_head = batch_head // sizes.n_heads, batch_head % sizes.n_heads
+        kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, i_batch, sizes.kv_len)
+        slope, p_bias, p_sums = load_slope(mods, i_head), None, None
+        if mods.bias_ptr is not None:
+            p_bias = head_base(mods.bias_ptr, mods.bias_strides, i_batch, i_head)
+        if ptrs.bias_sums_ptr is not None:
+            p_sums = head_base(ptrs.bias_sums_ptr, sums_strides, i_batch, i_head)
         first = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS
         o_line = batch_head.to(gl.int64) * n_padded + first + gl.arange(0, WARPGROUP_ROWS, layout=query_layout)
         b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
@@ -234,8 +275,9 @@ def compute_dq(
         for FULL in gl.static_range(2):
             for i_step in range(n_partial if FULL else 0, n_steps if FULL else n_partial):
                 b_dq, b_dq_tail = add_dq(
-                    b_dq, b_dq_tail, b_lse, b_delta, i_buffer, pipelines, ptrs, sizes, mods, slope, work_tile, i_step,
-                    n_done + i_step, kv_limit, MASKED=not FULL, WARPGROUP=WARPGROUP, CAUSAL=CAUSAL, CONFIG=CONFIG,
+                    b_dq, b_dq_tail, b_lse, b_delta, i_buffer, pipelines, ptrs, sizes, mods, slope, p_bias, p_sums,
+                    work_tile, i_step, n_done + i_step, kv_limit, MASKED=not FULL, WARPGROUP=WARPGROUP, CAUSAL=CAUSAL,
+                    CONFIG=CONFIG,
                 )  # fmt: skip
         n_done += n_steps
         consumer_release(dout, i_buffer)
@@ -285,8 +327,8 @@ def hopper_dq_kernel(
     # head in lse and delta
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn, group,
     scale_log2, scale,
-    # softcap, see score_mods.ScoreMods
-    cap,
+    # softcap and strides of the bias, see score_mods.ScoreMods; (batch, head) strides of the sums of ds
+    cap, bias_strides, sums_strides,
     # compile time; COLS, COLS_V: columns of q and k, of v and dO
     CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
@@ -320,11 +362,20 @@ def hopper_dq_kernel(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_lines=n_lines, q_len=q_len, kv_len=kv_len,
         n_split_lines=n_split_lines, num_splits=num_splits, n_in_turn=n_in_turn, group=group,
     )  # fmt: skip
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    mods = ScoreMods(
+        factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
+        bias_strides=bias_strides,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (compute_dq, (dq_desc, pipelines, ptrs, sizes, mods, n_padded, scale, 0, CAUSAL, CONFIG, COLS)),
-            (compute_dq, (dq_desc, pipelines, ptrs, sizes, mods, n_padded, scale, 1, CAUSAL, CONFIG, COLS)),
+            (
+                compute_dq,
+                (dq_desc, pipelines, ptrs, sizes, mods, sums_strides, n_padded, scale, 0, CAUSAL, CONFIG, COLS),
+            ),
+            (
+                compute_dq,
+                (dq_desc, pipelines, ptrs, sizes, mods, sums_strides, n_padded, scale, 1, CAUSAL, CONFIG, COLS),
+            ),
             (load, (q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
         ],
         [4, 1],
@@ -340,6 +391,7 @@ class DqLaunches(NamedTuple):
 
     dq        output, its rows padded so that TMA can write them
     sum_rows  sums the splits of tile rows
+    bias_sums  shape of the sums for the gradient of the bias
     """
 
     dq: Memory
@@ -347,6 +399,7 @@ class DqLaunches(NamedTuple):
     sum_rows: Launch | None
     tile_counter: Memory | None
     splits: Memory | None
+    bias_sums: tuple[int, ...] | None
 
     def run(
         self,
@@ -355,22 +408,31 @@ class DqLaunches(NamedTuple):
         delta: torch.Tensor,
         lists: TileLists,
         kv_lengths: torch.Tensor | None,
-        slopes: torch.Tensor | None,
+        scores: Scores | None,
+        bias: torch.Tensor | None,
         empty: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        """dq. tensors: q, k, v and dout; lse, delta: of the preprocess launch; lists: the plan's tile rows."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """dq, and the sums for the gradient of the bias.
+
+        tensors     q, k, v and dout
+        lse, delta  of the preprocess launch
+        lists       the plan's tile rows
+        bias        of each of their tiles
+        """
         dq = empty(*self.dq)
         tile_counter, splits = [memory and empty(*memory) for memory in (self.tile_counter, self.splits)]
         if tile_counter is not None:
             tile_counter.zero_()
+        slopes = None if scores is None else scores.alibi_slopes
+        bias_sums = None if scores is None or self.bias_sums is None else scores.new_sums(self.bias_sums)
         pointers = Pointers(
-            *lists, kv_lengths_ptr=kv_lengths, slopes_ptr=slopes, lse_ptr=lse, delta_ptr=delta,
-            tile_counter_ptr=tile_counter, splits_ptr=splits,
+            *lists, kv_lengths_ptr=kv_lengths, slopes_ptr=slopes, bias_ptr=bias, bias_sums_ptr=bias_sums, lse_ptr=lse,
+            delta_ptr=delta, tile_counter_ptr=tile_counter, splits_ptr=splits,
         )  # fmt: skip
         self.kernel(*tensors, dq, pointers)
         if self.sum_rows is not None:
             self.sum_rows(splits, lists[0], dq, None)
-        return dq
+        return dq, bias_sums
 
 
 def dq_launches(
@@ -390,7 +452,8 @@ def dq_launches(
         num_sms(options.device),
         columns,
     )
-    chosen, rows, causal = dq_config(max(columns)), WARPGROUP_ROWS.value, options.causal
+    chosen = dq_config(max(columns), has_sums_and_mods=mods.has_bias_gradient and mods.modifies_scores)
+    rows, causal = WARPGROUP_ROWS.value, options.causal
     dq = tma_padded_memory(q)
     # the memory has padded rows; the descriptor sees the first head_dim columns
     dq_spec = dq.spec._replace(shape=q.shape)
@@ -402,6 +465,13 @@ def dq_launches(
         "dout_desc": DescriptorFactory(dout, (1, 1, rows, width_v)),
         "dq_desc": DescriptorFactory(dq_spec, (1, 1, rows, width)),
     }
+    bias_sums = None
+    if mods.has_bias_gradient:
+        (records_shape, _), table = lists, mods.tables[0]
+        assert records_shape is not None and table is not None
+        # 1 along an axis along which the tiles themselves differ
+        shared = batch if records_shape[0] == 1 else 1, heads if records_shape[1] == 1 else 1
+        bias_sums = (*shared, table.shape[2] + 1, WARPS.value, TILE_SIDE // chosen.block_kv)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
         "n_heads": heads,
@@ -415,6 +485,8 @@ def dq_launches(
         "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         "group": heads // kv_heads,
         **mods.arguments(options.scale, is_forward=False),
+        "bias_strides": mods.bias_strides(0),
+        "sums_strides": None if bias_sums is None else axis_strides(bias_sums),
         "scale": options.scale,
         "CAUSAL": causal,
         "CONFIG": chosen,
@@ -431,4 +503,5 @@ def dq_launches(
         sum_rows=sum_splits(split, lists[0], dq_spec, None, summed, (cols, 16)),
         tile_counter=contiguous(torch.int32, 1) if n_work > n_sms else None,
         splits=contiguous(torch.float32, n_floats) if n_floats else None,
+        bias_sums=bias_sums,
     )

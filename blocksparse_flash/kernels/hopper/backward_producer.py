@@ -58,7 +58,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr    (batch,) keys of each batch element; None: kv_len
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
-    slopes_ptr        see score_mods.ScoreMods
+    slopes_ptr, bias_ptr  see score_mods.ScoreMods
     dq_sum_ptr        (batch * heads, n_padded, columns) float32 sum of dQ, in the order of `in_register_order`; None:
                       another launch computes dQ
     dk_sum_ptr, dv_sum_ptr  (batch * KV heads, n_tile_cols * 128, columns) float32 sums of dK and dV, in the same order;
@@ -73,6 +73,7 @@ class Pointers(NamedTuple):
     tile_counter_ptr: Any
     splits_ptr: Any
     slopes_ptr: Any
+    bias_ptr: Any
     dq_sum_ptr: Any
     dk_sum_ptr: Any
     dv_sum_ptr: Any

@@ -263,7 +263,9 @@ def fine_dkdv_kernel(
         n_lines=n_lines, n_heads=n_heads, n_batch_heads=n_batch_heads, n_split_lines=n_split_lines,
         num_splits=num_splits,
     )  # fmt: skip
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    mods = ScoreMods(
+        factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=None, bias_strides=None
+    )
     work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=GROUP)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_kv_head = batch_head // n_heads, batch_head % n_heads
@@ -433,7 +435,9 @@ def fine_dq_kernel(
         n_lines=n_lines, n_heads=n_heads, n_batch_heads=n_batch_heads, n_split_lines=n_split_lines,
         num_splits=num_splits,
     )  # fmt: skip
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    mods = ScoreMods(
+        factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=None, bias_strides=None
+    )
     work_tile = find_work_tile(ptrs, record_strides, lines, GROUP=1)
     batch_head, p_record = work_tile.batch_head, work_tile.p_record
     i_batch, i_head = batch_head // n_heads, batch_head % n_heads

@@ -46,7 +46,7 @@ from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import Split, forward_columns, heads_in_turn, split_of
 from ..triton.combine_splits import combine_rows
-from ..triton.tile import LN_2, TILE, clamped_kv_len
+from ..triton.tile import LN_2, TILE, clamped_kv_len, head_base
 from .barriers import (
     allocate_pipeline,
     consumer_release,
@@ -83,6 +83,7 @@ from .score_mods import (
     ScoreMods,
     apply_one_sided_mods,
     apply_score_mods,
+    bias_table,
     finish_rows,
     load_slope,
     mod_specs_of,
@@ -237,7 +238,7 @@ def zero_values_from(
 
 @gluon.jit
 def step(
-    state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+    state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, p_bias, work_tile, i_step, n_done, kv_limit,
     KIND: gl.constexpr, WARPGROUP: gl.constexpr, SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CAUSAL: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -246,6 +247,7 @@ def step(
     q_tile  this warpgroup's queries, [64, DIM] in shared memory
     q_tail  the last 64 of 192 columns, else None
     slope   see score_mods.load_slope
+    p_bias  bias of each listed tile of this head; None without a bias
     n_done  steps of earlier work tiles
     KIND    "first" step of the work tile, which may be partial or full; "partial" or "full" for later ones
     """
@@ -265,8 +267,10 @@ def step(
     i_load = n_done + i_step
     stage = i_load % STAGES
     v_stage = (i_load - 1) % STAGES
-    bitmask = None
+    bitmask, bias = None, None
     # loaded early: they arrive during the waits for keys, for the turn and for the product
+    if p_bias is not None:
+        bias = gl.load(p_bias + (work_tile.begin + i_step // (TILE // BLOCK_KV)))
     if CONFIG.early_bitmask and MASKED and ptrs.indices_ptr is not None:
         bitmask = load_bitmask(ptrs, work_tile, i_step, WARPGROUP, BLOCK_KV)
     if CONFIG.early_bitmask and FIRST and ptrs.indices_ptr is not None:
@@ -309,6 +313,8 @@ def step(
         else:
             b_scores, _ = apply_score_mods(b_scores, mods, slope, o_q, o_kv)
         factor = 1.0
+    if bias is not None:
+        b_shift = bias if b_shift is None else b_shift + bias
     if FIRST:
         # the only kind that is checked at run time
         if work_tile.n_partial > 0:
@@ -425,7 +431,10 @@ def mma(
             # the batch_head of a split is its workspace block modulo n_batch_heads, see split_index
             batch_head = batch_head % sizes.n_batch_heads
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
-        slope = load_slope(mods, batch_head % sizes.n_heads)
+        slope, p_bias = load_slope(mods, batch_head % sizes.n_heads), None
+        if mods.bias_ptr is not None:
+            i_batch, i_head = batch_head // sizes.n_heads, batch_head % sizes.n_heads
+            p_bias = head_base(mods.bias_ptr, mods.bias_strides, i_batch, i_head)
         state = initial_state(BLOCK_KV, DIM_V, TAIL_V, dtype)
         i_buffer, phase = q_buffer_and_phase(i_tile, WARPGROUP, CONFIG)
         consumer_wait(q, i_buffer, phase)
@@ -434,17 +443,17 @@ def mma(
         q_tail = None if pipelines.q_tails is None else tile_of(pipelines.q_tails, i_buffer)
         if n_steps > 0:
             state = step(
-                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, 0, n_done, kv_limit,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, p_bias, work_tile, 0, n_done, kv_limit,
                 KIND="first", WARPGROUP=WARPGROUP, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(1, n_partial):
             state = step(
-                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, p_bias, work_tile, i_step, n_done, kv_limit,
                 KIND="partial", WARPGROUP=WARPGROUP, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         for i_step in range(gl.maximum(n_partial, 1), n_steps):
             state = step(
-                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, work_tile, i_step, n_done, kv_limit,
+                state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, p_bias, work_tile, i_step, n_done, kv_limit,
                 KIND="full", WARPGROUP=WARPGROUP, SIGN=SIGN, ONE_SIDED=ONE_SIDED, CAUSAL=CAUSAL, CONFIG=CONFIG,
             )  # fmt: skip
         n_done += n_steps
@@ -496,8 +505,8 @@ def hopper_forward_kernel(
     record_strides,
     # forward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group, scale_log2,
-    # softcap, see score_mods.ScoreMods
-    cap,
+    # softcap and strides of the bias, see score_mods.ScoreMods
+    cap, bias_strides,
     # compile time; SIGN of the scale, ONE_SIDED see ModSpecs, columns of q and of v from forward_columns
     SIGN: gl.constexpr, ONE_SIDED: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr,
     COLS_V: gl.constexpr,
@@ -535,7 +544,10 @@ def hopper_forward_kernel(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_lines=n_lines, q_len=q_len, kv_len=kv_len,
         n_split_lines=n_split_lines, num_splits=num_splits, n_in_turn=n_in_turn, group=group,
     )  # fmt: skip
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=ptrs.sinks_ptr, slopes_ptr=ptrs.slopes_ptr)
+    mods = ScoreMods(
+        factor=scale_log2, cap=cap, sinks_ptr=ptrs.sinks_ptr, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
+        bias_strides=bias_strides,
+    )  # fmt: skip
     REGISTERS: gl.constexpr = CONFIG.consumer_registers
     PRODUCER_REGISTERS: gl.constexpr = CONFIG.producer_registers
     if WARPGROUPS == 2:
@@ -589,8 +601,9 @@ class ForwardLaunches(NamedTuple):
         lists: TileLists,
         kv_lengths: torch.Tensor | None,
         scores: Scores | None,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse. lists: the plan's tile rows."""
+        """out and lse. lists: the plan's tile rows; bias: of each of their tiles."""
         empty = allocator(q)
         out, lse = empty(*self.out), empty(*self.lse)
         # cleared at each call: one kept for later calls would live on in the memory of a CUDA graph
@@ -598,7 +611,7 @@ class ForwardLaunches(NamedTuple):
         splits = None if self.combine is None else lse.new_empty(self.n_split_floats)
         sinks, slopes = (None, None) if scores is None else (scores.sinks, scores.alibi_slopes)
         pointers = Pointers(
-            *lists, kv_lengths_ptr=kv_lengths, sinks_ptr=sinks, slopes_ptr=slopes, lse_ptr=lse,
+            *lists, kv_lengths_ptr=kv_lengths, sinks_ptr=sinks, slopes_ptr=slopes, bias_ptr=bias, lse_ptr=lse,
             tile_counter_ptr=tile_counter, splits_ptr=splits,
         )  # fmt: skip
         self.kernel(q, k, v, out, pointers)
@@ -654,6 +667,7 @@ def forward_launches(
         "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         **mods.arguments(scale, is_forward=True),
+        "bias_strides": mods.bias_strides(0),
         "CAUSAL": causal,
         "CONFIG": chosen,
         "COLS": columns,
@@ -706,6 +720,7 @@ def forward(
     q_spec, k_spec, _ = specs.tensors
     lists, index = tile_lists(plan, 0), q.device.index
     split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
-    lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores)
+    bias = bias_table(scores, 0)
+    lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores, bias)
     launches = forward_launches(specs, plan_specs_of(lists), lengths, split, scale, causal, index, mods)
-    return launches.run(q, k, v, lists, kv_lengths, scores)
+    return launches.run(q, k, v, lists, kv_lengths, scores, bias)

@@ -59,7 +59,7 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile row; all None without a layout
     kv_lengths_ptr    number of keys of each batch element; None: kv_len
-    sinks_ptr, slopes_ptr  see score_mods.ScoreMods
+    sinks_ptr, slopes_ptr, bias_ptr  see score_mods.ScoreMods
     lse_ptr           output (batch, heads, q_len)
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile rows; None: no tile row is split
@@ -72,6 +72,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr: Any
     sinks_ptr: Any
     slopes_ptr: Any
+    bias_ptr: Any
     lse_ptr: Any
     tile_counter_ptr: Any
     splits_ptr: Any

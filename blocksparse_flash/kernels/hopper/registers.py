@@ -23,6 +23,12 @@ def accumulator(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def value_per_warp():
+    """Layout of a vector [4] of which each warp of a warpgroup has one value, in all of its threads."""
+    return gl.DistributedLinearLayout([], [[0]] * 5, [[1], [2]], [], [4])
+
+
 @gluon.jit
 def tile_of(buffers, i_buffer):
     """A buffer [1, 1, rows, columns] as [rows, columns]."""

@@ -1,4 +1,8 @@
-"""Score mods of the Hopper kernels: softcap and ALiBi slopes before the mask, sinks in the epilogue; in base 2."""
+"""Score mods of the Hopper kernels: softcap and ALiBi slopes before the mask, sinks in the epilogue; in base 2.
+
+Block bias is one number per tile of 128 x 128, so that it takes no instruction per score: the forward shifts the maxima
+of rows by it (`online_softmax`), and the backward subtracts it from lse.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...runtime.launch import cache_key_of
+from ...runtime.launch import axis_strides, cache_key_of
+from ...runtime.tensor_spec import TensorSpec, spec_of
 from ...score_mods import Scores
 from ..arguments import LOG2_E as LOG2_E_VALUE
-from ..arguments import scale_log2, sign
+from ..arguments import TILE, scale_log2, sign
 from ..triton.tile import LOG2_E
 from .registers import round_p_ds
 
@@ -77,12 +82,16 @@ class ScoreMods(NamedTuple):
     cap         softcap in base 2; with it `factor` is the scale over the softcap, else the scale in base 2
     sinks_ptr   (heads,) float32, in the forward
     slopes_ptr  (heads,) float32
+    bias_ptr    (batch | 1, heads | 1, listed tiles) float32, in base 2
+    bias_strides  its (batch, head) strides in elements
     """
 
     factor: Any
     cap: Any
     sinks_ptr: Any
     slopes_ptr: Any
+    bias_ptr: Any
+    bias_strides: Any
 
 
 @gluon.jit
@@ -178,16 +187,20 @@ class ModSpecs(NamedTuple):
 
     sinks, slopes  cache keys of these tensors
     is_one_sided   whether there are slopes, and keys after a query are masked
+    tables         specs of the bias of each tile: by tile rows and, in a backward, by tile columns; () without a bias
+    has_bias_gradient  whether the gradient of the bias is computed
     """
 
     softcap: float = 0.0
     sinks: tuple[torch.dtype, bool] | None = None
     slopes: tuple[torch.dtype, bool] | None = None
     is_one_sided: bool = False
+    tables: tuple[TensorSpec | None, ...] = ()
+    has_bias_gradient: bool = False
 
     @property
     def modifies_scores(self) -> bool:
-        """Whether scores change between product and mask."""
+        """Whether scores change between product and mask, as a block bias does not."""
         return self.softcap > 0 or self.slopes is not None
 
     def arguments(self, scale: float, *, is_forward: bool) -> dict[str, Any]:
@@ -206,14 +219,37 @@ class ModSpecs(NamedTuple):
             cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
         return {"scale_log2": factor, "cap": cap, **(of_forward if is_forward else {})}
 
+    def bias_strides(self, direction: int) -> tuple[int, int] | None:
+        """(batch, head) strides of the bias by tile rows (direction 0) or tile columns (1); None without a bias."""
+        table = self.tables[direction] if self.tables else None
+        return None if table is None else axis_strides(table.shape)
+
 
 PLAIN = ModSpecs()
 
 
-def mod_specs_of(scores: Scores | None) -> ModSpecs:
-    """The cache key of score mods."""
+def mod_specs_of(
+    scores: Scores | None, *tables: torch.Tensor | None, wanted: Sequence[bool] = (False,) * 4
+) -> ModSpecs:
+    """The cache key of score mods. tables: of `bias_table`, by direction; wanted: as `backward` has it."""
     if scores is None:
         return PLAIN
-    assert scores.block_bias is None, "dispatch refuses block_bias on this backend"
+    assert scores.block_bias is None or tables, "calls with block_bias have tiles of 128 x 128"
     is_one_sided = scores.is_causal and scores.alibi_slopes is not None
-    return ModSpecs(scores.softcap, cache_key_of(scores.sinks), cache_key_of(scores.alibi_slopes), is_one_sided)
+    has_bias = scores.block_bias is not None
+    return ModSpecs(
+        scores.softcap,
+        cache_key_of(scores.sinks),
+        cache_key_of(scores.alibi_slopes),
+        is_one_sided,
+        tuple(map(spec_of, tables)) if has_bias else (),
+        has_bias and wanted[2],
+    )
+
+
+def bias_table(scores: Scores | None, direction: int) -> torch.Tensor | None:
+    """The bias of each listed tile, by tile rows (direction 0) or tile columns (1), in base 2; None without a bias."""
+    if scores is None or scores.block_bias is None:
+        return None
+    assert scores.bias_cell == (TILE, TILE), "dispatch refuses block_bias for smaller blocks"
+    return scores.tables(direction, base_2=True)

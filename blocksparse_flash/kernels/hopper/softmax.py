@@ -87,7 +87,7 @@ def online_softmax(b_scores, b_max, b_sum, scale_log2, b_shift, RESCALE_THRESHOL
     """One step: (p, decay of earlier sums, new maximum, new sum) from scores [64, BLOCK_KV].
 
     scale_log2  brings the scores to base 2; 1 after score mods
-    b_shift  [64], still to be added to the scores of each row, in base 2; None: nothing
+    b_shift  [64] or a number, still to be added to the scores of each row, in base 2; None: nothing
     b_sum  [64, 4], one partial sum per thread of a row, so that no step exchanges sums between threads
     RESCALE_THRESHOLD  the maximum follows only if it grew by more, so that most steps have decay 1. p is then at most
                        2 ** RESCALE_THRESHOLD, which shifts exponents of p, sum and out, but not their relative errors

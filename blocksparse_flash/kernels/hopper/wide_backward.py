@@ -30,7 +30,7 @@ from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from .backward_dq import DqLaunches, dq_launches
 from .backward_producer import Pointers
-from .score_mods import PLAIN, ModSpecs, mod_specs_of
+from .score_mods import PLAIN, ModSpecs, bias_table, mod_specs_of
 from .tma import DescriptorFactory, block_columns, tma_padded_memory, to_tma_loadable
 from .wide_dkdv import BLOCK_Q, KEYS, wide_dkdv_kernel
 
@@ -101,6 +101,7 @@ def backward_launches(
         "num_splits": of_cols.num_splits,
         "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         **mods.arguments(scale, is_forward=False),
+        "bias_strides": mods.bias_strides(1),
         "scale": scale,
         "CAUSAL": causal,
         "GROUP": heads // kv_heads,
@@ -144,7 +145,9 @@ def backward(
     options = options_of(q, plan, scale, causal, 0.0, lse, dlse, kv_lengths, out=out)
     by_rows, by_cols, empty, n_sms = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q), num_sms(options.device)
     of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, causal, n_sms) for first in (0, 3))
-    slopes, mods = None if scores is None else scores.alibi_slopes, mod_specs_of(scores)
+    slopes = None if scores is None else scores.alibi_slopes
+    tables = bias_table(scores, 0), bias_table(scores, 1)
+    mods = mod_specs_of(scores, *tables, wanted=wanted)
     of_lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
     ready = backward_launches(specs, *of_lists, of_rows, of_cols, options, mods)
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
@@ -154,15 +157,15 @@ def backward(
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
-        dq_sum_ptr=None, dk_sum_ptr=None, dv_sum_ptr=None,
+        bias_ptr=tables[1], dq_sum_ptr=None, dk_sum_ptr=None, dv_sum_ptr=None,
     )  # fmt: skip
     ready.dkdv(q, k, v, dout, flat_lse, flat_delta, dk, dv, pointers)
     if ready.sum_cols is not None:
         ready.sum_cols(splits, by_cols[0], dk, dv)
-    dq = ready.dq.run((q, k, v, dout), flat_lse, flat_delta, by_rows, kv_lengths, slopes, empty)
+    dq, bias_sums = ready.dq.run((q, k, v, dout), flat_lse, flat_delta, by_rows, kv_lengths, scores, tables[0], empty)
     if dim % 8 or dim_v % 8:
         dq, dk, dv = (in_order_of(each, grad[..., : each.shape[3]]) for each, grad in ((q, dq), (k, dk), (v, dv)))
     if scores is None:
         return dq, dk, dv
     delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
-    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, None)
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, bias_sums)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton.tile import TILE, clamped_kv_len
+from ..triton.tile import TILE, clamped_kv_len, head_base
 from .backward_producer import (
     WORK_TILE_STRIDE,
     Descriptors,
@@ -93,11 +93,12 @@ class Pipelines(NamedTuple):
 
 @gluon.jit
 def add_dv(
-    b_dv, b_dv_tail, pipelines, ptrs, sizes, mods, kv_start, kv_limit, i_head, step, i_step_total,
+    b_dv, b_dv_tail, pipelines, ptrs, sizes, mods, p_bias, kv_start, kv_limit, i_head, step, i_step_total,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Computes p of one step, passes it to the other warpgroup, and returns dv plus p^T dO, and its tail or 0.
 
+    p_bias  bias of each listed tile of the query head; None without a bias
     step    index of the step in the plan's lists, or without a layout within the head
     i_step_total  steps of this program so far: they choose the stage
     MASKED  applies bitmasks, or the diagonal and the end of the keys
@@ -118,6 +119,8 @@ def add_dv(
         q_tail = tile_of(q.q_tail, stage).permute((1, 0))
         scores_token = warpgroup_mma(tile_of(kv.k_tail, 0), q_tail, scores_token, is_async=True)
     b_lse = q.lse.index(stage).load(query_layout)
+    if p_bias is not None:
+        b_lse = b_lse - gl.load(p_bias + step // (TILE // BLOCK_Q))
     b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
     consumer_release(pipelines.q, stage)
     o_kv = gl.arange(0, KEYS, layout=gl.SliceLayout(1, score_layout))
@@ -173,13 +176,15 @@ def compute_dv(
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, KEYS
             )
-            i_head = batch_head % sizes.n_heads * GROUP + i_group_head
+            i_head, p_bias = batch_head % sizes.n_heads * GROUP + i_group_head, None
+            if mods.bias_ptr is not None:
+                p_bias = head_base(mods.bias_ptr, mods.bias_strides, batch_head // sizes.n_heads, i_head)
             # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
                     b_dv, b_dv_tail = add_dv(
-                        b_dv, b_dv_tail, pipelines, ptrs, sizes, mods, kv_start, kv_limit, i_head, steps.first + i,
-                        n_done + i, MASKED=not FULL, CAUSAL=CAUSAL,
+                        b_dv, b_dv_tail, pipelines, ptrs, sizes, mods, p_bias, kv_start, kv_limit, i_head,
+                        steps.first + i, n_done + i, MASKED=not FULL, CAUSAL=CAUSAL,
                     )  # fmt: skip
             n_done += steps.n_steps
         # in the block of a split, dv comes after dk
@@ -344,8 +349,8 @@ def wide_dkdv_kernel(
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
     scale_log2, scale,
-    # softcap, see score_mods.ScoreMods
-    cap,
+    # softcap and strides of the bias, see score_mods.ScoreMods
+    cap, bias_strides,
     # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and k, of v and dO; STAGES: buffers of q and dO
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -390,7 +395,10 @@ def wide_dkdv_kernel(
         kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_lines=n_split_lines, num_splits=num_splits,
         n_in_turn=n_in_turn,
     )  # fmt: skip
-    mods = ScoreMods(factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr)
+    mods = ScoreMods(
+        factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
+        bias_strides=bias_strides,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (compute_dv, (dv_desc, pipelines, ptrs, record_strides, sizes, mods, CAUSAL, GROUP, COLS, COLS_V)),

@@ -325,6 +325,44 @@ def test_sums_over_heads_with_a_layout_are_accurate(
     check(simulation, layout, call)
 
 
+BIASED = [(layout, call) for layout in zoo.BIAS_LAYOUTS for call in zoo.BIAS_CALLS]
+
+
+@pytest.mark.sweep(by=lambda index: options_of(BIASED[index][1]) | {BIASED[index][0].name})
+@pytest.mark.parametrize("index", range(len(BIASED)), ids=[f"{layout}-{call}" for layout, call in BIASED])
+def test_block_bias_is_accurate(check, index):
+    check(Simulation(seed=index), *BIASED[index], deterministic=index % 5 == 4)
+
+
+@pytest.mark.sweep(by=lambda index: options_of(BIASED[index][1]) | {BIASED[index][0].name})
+@pytest.mark.parametrize("index", range(0, len(BIASED), 5), ids=[f"{layout}-{call}" for layout, call in BIASED[::5]])
+def test_block_bias_with_splits_is_accurate(check, index):
+    """One, two or all tile rows and columns of each head are split."""
+    layout, call = BIASED[index]
+    simulation = split(Simulation(seed=index), (3, 2)[index // 2 % 2], (1, 99, 2)[index % 3])
+    check(simulation, layout, in_float16(call), deterministic=index % 2 == 0)
+
+
+@pytest.mark.parametrize("layout", zoo.BIAS_LAYOUTS[-4:], ids=str)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_block_bias_with_sums_over_heads_is_accurate(check, monkeypatch, layout, is_trained):
+    """Each query head has tile columns of its own; a bias without a gradient leaves dq to them."""
+    simulation = Simulation(seed=3)
+    simulation.hopper_backward.sums_over_heads = lambda *_, deterministic: True
+    if not is_trained:
+        monkeypatch.setattr(zoo, "trained_mods", lambda mods, call: [])
+    check(simulation, layout, zoo.Call(head_dim=64, kv_heads=2, bias="batch", dtype=torch.float16))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("call", zoo.BIAS_CALLS, ids=str)
+@pytest.mark.parametrize("layout", zoo.BIAS_LAYOUTS[-4:], ids=str)
+def test_block_bias_without_a_gradient_is_accurate(check, monkeypatch, layout, call):
+    """Then one kernel computes dq, dk and dv."""
+    monkeypatch.setattr(zoo, "trained_mods", lambda mods, call: [])
+    check(Simulation(seed=len(str(call))), layout, call)
+
+
 FORWARD_CONFIGS = [
     ForwardConfig(stages=3),
     ForwardConfig(stages=2, pin=True),
