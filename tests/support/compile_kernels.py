@@ -220,7 +220,8 @@ def run_both(
     if scores:
         options = (*options, scores_of(scores, len(indices), (heads, q.shape[2], length)))
         # slopes have a gradient only if they are learned
-        needs_grad = (["sinks" in scores, "learned" in scores, "bias" in scores, "pairs" in scores],)
+        has_bias_gradient = "bias" in scores and "fixed" not in scores
+        needs_grad = (["sinks" in scores, "learned" in scores, has_bias_gradient, "pairs" in scores],)
     if backend == "hopper":
         options = (*options[:2], None, *options[3:])
         if mode in FINE:
@@ -246,8 +247,9 @@ def run_both(
 def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
     """Score mods by their words.
 
-    sinks, softcap, slopes, learned (slopes), bias16 (block_bias with blocks of 16 tokens), pairs (a float32 pair_bias
-    that batches share), halfpairs (a bfloat16 one of each batch and head), causal (keys after a query are masked)
+    sinks, softcap, slopes, learned (slopes), bias16 (block_bias with blocks of 16 tokens), fixed (bias), pairs (a
+    float32 pair_bias that batches share), halfpairs (a bfloat16 one of each batch and head), causal (keys after a query
+    are masked)
     """
     (heads, *_), pairs = shape, None
     bias, index = None, list[torch.Tensor]()
@@ -843,6 +845,19 @@ def hopper_calls() -> list[dict[str, Any]]:
             ),
         )
     ]
+    # a number for each tile, and the sums for its gradient
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "scores": f"{mods}bias128"}
+        for head_dim, mods in itertools.product(
+            (64, 96, 128, 192, 256), ("", "softcap ", "slopes causal ", "sinks softcap slopes ")
+        )
+    ]
+    grid += [
+        {"head_dim": head_dim, "dtype": half, "scores": "bias128", **option}
+        for head_dim in (64, 128)
+        for option in ({"limited": True}, {"num_splits": 3}, {"group": 4}, *SIGNS)
+    ]
+    grid += [{"head_dim": head_dim, "dtype": half, "scores": "fixed bias128"} for head_dim in (64, 96, 128)]
     # dq of deterministic calls
     grid += [{"head_dim": 64, "dtype": half, "deterministic": True, **option} for option in SIGNS]
     # selected blocks by key block

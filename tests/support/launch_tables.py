@@ -143,6 +143,12 @@ HOPPER = [
     Variant("deterministic-softcap-lengths", softcap=3.0, has_lengths=True, deterministic=True),
     Variant("deterministic-dense-lengths", "dense", has_lengths=True, deterministic=True),
     Variant("deterministic-heads-lengths", "heads", has_lengths=True, deterministic=True),
+    Variant("bias", has_bias=True),
+    Variant("bias-slopes-causal-group", "blocks-causal", group=2, has_bias=True, has_slopes=True),
+    Variant("bias-slopes-lengths", has_bias=True, has_slopes=True, has_lengths=True),
+    Variant("bias-softcap-slopes-sinks", has_bias=True, softcap=3.0, has_slopes=True, has_sinks=True),
+    Variant("bias-long-group", "long", group=2, has_bias=True),
+    Variant("bias-deterministic-long-lengths", "long", has_lengths=True, has_bias=True, deterministic=True),
     Variant("fine", "fine", tile=FINE_TILE),
     Variant("fine-causal-lengths", "blocks-causal", has_lengths=True, tile=FINE_TILE),
     Variant("fine-long", "long", tile=FINE_TILE),
@@ -281,6 +287,10 @@ def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     if rest["num_splits"] > 1:
         yield "split"
     yield "queued" if given["tile_counter_ptr"] is not None else "one round"
+    if given["bias_ptr"] is not None:
+        yield "bias"
+    if given.get("bias_sums_ptr") is not None:
+        yield "sums of a bias"
 
 
 @contextlib.contextmanager
@@ -438,7 +448,7 @@ def _known_hopper() -> Iterator[Key]:
         of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
-        yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap"))
+        yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap", "bias"))
         yield "combine_rows", dim[1] if isinstance(dim, tuple) else dim
         columns = dim if isinstance(dim, tuple) else (dim, dim)
         if max(columns) > schedule.MAX_JOINT_HEAD_DIM:
@@ -447,10 +457,13 @@ def _known_hopper() -> Iterator[Key]:
             yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]))
     for dim in of_cols_dims:
         columns = dim if isinstance(dim, tuple) else (dim, dim)
-        for *has, has_softcap in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config(columns, has_softcap)
-            yield "hopper_backward", dim, *has, has_softcap, of_cols.block_q, of_cols.kv_stages
-        words = ("split", "queued", "one round", "dq in a launch of its own", "sums over heads")
+        for *has, is_capped in itertools.product(flags, flags, flags):
+            of_cols = hopper_backward.config(columns, is_capped)
+            yield "hopper_backward", dim, *has, is_capped, of_cols.block_q, of_cols.kv_stages
+        # with slopes and a bias
+        narrow = hopper_backward.config(columns, True)
+        yield from (("hopper_backward", dim, True, has, False, narrow.block_q, narrow.kv_stages) for has in flags)
+        words = ("split", "queued", "one round", "bias", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
         yield from _known_sums("hopper_dq", dim)
         yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]), ("postprocess", columns[0]))
@@ -467,7 +480,8 @@ def _known_hopper() -> Iterator[Key]:
 
 
 def _known_sums(name: str, dim: Any) -> Iterator[Key]:
-    yield from ((name, dim, word) for word in ("split", "queued", "one round"))
+    words = ("split", "queued", "one round", "bias", *(["sums of a bias"] if name == "hopper_dq" else []))
+    yield from ((name, dim, word) for word in words)
     yield from ((name, dim, *has) for has in itertools.product((False, True), (False, True), (False, True)))
 
 

@@ -156,17 +156,21 @@ CONFIGS = {
 }
 
 
-# with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes
+# with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes, and with
+# a block bias beside slopes (5,700)
 CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
 # if q or v has 96 columns
 WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)
 
 
-def config(columns: tuple[int, int], has_softcap: bool) -> Config:
-    """The launch configuration for the columns of q and v. TUNING.md has the candidates that lost."""
+def config(columns: tuple[int, int], is_capped: bool) -> Config:
+    """The launch configuration for the columns of q and v. TUNING.md has the candidates that lost.
+
+    is_capped  see CAPPED
+    """
     if 96 in columns:
         return WITH_TAIL
-    return (CAPPED if has_softcap else CONFIGS)[max(columns)]
+    return (CAPPED if is_capped else CONFIGS)[max(columns)]
 
 
 # ---- consumer warpgroups ----
@@ -680,9 +684,7 @@ def backward_launches(
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     columns, columns_v = backward_columns(head_dim, v_dim)
-    # the bias of calls with slopes would spill 5,700 bytes in steps of 128 queries
-    is_narrow = mods.softcap > 0 or (mods.slopes is not None and mods.tables != ())
-    chosen = config((columns, columns_v), is_narrow)
+    chosen = config((columns, columns_v), mods.softcap > 0 or (mods.slopes is not None and mods.tables != ()))
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
     n_work_heads = heads if by_head else kv_heads

@@ -438,6 +438,67 @@ SCORE_MOD_FAULTS = {
         BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
     ),
 }
+# of a bias: the wrong number, or a sum in the wrong place
+BIAS_FAULTS = {
+    "bias of the next tile": Change(
+        FORWARD, "gl.load(p_bias + (work_tile.begin + i_step", "gl.load(p_bias + (work_tile.begin + 1 + i_step"
+    ),
+    "bias of the tile in the row": Change(
+        FORWARD, "gl.load(p_bias + (work_tile.begin + i_step", "gl.load(p_bias + (i_step"
+    ),
+    "bias of a step in place of that of its tile": Change(
+        FORWARD, "(work_tile.begin + i_step // (TILE // BLOCK_KV))", "(work_tile.begin + i_step)"
+    ),
+    "bias of the first head": Change(
+        FORWARD, "mods.bias_strides, i_batch, i_head)", "mods.bias_strides, i_batch, i_head * 0)"
+    ),
+    "bias of the first batch": Change(
+        FORWARD, "mods.bias_strides, i_batch, i_head)", "mods.bias_strides, i_batch * 0, i_head)"
+    ),
+    "bias in place of the distance of the query": Change(
+        FORWARD, "b_shift = bias if b_shift is None else b_shift + bias", "b_shift = bias"
+    ),
+    "bias in the natural base": Change(MODS, "(direction, base_2=True)", "(direction, base_2=False)"),
+    "bias by tile rows for tile columns": Change(
+        BACKWARD, "bias_table(scores, 1)\n", "bias_table(scores, 0)\n"
+    ),
+    "bias of the next tile of the column": Change(
+        BACKWARD, "gl.load(p_bias + step // (TILE // BLOCK_Q))", "gl.load(p_bias + step // (TILE // BLOCK_Q) + 1)"
+    ),
+    "bias of the KV head": Change(
+        BACKWARD,
+        "mods.bias_strides, batch_head // sizes.n_heads, i_head)",
+        "mods.bias_strides, batch_head // sizes.n_heads, batch_head % sizes.n_heads)",
+    ),
+    "bias of the next tile of the row for dq": Change(
+        WIDE_DQ, "b_lse - gl.load(p_bias + i_entry)", "b_lse - gl.load(p_bias + i_entry + 1)"
+    ),
+    "bias left out for dq": Change(WIDE_DQ, "b_lse - gl.load(p_bias + i_entry)", "b_lse"),
+    "sum of ds with the derivative of the softcap": Change(
+        WIDE_DQ, "store_ds_sums(p_sums, i_entry, i_step % (TILE // BLOCK_KV), b_ds, WARPGROUP)",
+        "store_ds_sums(p_sums, i_entry, i_step % (TILE // BLOCK_KV), b_ds * (1 - b_tanh * b_tanh), WARPGROUP)",
+    ),
+    "sum of ds of the next tile": Change(WIDE_DQ, "p_sums + i_entry.to", "p_sums + (i_entry + 1).to"),
+    "sums of one head": Change(WIDE_DQ, "sums_strides, i_batch, i_head)", "sums_strides, i_batch, i_head * 0)"),
+    "sums of the first warpgroup alone": Change(WIDE_DQ, "o_warp = WARPGROUP * 4 + ", "o_warp = "),
+    "sums of the first keys alone": Change(WIDE_DQ, "(o_warp * PARTS + i_part)", "(o_warp * PARTS)"),
+    "sums of one batch": Change(WIDE_DQ, "sums_strides, i_batch, i_head)", "sums_strides, i_batch * 0, i_head)"),
+    "bias of the first half of the tile column": Change(
+        WIDE_DKDV, "gl.load(p_bias + step // (TILE // BLOCK_Q))", "gl.load(p_bias + step)"
+    ),
+}  # fmt: skip
+BIASED_CALLS = [
+    zoo.Call(head_dim=64, bias="batch", softcap=2.0, has_kv_lengths=True, dtype=torch.float16, kv_heads=2),
+    zoo.Call(
+        head_dim=64, bias="blocks", has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16, kv_heads=1
+    ),
+    zoo.Call(head_dim=192, bias="heads", dtype=torch.float16),
+]  # fmt: skip
+BIASED = [
+    Run(0, zoo.BIAS_LAYOUTS[-4], BIASED_CALLS[0]),
+    Run(1, zoo.BIAS_LAYOUTS[-2], BIASED_CALLS[1], config=ForwardConfig(block_kv=64)),
+    Run(2, zoo.BIAS_LAYOUTS[-3], BIASED_CALLS[2], config=ForwardConfig(block_kv=64, out_in_q=True)),
+]
 ALL_MODS = zoo.Call(
     head_dim=64, softcap=2.0, has_slopes=True, are_slopes_fixed=True, has_sinks=True, causal=True, kv_heads=1,
     dtype=torch.float16,
@@ -643,6 +704,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "tiles of 64": (FINE_FAULTS, FINE),
     "gathered tiles": (GATHERED_FAULTS, GATHERED),
     "score mods": (SCORE_MOD_FAULTS, SCORE_MODS),
+    "bias": (BIAS_FAULTS, BIASED),
     "by query head": (BY_HEAD_FAULTS, BY_HEAD),
     "wide heads": (WIDE_FAULTS, WIDE),
     "tails": (TAIL_FAULTS, TAILS),
@@ -661,6 +723,7 @@ CORRECT_RUNS = {
     "tiles of 64": FINE,
     "gathered tiles": GATHERED,
     "score mods": SCORE_MODS,
+    "bias": BIASED,
     "by query head": BY_HEAD,
     "wide heads": WIDE,
     "tails": TAILS,
