@@ -212,6 +212,15 @@ SPILLS_OF_SCORE_MODS = {
     ("gathered fine_forward_kernel", 64): (32, 4),
     ("gathered fine_forward_kernel", 128): (80, 10),
 }
+# the same with a block bias, with whatever other score mods: its pointer takes two registers
+SPILLS_OF_BIAS = {
+    ("hopper_forward_kernel", 96): (316, 58),
+    ("hopper_forward_kernel", 128): (316, 58),
+    # past head_dim 128 most with slopes and a softcap
+    ("hopper_dq_kernel", 192): (24, 0),
+    ("hopper_dq_kernel", 256): (176, 11),
+    ("wide_dkdv_kernel", 256): (12, 2),
+}
 # bytes of shared memory of an SM (sm90), and of them those that each program takes in addition
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
 # bytes that the kernel of dk and dv spills for grouped heads on sm90, at (head_dim, results by token): the maximum of
@@ -312,7 +321,8 @@ def faults(record: Record) -> list[str]:
     most = SPILLS_BESIDE_PRODUCTS.get(name, {}).get(int(record["triton"].split(".")[1]), math.inf)
     if call.get("scores"):
         of_mods = SPILLS_OF_SCORE_MODS.get((name, call["head_dim"]), (0, 0))
-        allowed, most = max(allowed, of_mods[0]), max(most, of_mods[1])
+        of_bias = SPILLS_OF_BIAS.get((name, call["head_dim"]), (0, 0)) if "bias" in call["scores"] else (0, 0)
+        allowed, most = max(allowed, of_mods[0], of_bias[0]), max(most, of_mods[1], of_bias[1])
     if record["spills"] > allowed and is_half and (call["head_dim"] in (64, 128) or record["kernel"] in ALONE):
         found.append(f"spills {record['spills']} bytes")
     if record["spills_beside_products"] > most and call["head_dim"] <= 128:

@@ -393,6 +393,53 @@ def test_a_pair_bias_with_offsets_past_2_to_the_31_equals_that_of_one_head() -> 
         assert torch.equal(whole[:, -1:], one)
 
 
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_a_block_bias_of_long_rows_is_accurate_on_hopper(head_dim: int, deterministic: bool) -> None:
+    """Rows of up to 20 tiles, of blocks of 128 and of 256 x 128; the rows and columns of the first tokens are split."""
+    device, length = torch.device("cuda"), 2560
+    for block_size in (128, (256, 128)):
+        layout = cases.Case(
+            f"long-rows-{block_size}",
+            lambda block_size=block_size: (
+                masks.local(length, window=500, block_size=block_size)
+                | masks.global_tokens(length, tokens=9, block_size=block_size)
+            ),
+        )
+        for options in (
+            {"causal": True, "kv_heads": 1},
+            {"softcap": 3.0, "has_slopes": True, "are_slopes_fixed": True},
+        ):
+            call = zoo.Call(head_dim=head_dim, bias="heads", dtype=torch.bfloat16, **options)
+            zoo.assert_backend_is_accurate("hopper", layout, call, device, deterministic=deterministic)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("axes", [(), (4,), (2, 4)], ids=["shared", "per head", "per batch"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_cuda_graph_replays_a_block_bias_and_its_gradient(head_dim: int, axes: tuple[int, ...]) -> None:
+    length = 2000
+    layout = masks.longformer(length, window=100, global_tokens=3, block_size=128).to("cuda")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    bias, dout = torch.randn(*axes, layout.capacity, device="cuda").requires_grad_(), torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, layout, block_bias=bias, deterministic=True, backend="hopper")
+        return out, *torch.autograd.grad(out, (q, k, v, bias), dout)
+
+    graph, captured = capture(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in (q, k, v, bias, dout):
+                tensor.normal_()
+        graph.replay()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
 @pytest.mark.parametrize("case", ["dense", "layout", "lengths", "dropout"])
 @on_every_backend
 def test_a_call_never_waits_for_the_gpu(case: str, backend: str) -> None:

@@ -41,6 +41,8 @@ def family(seed: int) -> Call:
             has_sinks=numbers.random() < 0.2,
             softcap=numbers.choice([None, None, 3.0]),
             has_slopes=numbers.random() < 0.2,
+            # of blocks of 128
+            has_bias=mode in ("blocks", "long", "blocks-causal") and numbers.random() < 0.3,
         )
         dtype = numbers.choice([torch.bfloat16, torch.float16])
     else:
