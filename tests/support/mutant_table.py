@@ -536,6 +536,18 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
+            "any(side % TILE for side in bias_blocks)",
+            "all(side % TILE for side in bias_blocks)",
+            "tests/test_functional.py -k 'hopper_refuses or traced_calls'",
+        ),
+        (
+            "explanation/memory.py",
+            "if call.has_bias_gradient:",
+            "if False:",
+            "tests/explanation/test_explanation.py -k advice",
+        ),
+        (
+            "dispatch.py",
             "max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias",
             "head_dim <= MAX_FINE_HEAD_DIM and not has_block_bias",
             "tests/plan/test_tile_choice.py",
