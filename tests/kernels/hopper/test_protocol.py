@@ -354,6 +354,25 @@ def test_block_bias_with_sums_over_heads_is_accurate(check, monkeypatch, layout,
     check(simulation, layout, zoo.Call(head_dim=64, kv_heads=2, bias="batch", dtype=torch.float16))
 
 
+@pytest.mark.parametrize("lowest", [-torch.inf, -1e4])
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_a_block_bias_may_remove_blocks(check, monkeypatch, lowest, head_dim):
+    """Also the first or all blocks of a row, and where the others have a large bias."""
+    original = zoo.score_mods
+
+    def score_mods(layout, call, dtype, device):
+        found = original(layout, call, dtype, device)
+        bias = found["block_bias"]
+        bias[..., ::3] = lowest
+        bias[..., :3] = lowest
+        bias[..., 1::3] += 40.0
+        return found
+
+    monkeypatch.setattr(zoo, "score_mods", score_mods)
+    layout = cases.Case(f"large-blocks-and-{lowest}", zoo.BIAS_LAYOUTS[-4].build)
+    check(Simulation(seed=head_dim), layout, zoo.Call(head_dim=head_dim, bias="heads", dtype=torch.float16))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("call", zoo.BIAS_CALLS, ids=str)
 @pytest.mark.parametrize("layout", zoo.BIAS_LAYOUTS[-4:], ids=str)
