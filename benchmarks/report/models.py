@@ -47,7 +47,8 @@ def shapes(lines: pd.DataFrame) -> str:
     runs = shown[shown["direction"] != "plan"].groupby(["device", "commit"], sort=False)
     named = zip(plans["pattern"].str.removesuffix(", causal"), plans["ms"], strict=True)
     times = ", ".join(f"{ms:.2f} ms ({case})" for case, ms in named)
-    where = "" if plans.empty else f"{plans['device'].iloc[0]}, commit {plans['commit'].iloc[0]}"
+    commits = ", ".join(plans["commit"].unique())
+    where = "" if plans.empty else f"{plans['device'].iloc[0]}, commits {commits}"
     return joined(
         *(_shapes_of_run(lines, found) for _, found in runs),
         f"Making the layout and plan of packed documents on the GPU, from their boundaries there, took {times}: "

@@ -312,7 +312,7 @@ ADVICE = {
     "multiples of 128 tokens, got 64 x 64": lambda: call(
         layout=masks.local(16384, window=512, block_size=64), scores=mods(block_bias=torch.zeros(1))
     ),
-    "block_bias was not measured": lambda: call(
+    "block_bias takes 1.14 times as long in the forward and 1.12 in the backward": lambda: call(
         backend="hopper", layout=window(), scores=mods(block_bias=torch.zeros(1))
     ),
     "block_bias requires a gradient": lambda: call(
