@@ -107,7 +107,11 @@ class Ready(NamedTuple):
 
 
 def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
-    """Measures every peer that supports the pattern, forward and backward: a line each. The peers take turns."""
+    """Measures every peer that supports the pattern, forward and backward: a line each, all of them at the end.
+
+    The peers take turns.
+    """
+    lines = []
     ready: list[Ready] = []
     for_each(among, case.name, case.pattern, run, functools.partial(make_ready, case, run, ready))
     for direction in ("fwd", "bwd"):
@@ -119,13 +123,25 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
             found = {
                 **line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak, "joules": joules,
             }  # fmt: skip
-            measure.append(run.out, found, measure.KEYS_WITH_ENERGY)
+            lines.append(found)
+    # not before, so that --resume finds whole cases only
+    for line in lines:
+        measure.append(run.out, line, measure.KEYS_WITH_ENERGY)
 
 
-def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run) -> None:
-    """Measures every case. Kernels compiled for other shapes are dropped: they count toward PyTorch's limit."""
+def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run, *, resume: bool = False) -> None:
+    """Measures every case. Kernels compiled for other shapes are dropped: they count toward PyTorch's limit.
+
+    resume  skips cases that run.out has; a case that has only lines of masks was interrupted
+    """
     compiled_for: tuple[int, int] | None = None
     for case in cases:
+        facts = {
+            "bench": case.bench, "pattern": case.name, "n": case.pattern.length, "batch": run.batch,
+            "heads": run.shape.heads, "head_dim": run.head_dim, "direction": "fwd",
+        }  # fmt: skip
+        if resume and measure.is_measured(run.out, facts):
+            continue
         sizes = case.pattern.length, case.pattern.block_size
         if sizes != compiled_for:
             torch.compiler.reset()
@@ -242,9 +258,12 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=measure.multiple_of(256), help=tokens)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
+    measure.add_resume(parser)
     options = measure.parsed_with_sizes(parser, arguments)
     if options.length is None:
         options.length = 1 << 20 if options.sweep == "length" else 1 << 14
+    if options.sweep == "change" and options.resume:
+        parser.error("--resume does not go with --sweep change, which has one case")
     if options.sweep == "change" and options.patterns is not None:
         parser.error("--patterns does not go with --sweep change, which has one pattern, random")
     if options.sweep == "deterministic" and options.providers is not None:
@@ -288,7 +307,8 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         cases = sweeps.cases(options.sweep, options.length)
         names = options.patterns
-        compare_all((case for case in cases if names is None or case.pattern.name in names), among, run)
+        chosen_cases = (case for case in cases if names is None or case.pattern.name in names)
+        compare_all(chosen_cases, among, run, resume=options.resume)
 
 
 if __name__ == "__main__":

@@ -234,6 +234,24 @@ def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag --resume, see `is_measured`."""
+    parser.add_argument(
+        "--resume", action="store_true", help="skip cases that --out has of this device, commit, torch and triton"
+    )
+
+
+def is_measured(path: Path, facts: dict[str, Any]) -> bool:
+    """Whether a file has a line with these facts, of this device, commit, torch and triton; prints what is skipped."""
+    if not path.exists():
+        return False
+    wanted = {**facts, **environment()}
+    found = any(all(line.get(key) == value for key, value in wanted.items()) for line in read(path))
+    if found:
+        print(f"{', '.join(f'{key} {value}' for key, value in facts.items())}: measured before; skipped", flush=True)
+    return found
+
+
 def multiple_of(number: int) -> Callable[[str], int]:
     """The type of an option: a positive multiple of a number."""
 

@@ -340,7 +340,7 @@ def inputs_of(case: Case, device: str) -> tuple[list[Tensor], Tensor]:
 
 
 def compare(case: Case, among: list[Peer], out: Any, device: str = "cuda") -> None:
-    """Times every peer that can compute the case, in turns: a line for each direction."""
+    """Times every peer that can compute the case, in turns: a line for each direction, all of them at the end."""
     torch.compiler.reset()
     tensors, dout = inputs_of(case, device)
     values = values_of(case, device)
@@ -378,6 +378,7 @@ def compare(case: Case, among: list[Peer], out: Any, device: str = "cuda") -> No
     for peer in among:
         label = f"{peer.provider:22} {case.name:36}"
         measure.guarded(label, peer.provider == "blocksparse_flash", functools.partial(make_ready, peer, label))
+    lines = []
     for direction in ("fwd", "bwd", "plan"):
         there = [(line, calls[direction]) for line, calls in ready if direction in calls]
         peaks = [measure.peak_bytes(call) for _, call in there]
@@ -388,7 +389,10 @@ def compare(case: Case, among: list[Peer], out: Any, device: str = "cuda") -> No
             found = {
                 **line, "direction": direction, **times, "tflops": tflops, "peak_bytes": peak, "joules": energy,
             }  # fmt: skip
-            measure.append(out, found, KEYS)
+            lines.append(found)
+    # not before, so that --resume finds whole cases only
+    for line in lines:
+        measure.append(out, line, KEYS)
     measure.release()
 
 
@@ -396,6 +400,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "shapes.jsonl")
     parser.add_argument("--cases", nargs="+", help="parts of the names of cases; default: all")
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
+    measure.add_resume(parser)
     options = parser.parse_args(arguments)
     measure.require_gpu()
     there = [peer for peer in PEERS if peer.package is None or is_installed(peer.package)]
@@ -407,8 +412,11 @@ def main(arguments: list[str] | None = None) -> None:
     among = [peer for peer in there if options.providers is None or peer.provider in options.providers]
     matmul(Run(1, 2048, 128, options.out))
     for case in CASES:
-        if options.cases is None or any(part in case.name for part in options.cases):
-            compare(case, among, options.out)
+        if options.cases is not None and not any(part in case.name for part in options.cases):
+            continue
+        if options.resume and measure.is_measured(options.out, {"bench": "shapes", "pattern": case.name}):
+            continue
+        compare(case, among, options.out)
 
 
 if __name__ == "__main__":

@@ -322,6 +322,25 @@ def test_results_are_lines_of_these_keys() -> None:
     assert all([*line] == measure.KEYS for line in written(path))
 
 
+@pytest.mark.usefixtures("untimed")
+def test_an_interrupted_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A case that has only the line of its mask was interrupted. Lines of other head dimensions are other cases."""
+    run = benchmark.Run(1, HEADS * DIM, DIM, tmp_path / "lines.jsonl", device="cpu")
+    among, names = [peers.ours("eager")], ["local", "bigbird"]
+    cases = [case for case in CASES if case.name in names]
+    benchmark.compare_all(cases[:1], among, run, resume=True)
+    first = written(run.out)
+    mask = next(line for line in first if line["direction"] == "mask")
+    with run.out.open("a") as file:
+        file.write(json.dumps({**mask, "pattern": cases[1].name}) + "\n")
+    benchmark.compare_all(cases, among, run, resume=True)
+    found = [(line["pattern"], line["direction"]) for line in written(run.out)[len(first) + 1 :]]
+    assert found == [(cases[1].name, direction) for direction in ("mask", "fwd", "bwd")]
+    assert capsys.readouterr().out.count("measured before; skipped") == 1
+    benchmark.compare_all(cases, among, run._replace(hidden=2 * HEADS * DIM), resume=True)
+    assert len(written(run.out)) == 3 + 1 + 3 + 6
+
+
 # ---- the command ----
 
 
@@ -337,6 +356,7 @@ def test_defaults_are_what_the_help_says() -> None:
     [
         ["--length", "1000"], ["--head-dims", "128", "96"], ["--patterns", "spiral"], ["--sweep", "moon"],
         ["--providers", "flex", "--sweep", "deterministic"],
+        ["--resume", "--sweep", "change"],
         ["--patterns", "random", "--sweep", "change"], ["--patterns", "butterfly", "--sweep", "density"],
     ],
 )  # fmt: skip

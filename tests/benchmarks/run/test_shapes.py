@@ -99,3 +99,41 @@ def test_unknown_providers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "require_gpu", lambda: None)
     with pytest.raises(SystemExit, match="--providers: nobody is not known or not installed"):
         shapes.main(["--providers", "nobody"])
+
+
+@pytest.mark.usefixtures("untimed")
+def test_an_interrupted_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cases of the same commit are skipped; an interrupted one has no lines, and is measured as a whole."""
+    path, measured = tmp_path / "shapes.jsonl", []
+    turns = measure.milliseconds_in_turns
+
+    def interrupted(calls: list[Any]) -> Any:
+        measured.append(len(calls))
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        return turns(calls)
+
+    monkeypatch.setattr(measure, "require_gpu", lambda: None)
+    monkeypatch.setattr(shapes, "matmul", lambda run: None)
+    monkeypatch.setattr(shapes, "CASES", SMALL[:3])
+    compare = shapes.compare
+    monkeypatch.setattr(shapes, "compare", lambda case, among, out: compare(case, among, out, "cpu"))
+    monkeypatch.setattr(measure, "milliseconds_in_turns", interrupted)
+    arguments = ["--out", str(path), "--providers", "blocksparse_flash", "--resume"]
+    with pytest.raises(KeyboardInterrupt):
+        shapes.main(arguments)
+    assert [line["pattern"] for line in written(path)] == ["grouped"] * 2
+    monkeypatch.setattr(measure, "milliseconds_in_turns", turns)
+    shapes.main(arguments)
+    assert [line["pattern"] for line in written(path)] == [
+        name for name in ("grouped", "dense", "window") for _ in "fb"
+    ]
+    assert "pattern grouped: measured before; skipped" in capsys.readouterr().out
+    shapes.main(arguments)
+    assert len(written(path)) == 6
+    # another commit
+    monkeypatch.setattr(measure, "environment", lambda: dict.fromkeys(("device", "torch", "triton", "commit"), "there"))
+    shapes.main(arguments)
+    assert len(written(path)) == 12
