@@ -614,3 +614,11 @@ def test_what_cannot_be_graphed_is_refused(changes: dict[str, Any], said: str, t
     with pytest.raises(ValueError, match=f"is_graphed needs one GPU, and steps of one batch of one shape.*{said}"):
         run(tmp_path, root, **settings)
     assert not losses(tmp_path)
+
+
+def test_a_trial_on_a_cpu_leaves_out_graphs() -> None:
+    data = LraData("pathfinder32", batch_size=4)
+    assert command.cpu_hint(data, is_compiled=False) == ""
+    hint = command.cpu_hint(data, is_compiled=False, is_graphed=True)
+    assert "--model.is_graphed false" in hint
+    assert "is_graphed" not in command.cpu_hint(data, is_compiled=True)

@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blocksparse_flash.nn import positions
 from blocksparse_flash.nn.positions import RotaryTable, rotary_table
@@ -108,6 +109,14 @@ def test_compiled_rotary_positions_are_one_operator(
         (node,) = [node for node in graph.graph.nodes if node.target is torch.ops.blocksparse_flash.rotate.default]
         assert node.meta["val"].stride() == result.stride()
         assert not [node for node in graph.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+
+
+def test_fake_cuda_tensors_are_rotated_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with FakeTensorMode():
+        x, table = torch.empty(1, 2, 20, 8, device="cuda"), torch.empty(20, 4, device="cuda")
+        assert positions.rotate(x, RotaryTable(table, table)).shape == x.shape
 
 
 @pytest.mark.parametrize("shape", SHAPES)
