@@ -193,17 +193,24 @@ class LraData(lightning.LightningDataModule):
     def _released(self) -> released.Splits:
         return released.load(self.task, self.root, self.reading, contour_length=self.rules.contour_length)
 
-    def _splits_kept(self) -> tuple[str, ...]:
-        if self.source == "generated":
-            return SPLITS
-        return ("validation", "test") if self.source == "fresh" else ()
+    def _splits_kept(self, stage: str | None = None) -> tuple[str, ...]:
+        """Stored splits that a stage of Lightning reads; None: all. Training need not wait for a test set."""
+        kept = {"generated": SPLITS, "fresh": SPLITS[1:]}.get(self.source, ())
+        return kept[:-1] if stage in ("fit", "validate") else kept
 
     def prepare_data(self) -> None:
-        for split in self._splits_kept():
+        for split in self._splits_kept(None if self.trainer is None else self.trainer.state.fn):
             self.stored(split)
 
-    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature; every stage needs the sets
-        if self.rows:
+    def setup(self, stage: str) -> None:
+        for split in self._splits_kept(stage):
+            if split not in self.rows:
+                self.rows[split] = RecordRows(self.stored(split))
+        if "pairs" not in self.rows and self.sizes.pairs and "test" in self._splits_kept(stage):
+            tested = self._generator("test")
+            if isinstance(tested, sources.PathfinderSource):
+                self.rows["pairs"] = PairRows(tested, self.sizes.pairs)
+        if "train" in self.rows:
             return
         if self.source == "official":
             for split, examples in zip(SPLITS, self._released(), strict=True):
@@ -215,12 +222,7 @@ class LraData(lightning.LightningDataModule):
             for split in SPLITS:
                 examples = stand_ins.load(self.task, split, getattr(self.sizes, split), seed=self.seed)
                 self.rows[split] = ExampleRows(examples, self.task.length)
-        for split in self._splits_kept():
-            self.rows[split] = RecordRows(self.stored(split))
-        tested = self._generator("test") if self._splits_kept() else None
-        if isinstance(tested, sources.PathfinderSource) and self.sizes.pairs:
-            self.rows["pairs"] = PairRows(tested, self.sizes.pairs)
-        if self.source == "fresh":
+        elif self.source == "fresh":
             last = self._generator("train")
             stages = [(each.samples, stage_sources(last, each, self.task.length)) for each in self.rules.stages]
             self.rows["train"] = FreshRows([*stages, (0, [last])], stream=self.order_seed)

@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(task: str, root: Path, source: Any = "generated", **more: Any) -> LraData:
     module = LraData(task, source, root=root, batch_size=4, sizes=Sizes(1000, 500, 1000), workers=0, **more)
     module.prepare_data()
-    module.setup("fit")
+    module.setup("test")
     return module
 
 

@@ -239,6 +239,17 @@ def test_the_result_of_an_untrained_model_is_not_written(
     assert f"no line in {tmp_path / 'test.jsonl'}: the model is not trained" in printed
 
 
+@pytest.mark.parametrize("source", ["fresh", "generated"])
+def test_only_a_test_makes_the_test_set(source: str, tmp_path: Path) -> None:
+    data = {"source": source, "root": str(tmp_path / "sets")}
+    run(tmp_path / "run", tmp_path / "sets", data={**data, "task": "listops-small"})
+    (folder,) = (tmp_path / "sets").iterdir()
+    expected = {"validation"} if source == "fresh" else {"validation", "train"}
+    assert {path.name for path in folder.iterdir()} == expected
+    run(tmp_path / "run", tmp_path / "sets", "test", "--ckpt_path", "last", data=data)
+    assert {path.name for path in folder.iterdir()} == expected | {"test"}
+
+
 def test_a_time_limit_is_of_training(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
