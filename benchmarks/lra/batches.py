@@ -78,7 +78,7 @@ class FreshRows:
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Source]]], *, stream: int = 0) -> None:
         if not stages or not all(sources for _, sources in stages):
-            raise ValueError("stages must be one or more, of one source or more each, got none")
+            raise ValueError("stages must not be empty, and each needs at least one source")
         self.sources = [sources for _, sources in stages]
         # no run takes so many samples
         self.first_number = stream * 2**40

@@ -28,8 +28,8 @@ class Stage:
     changes     fields of the generator's preset, for Pathfinder such as {contour_length: 6, is_central: false,
                 seed_distances: [3, 10]}, for ListOps {max_depth: 5, min_length: 50, max_length: 300}
     batch_size  None is that of the data
-    mixture     further changes, of which the samples take one in turn: such as [{contour_length: 3},
-                {contour_length: 4}]; none if empty
+    mixture     alternatives of further changes, such as [{contour_length: 3}, {contour_length: 4}], through which the
+                samples cycle
     """
 
     samples: int
@@ -104,8 +104,8 @@ class LraData(lightning.LightningDataModule):
     test_seed   seed of the test set; None is `seed`. Another number gives a new test set
     order_seed  seed of the order of stored training samples, or of the samples of a fresh stream; set by Lightning's
                 seed_everything
-    workers     processes that draw or read samples, for each GPU; None divides the cores on which this process may run,
-                but one per GPU, among them
+    workers     processes that draw or read samples, for each GPU; None: the cores available to this process divided by
+                the GPUs, less one for each GPU
     reading     how the released files are read
     n_together  steps whose training samples are drawn at once and divided by length: batches with less padding
     augmentation  "symmetries": each epoch flips and turns every stored training image of Pathfinder at random, into one
@@ -167,7 +167,7 @@ class LraData(lightning.LightningDataModule):
         if self._given_workers is not None:
             return self._given_workers
         n_devices = 1 if self.trainer is None else self.trainer.num_devices
-        # of a part of the machine, where it has one; macOS has no such call
+        # the process may be restricted to some cores; macOS has no sched_getaffinity
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(0, n_cores // n_devices - 1)
 

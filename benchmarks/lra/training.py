@@ -116,8 +116,8 @@ class Experiment(lightning.LightningModule):
     task          a name in tasks.TASKS
     start         a checkpoint with initial weights: another resolution, an easier stage, self-pretraining
     is_compiled   whether layers are compiled, except their attention
-    is_graphed    whether the forward and the backward of a training step are CUDA graphs, so that the host launches
-                  each at once: for images, whose batches have one shape, on one GPU
+    is_graphed    whether the forward and the backward of a training step are CUDA graphs, each launched by one call:
+                  for images, whose batches have one shape, on one GPU
     """
 
     def __init__(
@@ -268,8 +268,8 @@ class Experiment(lightning.LightningModule):
         }
         if found := [what for what, is_odd in odd.items() if is_odd]:
             raise ValueError(
-                f"is_graphed needs one GPU, and steps of one batch of one shape, got {', '.join(found)}: "
-                "--model.is_graphed false launches every kernel from the host"
+                "is_graphed needs one CUDA GPU, batches of a fixed shape and one batch per step, got "
+                f"{', '.join(found)}; set --model.is_graphed false"
             )
 
     def _capture(self) -> None:

@@ -132,7 +132,7 @@ def compare(case: sweeps.Case, among: Iterable[Peer], run: Run) -> None:
 def compare_all(cases: Iterable[sweeps.Case], among: list[Peer], run: Run, *, resume: bool = False) -> None:
     """Measures every case. Kernels compiled for other shapes are dropped: they count toward PyTorch's limit.
 
-    resume  skips cases that run.out has; a case that has only lines of masks was interrupted
+    resume  skips cases that run.out has; the times of masks are written first and do not count
     """
     compiled_for: tuple[int, int] | None = None
     for case in cases:

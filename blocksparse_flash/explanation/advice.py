@@ -164,7 +164,8 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 # ---- score mods ----
 
 # time with an option as a multiple of the time without, forward and backward, on `hopper`: H200, bfloat16, causal,
-# 8,192 tokens, 16 heads of 128 (benchmarks/results/shapes.jsonl; slopes: kernels/hopper/TUNING.md)
+# 8,192 tokens, 16 heads of 128 (benchmarks/results/shapes.jsonl; slopes: kernels/hopper/TUNING.md). The call with a
+# block_bias had a layout of all blocks, the one without had no layout
 COSTS = {"softcap": (2.00, 1.21), "alibi_slopes": (1.13, 1.03), "block_bias": (1.14, 1.12)}
 # the same for the backward of a block_bias with its gradient
 OF_BIAS_GRADIENT = 1.41
@@ -184,7 +185,7 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
         if call.mods.block_bias is not None and call.layout is not None:
             missing = missing_option(bias_blocks=call.layout.block_size)
             if missing:
-                yield f'block_bias runs on "triton", since "hopper" has none for such blocks: {missing}'
+                yield f'block_bias runs on "triton". Why "hopper" cannot run it: {missing}'
     if call.backend != "hopper":
         return
     costs = {**COSTS, "alibi_slopes": OF_CAUSAL_SLOPES} if call.causal else COSTS
@@ -195,8 +196,9 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
         fixed = dataclasses.replace(call, scores=call.mods._replace(block_bias=call.mods.block_bias.detach()))
         if memory.has_separate_dq(call) and not memory.has_separate_dq(fixed):
             yield (
-                "block_bias requires a gradient, which a launch for dq alone sums: the backward takes "
-                f"{OF_BIAS_GRADIENT} times as long. A bias that is not trained needs none: block_bias.detach()"
+                "block_bias requires a gradient, so dq has a launch of its own: the backward takes "
+                f"{OF_BIAS_GRADIENT} times as long as without a bias, instead of {COSTS['block_bias'][1]}. If the bias "
+                "is not trained, pass block_bias.detach()"
             )
     if call.has_slopes_gradient:
         yield (

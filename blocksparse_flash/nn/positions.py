@@ -67,8 +67,8 @@ def rotary_table(positions: Tensor, base: float, head_dim: int) -> RotaryTable:
 
 # ---- the operator, for torch.compile ----
 
-# inductor would fuse the rotation of dq and dk with the join of dq, dk and dv into the gradient of one projection, in a
-# kernel that takes five times as long as these two steps
+# inductor would fuse the rotation of dq and dk with the concatenation of dq, dk and dv into the gradient of one
+# projection, in a kernel that takes five times as long as these two steps
 torch.library.define("blocksparse_flash::rotate", "(Tensor x, Tensor cos, Tensor sin, bool is_inverse) -> Tensor")
 
 
@@ -107,7 +107,7 @@ _rotate_operator = torch.ops.blocksparse_flash.rotate.default
 
 
 def _runs_operator(device: torch.device, dtype: torch.dtype) -> bool:
-    # fake CUDA tensors need no GPU
+    # fake CUDA tensors can be traced on a machine without a GPU
     return dtype in block_selection.COMPARABLE and torch.cuda.is_available() and tracing.runs_triton(device.index)
 
 

@@ -457,9 +457,9 @@ def _known_hopper() -> Iterator[Key]:
             yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]))
     for dim in of_cols_dims:
         columns = dim if isinstance(dim, tuple) else (dim, dim)
-        for *has, is_capped in itertools.product(flags, flags, flags):
-            of_cols = hopper_backward.config(columns, is_capped)
-            yield "hopper_backward", dim, *has, is_capped, of_cols.block_q, of_cols.kv_stages
+        for *has, has_fewer_queries in itertools.product(flags, flags, flags):
+            of_cols = hopper_backward.config(columns, has_fewer_queries)
+            yield "hopper_backward", dim, *has, has_fewer_queries, of_cols.block_q, of_cols.kv_stages
         # with slopes and a bias
         narrow = hopper_backward.config(columns, True)
         yield from (("hopper_backward", dim, True, has, False, narrow.block_q, narrow.kv_stages) for has in flags)

@@ -156,21 +156,21 @@ CONFIGS = {
 }
 
 
-# with a softcap, whose tanh stays in registers until ds is computed, which would otherwise spill 2,800 bytes, and with
-# a block bias beside slopes (5,700)
-CAPPED = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
+# with a softcap, whose tanh stays in registers until ds is computed, and with slopes and a block bias: steps of 128
+# queries would spill 2,800 and 5,700 bytes
+FEWER_QUERIES = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
 # if q or v has 96 columns
 WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)
 
 
-def config(columns: tuple[int, int], is_capped: bool) -> Config:
+def config(columns: tuple[int, int], has_fewer_queries: bool) -> Config:
     """The launch configuration for the columns of q and v. TUNING.md has the candidates that lost.
 
-    is_capped  see CAPPED
+    has_fewer_queries  see FEWER_QUERIES
     """
     if 96 in columns:
         return WITH_TAIL
-    return (CAPPED if is_capped else CONFIGS)[max(columns)]
+    return (FEWER_QUERIES if has_fewer_queries else CONFIGS)[max(columns)]
 
 
 # ---- consumer warpgroups ----

@@ -5,7 +5,7 @@
 
 The producer and its work tiles are those of the forward (forward_producer.py), with dO beside q. This kernel runs where
 summing dQ over tile columns (backward.py) is slower, not possible (beyond head_dim 128: wide_backward.py), or not
-allowed because its last bits vary (deterministic calls).
+allowed because its last bits vary (deterministic calls), and where the gradient of block_bias is wanted, which it sums.
 
 Long tile rows are split among programs: see schedule.py and combine_splits.py.
 """
@@ -81,9 +81,9 @@ def dq_config(columns: int, *, has_sums_and_mods: bool = False) -> Config:
     """The launch table; TUNING.md has its figures.
 
     columns            the larger number of columns of q and v
-    has_sums_and_mods  whether ds is summed for the gradient of a bias, beside a softcap or slopes
+    has_sums_and_mods  whether ds is summed for the gradient of a bias, with a softcap or slopes
 
-    Up to 128 columns no other configuration was tried.
+    Up to 128 columns only steps of 128 keys were timed.
     """
     if columns > 192:
         # shared memory has no room for a second buffer of v
@@ -469,7 +469,7 @@ def dq_launches(
     if mods.has_bias_gradient:
         (records_shape, _), table = lists, mods.tables[0]
         assert records_shape is not None and table is not None
-        # 1 along an axis along which the tiles themselves differ
+        # size 1 along an axis of the layout itself, whose list entries differ along it already
         shared = batch if records_shape[0] == 1 else 1, heads if records_shape[1] == 1 else 1
         bias_sums = (*shared, table.shape[2] + 1, WARPS.value, TILE_SIDE // chosen.block_kv)
     arguments = {

@@ -200,7 +200,7 @@ class ModSpecs(NamedTuple):
 
     @property
     def modifies_scores(self) -> bool:
-        """Whether scores change between product and mask, as a block bias does not."""
+        """Whether scores change between product and mask. A block bias changes row maxima and lse instead."""
         return self.softcap > 0 or self.slopes is not None
 
     def arguments(self, scale: float, *, is_forward: bool) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_a_fresh_stream_goes_through_its_stages() -> None:
     with pytest.raises(TypeError, match="has no length"):
         len(rows)
     for none in ([], [(5, [])]):
-        with pytest.raises(ValueError, match="stages must be one or more, of one source or more each"):
+        with pytest.raises(ValueError, match="stages must not be empty, and each needs at least one source"):
             FreshRows(none)
 
 

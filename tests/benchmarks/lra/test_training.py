@@ -609,8 +609,8 @@ def test_a_graph_is_captured_for_the_batches_of_training(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "got cpu device: --model.is_graphed false"),
-        ({"trainer": {"accumulate_grad_batches": 2}}, "cpu device, trainer.accumulate_grad_batches > 1:"),
+        ({}, "got cpu device; set --model.is_graphed false"),
+        ({"trainer": {"accumulate_grad_batches": 2}}, "cpu device, trainer.accumulate_grad_batches > 1;"),
         ({"model": {"recipe": {"objective": "guess"}}}, "objective='guess'"),
         ({"data": {"task": "listops-small", "rules": {}}}, "task listops-small, whose batches differ in length"),
         (
@@ -622,7 +622,7 @@ def test_a_graph_is_captured_for_the_batches_of_training(
 def test_what_cannot_be_graphed_is_refused(changes: dict[str, Any], said: str, tmp_path: Path, root: Path) -> None:
     settings = {part: {**GRAPHED[part], **changes.get(part, {})} for part in GRAPHED}
     settings["model"]["is_graphed"] = True
-    with pytest.raises(ValueError, match=f"is_graphed needs one GPU, and steps of one batch of one shape.*{said}"):
+    with pytest.raises(ValueError, match=f"is_graphed needs one CUDA GPU, batches of a fixed shape.*{said}"):
         run(tmp_path, root, **settings)
     assert not losses(tmp_path)
 
