@@ -352,6 +352,23 @@ def test_replays_of_a_cuda_graph_drop_other_pairs(is_compiled: bool) -> None:
         assert all(not torch.equal(out, other) for other in outs[:turn])
 
 
+def assert_a_graph_replays(call: Callable[..., Tensor], leaves: tuple[Tensor, ...], dout: Tensor) -> None:
+    """A CUDA graph of a deterministic call and its gradients follows new values of its inputs, bit for bit."""
+
+    def step() -> tuple[Tensor, ...]:
+        out = call(*leaves)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    graph, captured = capture(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in (*leaves, dout):
+                tensor.normal_()
+        graph.replay()
+        for replayed, expected in zip(captured, step(), strict=True):
+            assert torch.equal(replayed, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("axes", [(1, 1), (2, 4)], ids=["shared", "per head"])
 @pytest.mark.parametrize("mode", ["dense", "layout"])
@@ -362,18 +379,8 @@ def test_a_cuda_graph_replays_a_pair_bias_and_its_gradient(mode: str, axes: tupl
     q, k, v = (torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
     bias, dout = torch.randn(*axes, length, length, device="cuda").requires_grad_(), torch.randn_like(q)
 
-    def step() -> tuple[Tensor, ...]:
-        out = attention(q, k, v, layout, pair_bias=bias, deterministic=True)
-        return out, *torch.autograd.grad(out, (q, k, v, bias), dout)
-
-    graph, captured = capture(step)
-    for _ in range(2):
-        with torch.no_grad():
-            for tensor in (q, k, v, bias, dout):
-                tensor.normal_()
-        graph.replay()
-        for replayed, expected in zip(captured, step(), strict=True):
-            assert torch.equal(replayed, expected)
+    call = functools.partial(attention, layout=layout, deterministic=True)
+    assert_a_graph_replays(lambda q, k, v, bias: call(q, k, v, pair_bias=bias), (q, k, v, bias), dout)
 
 
 def test_a_pair_bias_with_offsets_past_2_to_the_31_equals_that_of_one_head() -> None:
@@ -426,18 +433,8 @@ def test_a_cuda_graph_replays_a_block_bias_and_its_gradient(head_dim: int, axes:
     q, k, v = (torch.randn(2, 4, length, head_dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
     bias, dout = torch.randn(*axes, layout.capacity, device="cuda").requires_grad_(), torch.randn_like(q)
 
-    def step() -> tuple[Tensor, ...]:
-        out = attention(q, k, v, layout, block_bias=bias, deterministic=True, backend="hopper")
-        return out, *torch.autograd.grad(out, (q, k, v, bias), dout)
-
-    graph, captured = capture(step)
-    for _ in range(2):
-        with torch.no_grad():
-            for tensor in (q, k, v, bias, dout):
-                tensor.normal_()
-        graph.replay()
-        for replayed, expected in zip(captured, step(), strict=True):
-            assert torch.equal(replayed, expected)
+    call = functools.partial(attention, layout=layout, deterministic=True, backend="hopper")
+    assert_a_graph_replays(lambda q, k, v, bias: call(q, k, v, block_bias=bias), (q, k, v, bias), dout)
 
 
 @pytest.mark.parametrize("case", ["dense", "layout", "lengths", "dropout"])
