@@ -87,22 +87,28 @@ def _fake(x: Tensor, cos: Tensor, sin: Tensor, is_inverse: bool) -> Tensor:  # n
     return new_in_order_of(x if x.stride(-1) == 1 else x.contiguous(), x.shape[3])
 
 
-class _Rotate(torch.autograd.Function):
-    """The operator, whose gradient is rotated back."""
+class Rotary(torch.autograd.Function):
+    """A rotation, whose gradient is rotated back.
+
+    is_direct  launches the kernel without the dispatcher, which tracers need
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_inverse: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_inverse: bool, is_direct: bool = False) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.is_inverse = is_inverse
+        ctx.is_inverse, ctx.is_direct = is_inverse, is_direct
+        if is_direct:
+            return _launch(x, cos, sin, is_inverse)
         with torch._C._AutoDispatchBelowAutograd():
             return _rotate_operator(x, cos, sin, is_inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _rotate_operator(grad, *ctx.saved_tensors, not ctx.is_inverse), None, None, None
+        back = Rotary.apply(grad, *ctx.saved_tensors, not ctx.is_inverse, ctx.is_direct)
+        return back, None, None, None, None
 
 
-torch.library.impl("blocksparse_flash::rotate", "Autograd", _Rotate.apply)
+torch.library.impl("blocksparse_flash::rotate", "Autograd", Rotary.apply)
 _rotate_operator = torch.ops.blocksparse_flash.rotate.default
 
 
@@ -137,10 +143,7 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
     they are rounded to the type of the heads.
     """
     if runs_kernels(heads) and _has_table_for_kernels(heads, table):
-        from ..kernels.triton.rotary import Rotary
-
-        with tracing.on_device(heads.device):
-            rotated: Tensor = Rotary.apply(heads, table.cos, table.sin, False)
+        rotated: Tensor = Rotary.apply(heads, table.cos, table.sin, False, True)
         return rotated
     if _takes_operator(heads) and _has_table_for_kernels(heads, table):
         compiled: Tensor = _rotate_operator(heads, table.cos, table.sin, False)

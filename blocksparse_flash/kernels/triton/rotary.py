@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -75,17 +73,3 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_inverse
             num_warps=4,
         )
     return out
-
-
-class Rotary(torch.autograd.Function):
-    """`rotated`, whose gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_inverse: bool) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.is_inverse = is_inverse
-        return rotated(x, cos, sin, is_inverse=is_inverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return Rotary.apply(grad, *ctx.saved_tensors, not ctx.is_inverse), None, None, None
