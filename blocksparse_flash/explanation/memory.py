@@ -100,8 +100,9 @@ def _parts(call: Call, first: int, n_sms: int) -> int:
     of_lines = split(call, first, n_sms)
     if first:
         return FLOAT * of_lines.floats(sum(_columns(call)), call.batch * call.kv_heads)
+    columns = padded_dim("hopper", call.v_dim) if call.is_fine else forward_columns(call.head_dim, call.v_dim)[1]
     # + 1 for lse
-    return FLOAT * of_lines.floats(forward_columns(call.head_dim, call.v_dim)[1] + 1, call.batch * call.heads)
+    return FLOAT * of_lines.floats(columns + 1, call.batch * call.heads)
 
 
 def _columns(call: Call) -> tuple[int, int]:

@@ -55,15 +55,16 @@ def padded_dim(backend: str, head_dim: int) -> int:
 
 
 def forward_columns(head_dim: int, v_dim: int) -> tuple[int, int]:
-    """Columns in the Hopper forward of (q and k, v and out): powers of two, or 192 (hopper/tma.py).
+    """Columns in the Hopper forward of (q and k, v and out): powers of two, 96 or 192 (hopper/tma.py).
 
-    Beyond 128, q and k have as many as v or more, since out is staged in q's buffers.
+    With 96, and beyond 128, q and k have as many as v or more, since out is staged in q's buffers.
     """
-    columns, columns_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    if max(columns, columns_v) <= 128:
-        return columns, columns_v
-    if max(head_dim, v_dim) <= 192:
-        return 192, 192 if v_dim > 128 else 128
+    widest = max(head_dim, v_dim)
+    for low, third in ((64, 96), (128, 192)):
+        if low < widest <= third:
+            return third, third if v_dim > low else low
+    if widest <= 128:
+        return padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
     return 256, 256
 
 

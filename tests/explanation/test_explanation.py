@@ -288,8 +288,9 @@ ADVICE = {
         (1, 16, 2048, 128), layout=masks.causal(2048), causal=True, dtype=torch.float32
     ),
     "head_dim 80 is computed as 128: 38%": lambda: call((1, 16, 2048, 80)),
+    "v_head_dim 80 is computed as 96: 17%": lambda: call((1, 16, 2048, 80), backend="hopper"),
     "head_dim 80 is computed as 128 in the forward and 96 in the backward: 38% and 17%": lambda: call(
-        (1, 16, 2048, 80), backend="hopper"
+        (1, 16, 2048, 80), v=torch.empty(1, 16, 2048, 128, dtype=torch.bfloat16, device="meta"), backend="hopper"
     ),
     "head_dim 160 is computed as 192: 17%": lambda: call((1, 16, 2048, 160), backend="hopper"),
     "rows of q and k and v are not a multiple of 16 bytes": lambda: call((1, 16, 2048, 100)),

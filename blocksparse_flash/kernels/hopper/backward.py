@@ -156,8 +156,8 @@ CONFIGS = {
 }
 
 
-# with a softcap, whose tanh stays in registers until ds is computed, and with slopes and a block bias: steps of 128
-# queries would spill 2,800 and 5,700 bytes
+# with a softcap, whose tanh stays in registers until ds is computed, and with slopes if there is a block bias or dq has a
+# launch of its own: steps of 128 queries would spill 2,800 and 5,300 to 5,700 bytes
 FEWER_QUERIES = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
 # if q or v has 96 columns
 WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)
@@ -684,7 +684,8 @@ def backward_launches(
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     columns, columns_v = backward_columns(head_dim, v_dim)
-    chosen = config((columns, columns_v), mods.softcap > 0 or (mods.slopes is not None and mods.tables != ()))
+    is_short_of_registers = mods.slopes is not None and (mods.tables != () or of_rows is not None)
+    chosen = config((columns, columns_v), mods.softcap > 0 or is_short_of_registers)
     block_q, scale = chosen.block_q, options.scale
     group = heads // kv_heads
     n_work_heads = heads if by_head else kv_heads

@@ -606,7 +606,7 @@ SCORE_MODS = [
     Run(3, SCATTERED, ALL_MODS, tile=PIECE),
     Run(4, MIXED_FINE, ALL_MODS, tile=FINE_TILE),
 ]
-# rows whose last third is a tail: 96 columns in the backward, 192 in the forward
+# rows whose last third is a tail: 96 columns, and 192 in the forward
 TMA = "hopper.tma"
 TAIL_FAULTS = {
     "tail of q not multiplied": Change(
@@ -666,13 +666,16 @@ TAIL_FAULTS = {
     ),
 }
 TAIL_LENGTHS = zoo.Call(head_dim=96, has_kv_lengths=True, dtype=torch.float16)
+TAIL_STAGES = ForwardConfig(q_stages=2, out_in_q=True)
 TAILS = [
-    Run(0, (130, 300), TAIL_LENGTHS, dq_from_registers=True),
+    Run(0, (130, 300), TAIL_LENGTHS, config=TAIL_STAGES, dq_from_registers=True),
     Run(
-        1, (300, 400), zoo.Call(head_dim=80, causal=True, dtype=torch.float16, kv_heads=2), dq_from_registers=True,
+        1, (300, 400), zoo.Call(head_dim=80, causal=True, dtype=torch.float16, kv_heads=2), config=TAIL_STAGES,
+        dq_from_registers=True,
     ),
     Run(
-        2, (130, 300), zoo.Call(head_dim=96, dtype=torch.float16), splits=(2, 9), dq_from_registers=True,
+        2, (130, 300), zoo.Call(head_dim=96, dtype=torch.float16), splits=(2, 9), config=TAIL_STAGES,
+        dq_from_registers=True,
     ),
     Run(
         3, (130, 300), zoo.Call(head_dim=136, v_dim=128, dtype=torch.float16), config=ForwardConfig(out_in_q=True),
