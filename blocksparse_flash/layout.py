@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
 
-from .blocks import block_list, checks, constructors, drawing, predicates, set_operations, storage, token_orders
-from .blocks.block_list import FULL, Array, Axis, BlockList, Frame, Size
+from .blocks import (
+    block_list,
+    checks,
+    constructors,
+    drawing,
+    pickling,
+    predicates,
+    set_operations,
+    storage,
+    token_orders,
+)
+from .blocks.block_list import FULL, Array, Frame, Size
 from .blocks.checks import TENSORS
-from .blocks.reindexing import crop, gather
 from .blocks.statistics import Description, describe
-from .blocks.transfer import resolved, to_device
+from .blocks.transfer import resolved
 from .plan import block_selection
 from .plan.block_bias import BiasIndex
 from .plan.layout_plans import LayoutPlans
@@ -29,21 +34,6 @@ from .runtime import tracing
 Integers = torch.Tensor | Array | list[int]
 
 _ALL = slice(None)
-
-
-# torch.compile guards the id of a layout and passes it to untraced code, which cannot take a layout itself (torch 2.11)
-_NUMBERS_OF_LAYOUTS = itertools.count()
-_NUMBERED: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
-
-
-def number_of(layout: BlockLayout) -> int:
-    """The number of a layout, unique in this process."""
-    return int(layout._cache["number"])
-
-
-def numbered(number: int) -> BlockLayout:
-    """The layout with a number from `number_of`; KeyError once it is deleted."""
-    return _NUMBERED[number]
 
 
 # immutable, but not by frozen=True: torch.compile of torch 2.11 reads every field of such a class, and here reading one
@@ -102,17 +92,7 @@ class BlockLayout(LayoutPlans):
         frame = checks.frame(q_len, kv_len, block_size)
         tensors = storage.Tensors(indptr, indices, bitmask_ids, bitmasks)
         checks.check_tensors(tensors, frame)
-        frame = frame._replace(batch=indptr.shape[0], heads=indptr.shape[1])
-        found = block_list.by_keys(storage.to_block_rows(tensors, frame), frame)
-        rows = block_list.by_rows(block_list.canonical(found, frame), frame)
-        with tracing.outside_transforms():
-            self._set(*storage.to_tensors(rows, frame, indptr.device), *frame[2:])
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to {name}: a layout is immutable")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete {name}: a layout is immutable")
+        self._set_canonical(tensors, frame._replace(batch=indptr.shape[0], heads=indptr.shape[1]))
 
     # ---- constructors
 
@@ -167,14 +147,9 @@ class BlockLayout(LayoutPlans):
         predicates.check(fn, dedup_key)
         if within is None:
             checks.check_nnz(frame.n_blocks)
-        n_pairs = frame.batch_heads * q_len * kv_len
-        is_long = within is None and dedup_key is None and n_pairs > predicates.MANY_PAIRS
-        if is_long:
-            warnings.warn(
-                f"from_predicate evaluates fn for {n_pairs:,} pairs; a builder of blocksparse_flash.masks, within= or "
-                "dedup_key= takes a small part of that time",
-                stacklevel=2,
-            )
+        is_long = within is None and dedup_key is None and predicates.warn_if_long(frame)
+        if within is not None and not isinstance(within, BlockLayout):
+            raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
         by_head = heads is not None or batch is not None
         return cls._evaluated(fn, frame, within, dedup_key, by_head=by_head, shows_progress=is_long)
 
@@ -291,23 +266,15 @@ class BlockLayout(LayoutPlans):
         checks.check_fields(tensors, frame)
         frame = frame._replace(batch=tensors.indptr.shape[0], heads=tensors.indptr.shape[1])
         if is_selected:
-            block_selection.check_selected(tensors, frame)
-            indptr, indices, bitmask_ids = (tensor.clone() for tensor in tensors[:3])
-            return cls._from_selection(block_selection.Selection(indptr, indices, bitmask_ids, None), frame)
+            return cls._from_selected_tensors(tensors, frame)
         if tensors.indptr.is_meta:
             return cls._bare(*tensors, *frame[2:])
         layout = cls(*tensors, **numbers)
-        for name, tensor, own in zip(TENSORS, tensors, layout._tensors, strict=True):
-            with tracing.outside_transforms():
-                is_equal = torch.equal(tensor, own)
-            if not is_equal:
-                raise ValueError(
-                    f"{name} must be that of a canonical layout, as state_dict() gives it, but this mask has another; "
-                    "BlockLayout(indptr, indices, bitmask_ids, bitmasks, ...) takes any, and makes it canonical"
-                )
+        storage.check_canonical(tensors, layout._tensors)
         return layout
 
     @classmethod
+    @tracing.untraced
     def stack_heads(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
         """The heads of the layouts, concatenated; a batch axis of size 1 broadcasts.
 
@@ -315,12 +282,13 @@ class BlockLayout(LayoutPlans):
         >>> BlockLayout.stack_heads([diagonal, ~diagonal, diagonal | ~diagonal]).shape
         (1, 3, 128, 128)
         """
-        return cls._stacked(layouts, "heads")
+        return cls._stacked(checks.listed(layouts, BlockLayout, "layouts"), "heads")
 
     @classmethod
+    @tracing.untraced
     def stack_batches(cls, layouts: Iterable[BlockLayout]) -> BlockLayout:
         """The batches of the layouts, concatenated; a head axis of size 1 broadcasts."""
-        return cls._stacked(layouts, "batch")
+        return cls._stacked(checks.listed(layouts, BlockLayout, "layouts"), "batch")
 
     # ---- facts
 
@@ -401,11 +369,7 @@ class BlockLayout(LayoutPlans):
     def __hash__(self) -> int:
         found: int | None = self._cache.get("hash")
         if found is None:
-            digest = hashlib.blake2b(repr((self.shape, self.block_size)).encode(), digest_size=8)
-            for array in self._block_list():
-                digest.update(np.ascontiguousarray(array).data)
-            # 60 bits, which hash() returns unchanged
-            found = int.from_bytes(digest.digest(), "little") >> 4
+            found = storage.hash_of(self._block_list(), self._frame)
             if self._is_constant:
                 self._cache["hash"] = found
         return found
@@ -453,12 +417,7 @@ class BlockLayout(LayoutPlans):
         kv = token_orders.cropped(self.kv_len, kv_start, kv_stop, "kv")
         if q == (0, self.q_len) and kv == (0, self.kv_len):
             return self
-        block_q = self.block_size[0]
-        rows = q[0] // block_q, -(-q[1] // block_q)
-        # reads only the rows of the crop: decoding crops once per token
-        found, frame = storage.to_rows(self._tensors, self._frame, rows)
-        found = crop(found, frame, (q[0] - rows[0] * block_q, q[1] - rows[0] * block_q), kv)
-        return self._like(found, q_len=q[1] - q[0], kv_len=kv[1] - kv[0])
+        return self._cropped(q, kv)
 
     def pad(self, q: Size = (0, 0), kv: Size = (0, 0)) -> BlockLayout:
         """Adds q = (before, after) queries and kv = (before, after) keys, without pairs."""
@@ -524,14 +483,7 @@ class BlockLayout(LayoutPlans):
 
         raises  ValueError naming the first pair (batch, head, q_pos, kv_pos) beyond the diagonal
         """
-        leaks = self - self._causal()
-        if leaks.nnz:
-            batch, head, q_pos, kv_pos = set_operations.first_pair(leaks._block_list(), leaks._frame)
-            raise ValueError(
-                f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, but "
-                f"the last key it may attend to is {q_pos + self.kv_len - self.q_len}: "
-                "intersect with masks.causal, or attend with causal=True"
-            )
+        self._check_causal()
 
     def describe(self, *, head_dim: int = 128, element_bytes: int = 2) -> Description:
         """Density, cost compared with dense, balance and connectedness; the `Description` prints as a report.
@@ -585,23 +537,7 @@ class BlockLayout(LayoutPlans):
         checks.boolean(causal, "causal")
         device = resolved(device)
         self._plan_all(device, causal=causal, non_blocking=non_blocking)
-        if device == self.device:
-            return self
-        found: block_selection.Selection | None = self._cache.get("selection")
-        more = [] if found is None or found.bits is None else [found.bits]
-        moving = to_device([*self._tensors, *more], device, non_blocking=non_blocking)
-        if found is None:
-            moved = self._bare(*moving, *self._frame[2:])
-        else:
-            indptr, indices, bitmask_ids = moving[:3]
-            bits = moving[4] if more else None
-            selection = found._replace(indptr=indptr, indices=indices, bitmask_ids=bitmask_ids, bits=bits)
-            moved = self._from_selection(selection, self._frame)
-        if "shares" in self._cache:
-            moved._cache["shares"] = self._cache["shares"]
-        for name in ("plans", "orders"):
-            moved._cache[name].update({key: made for key, made in self._cache[name].items() if key[0] == device})
-        return moved
+        return self if device == self.device else self._moved(device, non_blocking=non_blocking)
 
     def plan(
         self, device: torch.device | str | int, *, causal: bool = False, tile: int = TILE, non_blocking: bool = False
@@ -656,143 +592,7 @@ class BlockLayout(LayoutPlans):
     def __reduce__(self) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
         state = self._state(self._tensors._asdict())
         # the class is named only for subclasses: allowing a class in torch.load also allows unchecked objects of it
-        return restored, (state, storage.checksums(state), *(() if type(self) is BlockLayout else (type(self),)))
-
-    # ---- private
-
-    def _set(self, *fields: Any) -> None:
-        tensors = storage.Tensors(*fields[:4])
-        object.__setattr__(self, "_tensors", tensors)
-        # axes as numbers: torch.compile would guard the whole shape of the tensor
-        self._set_sizes(fields[4:], (tensors.indptr.shape[0], tensors.indptr.shape[1]))
-
-    def _set_sizes(self, sizes: Sequence[Any], axes: Size) -> None:
-        for name, value in zip(storage.NUMBERS, sizes, strict=True):
-            object.__setattr__(self, name, value)
-        # no number while torch.compile traces: it cannot follow weak references
-        number = -1 if torch.compiler.is_compiling() else next(_NUMBERS_OF_LAYOUTS)
-        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}, "orders": {}}
-        cache.update(axes=axes, rows=None, number=number)
-        object.__setattr__(self, "_cache", cache)
-        if number >= 0:
-            _NUMBERED[number] = self
-
-    @classmethod
-    def _bare(cls, *fields: Any) -> BlockLayout:
-        """A layout of these fields, unchecked."""
-        layout = object.__new__(cls)
-        layout._set(*fields)
-        return layout
-
-    @classmethod
-    def _from_block_list(cls, found: BlockList, frame: Frame, device: torch.device | str = "cpu") -> BlockLayout:
-        """The layout of a canonical block list, unchecked."""
-        checks.check_nnz(len(found.keys))
-        rows = block_list.by_rows(found, frame)
-        # layers keep layouts for later calls
-        with tracing.outside_transforms():
-            layout = cls._bare(*storage.to_tensors(rows, frame, device), *frame[2:])
-        if layout._tensors.indptr.is_cpu:
-            layout._cache["rows"] = rows
-        return layout
-
-    @classmethod
-    def _of_full(cls, keys: Array, frame: Frame) -> BlockLayout:
-        return cls._from_block_list(block_list.full_list(keys, frame.block_size), frame)
-
-    def _like(self, found: BlockList, **changes: Any) -> BlockLayout:
-        """The layout of a canonical block list, with this layout's frame and these changes."""
-        return self._from_block_list(found, self._frame._replace(**changes), self.device)
-
-    def _state(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict whose tensors are these."""
-        numbers = {"q_len": self.q_len, "kv_len": self.kv_len, "block_size": self.block_size}
-        return {**tensors, **numbers, **({storage.SELECTED: True} if "selection" in self._cache else {})}
-
-    def _check_same(self, other: BlockLayout, name: str) -> None:
-        checks.check_same(self._frame, other._frame, name)
-        if self.device != other.device:
-            raise ValueError(
-                f"{name}: both must be on one device, got {self.device} and {other.device}: use .to(device)"
-            )
-
-    @tracing.untraced
-    def _with(self, other: BlockLayout, op: set_operations.Operation) -> BlockLayout:
-        if not isinstance(other, BlockLayout):
-            return NotImplemented
-        name = f"layout {op} other"
-        self._check_same(other, name)
-        axes = checks.joint(self.shape[:2], other.shape[:2], name)
-        frame = self._frame._replace(batch=axes[0], heads=axes[1])
-        found = set_operations.combine(self._over(axes), other._over(axes), op, frame)
-        return self._from_block_list(found, frame, self.device)
-
-    @classmethod
-    @tracing.untraced
-    def _evaluated(
-        cls,
-        fn: predicates.Predicate,
-        frame: Frame,
-        within: BlockLayout | None,
-        dedup_key: predicates.DedupKey | None,
-        *,
-        by_head: bool,
-        shows_progress: bool,
-    ) -> BlockLayout:
-        """`from_predicate`, with checked arguments; by_head: whether fn takes the batch and the head."""
-        if within is None:
-            keys = np.arange(frame.n_blocks)
-        else:
-            if not isinstance(within, BlockLayout):
-                raise TypeError(f"within must be a BlockLayout, got {type(within).__name__}")
-            checks.check_same(frame, within._frame, "within")
-            checks.joint(frame[:2], within.shape[:2], "within")
-            keys = set_operations.keys_over(within._block_list().keys, within._frame, frame[:2])
-        with tracing.outside_transforms():
-            found = predicates.evaluate(fn, keys, frame, dedup_key, by_head=by_head, shows_progress=shows_progress)
-        if within is None:
-            return cls._from_block_list(found, frame)
-        return cls._from_block_list(found, frame, within.device) & within
-
-    @classmethod
-    @tracing.untraced
-    def _stacked(cls, layouts: Iterable[BlockLayout], axis: Axis) -> BlockLayout:
-        parts = checks.listed(layouts, BlockLayout, "layouts")
-        for part in parts:
-            parts[0]._check_same(part, "layouts")
-        frames = checks.stackable([part._frame for part in parts], axis)
-        lists = [part._over(frame[:2]) for part, frame in zip(parts, frames, strict=True)]
-        found, frame = set_operations.stack(lists, frames, axis)
-        return cls._from_block_list(found, frame, parts[0].device)
-
-    @tracing.untraced
-    def _picked(self, axis: Axis, index: int) -> BlockLayout:
-        checks.position(index, getattr(self._frame, axis), "index", f"; the layout has shape {self.shape}")
-        return self._like(set_operations.pick(self._block_list(), self._frame, axis, index), **{axis: 1})
-
-    @tracing.untraced
-    def _gathered(self, q_order: Array, kv_order: Array) -> BlockLayout:
-        found = gather(self._block_list(), self._frame, q_order, kv_order)
-        return self._like(found, q_len=len(q_order), kv_len=len(kv_order))
-
-    def _over(self, axes: Size) -> BlockList:
-        """The block list with axes of size 1 repeated."""
-        checks.check_nnz(self.nnz * (axes[0] // self.shape[0]) * (axes[1] // self.shape[1]))
-        return set_operations.broadcast(self._block_list(), self._frame, axes)
-
-    @classmethod
-    def _from_selection(cls, found: block_selection.Selection, frame: Frame) -> BlockLayout:
-        """The layout of selected blocks, which plans itself on its device."""
-        block_q, block_kv = frame.block_size
-        bitmasks = found.indptr.new_empty(0, block_q, block_list.words_per_query(block_kv))
-        layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
-        layout._cache["selection"] = found
-        return layout
-
-    def _causal(self) -> BlockLayout:
-        """The pairs with kv_pos <= q_pos + (kv_len - q_len), aligned bottom-right."""
-        fn, key = predicates.causal(self._frame)
-        return self.from_predicate(fn, **self._frame.sizes, within=self, dedup_key=key)
+        return restored, (state, pickling.checksums(state), *(() if type(self) is BlockLayout else (type(self),)))
 
 
 def _copied(name: str) -> property:
@@ -816,22 +616,9 @@ def restored(
     checksums  of each value when it was pickled: changed lengths could still be valid
     raises     ValueError naming the field that is invalid or was changed
     """
-    storage.check_checksums(state, checksums)
+    pickling.check_checksums(state, checksums)
     return cls.from_state_dict(state)
 
 
-def _received(state: Mapping[str, Any]) -> BlockLayout:
-    """A layout sent by another process, checked."""
-    tensors = {name: torch.from_numpy(value.copy()) for name, value in state.items() if isinstance(value, np.ndarray)}
-    return BlockLayout.from_state_dict({**state, **tensors})
-
-
-def _sent(layout: BlockLayout) -> tuple[Callable[..., BlockLayout], tuple[Any, ...]]:
-    """Sends a layout to another process as NumPy arrays: each tensor would hold a file descriptor there."""
-    if not layout._tensors.indptr.is_cpu:
-        return layout.__reduce__()
-    return _received, (layout._state({name: tensor.numpy() for name, tensor in layout._tensors._asdict().items()}),)
-
-
 torch.serialization.add_safe_globals([restored])
-ForkingPickler.register(BlockLayout, _sent)
+ForkingPickler.register(BlockLayout, pickling.sent)

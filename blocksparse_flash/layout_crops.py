@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import BlockLayout, number_of, numbered
+from .blocks.stored_blocks import number_of, numbered
+from .layout import BlockLayout
 
 # block size of layouts built from a window alone
 BLOCK = 128

@@ -120,7 +120,7 @@ class PackedLayout(BlockLayout):
         return storage.Tensors(*(tensor.to(self.device) for tensor in self._on_host()._tensors))
 
     @classmethod
-    def _bare(cls, *fields: Any) -> BlockLayout:
+    def _bare(cls, *fields: Any) -> BlockLayout:  # type: ignore[override]
         """Layouts made from this one are ordinary ones."""
         return BlockLayout._bare(*fields)
 

@@ -24,7 +24,7 @@ from hypothesis import given
 import masks
 from blocksparse_flash import BlockLayout, attention, interop
 from blocksparse_flash.blocks import predicates
-from blocksparse_flash.layout import number_of, numbered
+from blocksparse_flash.blocks.stored_blocks import number_of, numbered
 from tests.support import cases
 from tests.support.dense_masks import Problem, problems
 from tests.support.meaning import TENSORS, assert_means, assert_valid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,6 +31,19 @@ def check(fn: object, dedup_key: object) -> None:
         raise TypeError(f"fn must be a function of positions, got {type(fn).__name__}")
     if dedup_key is not None and not callable(dedup_key):
         raise TypeError(f"dedup_key must be a function of rows and cols, got {type(dedup_key).__name__}")
+
+
+def warn_if_long(frame: Frame) -> bool:
+    """Whether to evaluate every pair takes a second or more; warns the caller of from_predicate if so."""
+    n_pairs = frame.batch_heads * frame.q_len * frame.kv_len
+    if n_pairs <= MANY_PAIRS:
+        return False
+    warnings.warn(
+        f"from_predicate evaluates fn for {n_pairs:,} pairs; a builder of blocksparse_flash.masks, within= or "
+        "dedup_key= takes a small part of that time",
+        stacklevel=3,
+    )
+    return True
 
 
 def _accepts(fn: Predicate, n_arguments: int) -> bool:

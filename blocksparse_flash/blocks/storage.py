@@ -1,8 +1,8 @@
-"""Conversion between block lists and the four tensors of a layout; checksums of pickled layouts."""
+"""Conversion between block lists and the four tensors of a layout; state dicts and hashes."""
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +65,15 @@ def to_rows(tensors: Sequence[torch.Tensor], frame: Frame, rows: Size) -> tuple[
     return BlockList(keys, ids, bitmasks[used].view(np.uint32)), frame._replace(q_len=q_len)
 
 
+def hash_of(found: BlockList, frame: Frame) -> int:
+    """A hash of a canonical list and its sizes, the same in every process."""
+    digest = hashlib.blake2b(repr(((*frame[:4],), frame.block_size)).encode(), digest_size=8)
+    for array in found:
+        digest.update(np.ascontiguousarray(array).data)
+    # 60 bits, which hash() returns unchanged
+    return int.from_bytes(digest.digest(), "little") >> 4
+
+
 def read_state(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any], bool]:
     """(tensors, numbers, whether blocks were selected) of a state dict; refuses missing and unexpected keys."""
     if not isinstance(state, Mapping):
@@ -86,31 +95,13 @@ def read_state(state: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any], bool]
     return Tensors(*(state[name] for name in checks.TENSORS)), numbers, is_selected
 
 
-def _checksum(value: Any) -> int:
-    """CRC-32 of a tensor's dtype, shape and values, on any device; of the repr of anything else."""
-    if not isinstance(value, torch.Tensor):
-        return zlib.crc32(repr(value).encode())
-    kind = zlib.crc32(repr((value.dtype, tuple(value.shape), value.layout)).encode())
-    if value.is_meta or value.layout is not torch.strided:
-        return kind
-    # torch.func would wrap the tensor
-    with torch._C._DisableFuncTorch():
-        # a copy, since a tensor of 0 or 1 elements may have any strides
-        flat = value.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-        return zlib.crc32(flat.view(torch.uint8).numpy().data, kind)
-
-
-def checksums(state: Mapping[str, Any]) -> dict[str, int]:
-    """The checksum of each value of a layout's state."""
-    return {name: _checksum(value) for name, value in state.items()}
-
-
-def check_checksums(state: object, expected: object) -> None:
-    """Refuse a state whose values do not have these checksums."""
-    if not isinstance(state, Mapping) or not isinstance(expected, Mapping) or state.keys() != expected.keys():
-        raise ValueError("state and its checksums must be two dicts with the same keys: the file has been changed")
-    for name, found in checksums(state).items():
-        if expected[name] != found:
+def check_canonical(tensors: Tensors, own: Tensors) -> None:
+    """Refuse tensors of a state dict that are not the layout's own."""
+    for name, tensor, expected in zip(checks.TENSORS, tensors, own, strict=True):
+        with tracing.outside_transforms():
+            is_equal = torch.equal(tensor, expected)
+        if not is_equal:
             raise ValueError(
-                f"{name} is not the one that was saved: the file, or what was read of it, has been changed"
+                f"{name} must be that of a canonical layout, as state_dict() gives it, but this mask has another; "
+                "BlockLayout(indptr, indices, bitmask_ids, bitmasks, ...) takes any, and makes it canonical"
             )

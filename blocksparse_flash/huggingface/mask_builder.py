@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import layout_crops
-from ..layout import BlockLayout, number_of
+from ..blocks.stored_blocks import number_of
+from ..layout import BlockLayout
 from ..packed import layout_on_host, packed_layout
 from ..plan.packed_builder import Documents
 from .config_layouts import Layout, layouts_of, of_layer

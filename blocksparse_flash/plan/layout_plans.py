@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..blocks import block_list, storage
-from ..blocks.block_list import BlockList, BlockRows, Frame, Size
-from ..blocks.transfer import resolved
+from ..blocks import block_list
+from ..blocks.block_list import BlockList, Frame, Size
+from ..blocks.storage import Tensors
+from ..blocks.stored_blocks import StoredBlocks
+from ..blocks.transfer import resolved, to_device
 from ..plan_format import BY_KEY_BLOCK, FINE_TILE, PARTIAL, PIECE, TILE, Plan, SelectedPlan
 from ..runtime import tracing
 from . import block_bias, block_selection, device_builder, reordering, selected_builder, tile_choice
@@ -40,49 +42,51 @@ class Reordered(NamedTuple):
         return self._replace(q=q, kv=kv)
 
 
-class LayoutPlans:
+class LayoutPlans(StoredBlocks):
     """Plans by (device, causal, tile), orders by (device, causal, groups), tile shares and indices of a BlockLayout.
 
     `_new_plan`, `_counted_shares` and `_new_order` make them; layouts whose blocks are on a device have their own.
     """
 
     if TYPE_CHECKING:
-        # what the methods here use of BlockLayout
-        q_len: int
-        kv_len: int
-        block_size: Size
-        # axes, NumPy arrays, hash, number, Selection, and what is made here; no part of the value
-        _cache: dict[str, Any]
+        # of BlockLayout
         plan: Callable[..., Plan]
 
-        @property
-        def _tensors(self) -> storage.Tensors: ...
-        def _causal(self) -> Self: ...
-        @classmethod
-        def _from_block_list(cls, found: BlockList, frame: Frame) -> Any: ...
+    # ---- selected blocks, and layouts on other devices
 
-    @property
-    def _anchor(self) -> torch.Tensor:
-        """A tensor of the layout: others are on its device, and traced and transformed alike."""
-        return self._tensors.indptr
+    @classmethod
+    def _from_selection(cls, found: block_selection.Selection, frame: Frame) -> Self:
+        """The layout of selected blocks, which plans itself on its device."""
+        block_q, block_kv = frame.block_size
+        bitmasks = found.indptr.new_empty(0, block_q, block_list.words_per_query(block_kv))
+        layout = cls._bare(found.indptr, found.indices, found.bitmask_ids, bitmasks, *frame[2:])
+        layout._cache["selection"] = found
+        return layout
 
-    @property
-    def _is_constant(self) -> bool:
-        """False for layouts made on a device, whose tensors a CUDA graph may change."""
-        return "selection" not in self._cache
+    @classmethod
+    def _from_selected_tensors(cls, tensors: Tensors, frame: Frame) -> Self:
+        """`_from_selection` of copies of a layout's tensors, checked."""
+        block_selection.check_selected(tensors, frame)
+        indptr, indices, bitmask_ids = (tensor.clone() for tensor in tensors[:3])
+        return cls._from_selection(block_selection.Selection(indptr, indices, bitmask_ids, None), frame)
 
-    @property
-    def _frame(self) -> Frame:
-        axes: Size = self._cache["axes"]
-        return Frame(*axes, self.q_len, self.kv_len, self.block_size)
-
-    def _block_list(self) -> BlockList:
-        return block_list.by_keys(self._rows(), self._frame)
-
-    def _rows(self) -> BlockRows:
-        """The blocks as arrays on the host."""
-        found: BlockRows | None = self._cache["rows"]
-        return found or storage.to_block_rows(self._tensors, self._frame)
+    def _moved(self, device: torch.device, *, non_blocking: bool) -> Self:
+        """The layout on another device, with the plans and orders that it has for it."""
+        found: block_selection.Selection | None = self._cache.get("selection")
+        more = [] if found is None or found.bits is None else [found.bits]
+        moving = to_device([*self._tensors, *more], device, non_blocking=non_blocking)
+        if found is None:
+            moved = self._bare(*moving, *self._frame[2:])
+        else:
+            indptr, indices, bitmask_ids = moving[:3]
+            bits = moving[4] if more else None
+            selection = found._replace(indptr=indptr, indices=indices, bitmask_ids=bitmask_ids, bits=bits)
+            moved = self._from_selection(selection, self._frame)
+        if "shares" in self._cache:
+            moved._cache["shares"] = self._cache["shares"]
+        for name in ("plans", "orders"):
+            moved._cache[name].update({key: made for key, made in self._cache[name].items() if key[0] == device})
+        return moved
 
     # ---- plans
 
