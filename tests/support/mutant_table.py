@@ -538,7 +538,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "dispatch.py",
             "any(side % TILE for side in bias_blocks)",
             "all(side % TILE for side in bias_blocks)",
-            "tests/test_functional.py -k 'hopper_refuses or traced_calls'",
+            "tests/test_dispatch.py -k 'hopper_refuses or traced_calls'",
         ),
         (
             "explanation/memory.py",
@@ -568,7 +568,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "dispatch.py",
             "None if tile in (PIECE, BY_KEY_BLOCK) else _too_small",
             "None if tile not in (PIECE, BY_KEY_BLOCK) else _too_small",
-            "tests/test_functional.py",
+            "tests/test_dispatch.py",
         ),
         *(
             ("plan/gathered_builder.py", old, new, "tests/plan/test_gathered_builder.py")
