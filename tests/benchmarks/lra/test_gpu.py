@@ -19,6 +19,9 @@ assert lightning_leaves_no_trace
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+# a graph is captured on a stream of its own, and torch.compile looks at the gradients of what it traces
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_graphed_training_has_the_same_losses(is_compiled: bool, tmp_path: Path) -> None:
     """With clipped gradients, averaged weights and validations between the steps."""
