@@ -28,7 +28,7 @@ class Explanation:
     partial_share    share of the computed tiles that are masked pair by pair
     fill             share of the computed pairs that attend; ignores kv_lengths
     flops, backward_flops  floating-point operations over the computed tiles: two products forward, five backward
-    metadata_bytes   of the plan's tensors
+    metadata_bytes   of the plan's tensors, and of the index of a block_bias
     forward, backward  `Moved`: bytes read, written and allocated
     balance          `Balance`
     prediction       `Prediction`: milliseconds on this GPU, and those of dense attention; None without measurements
@@ -172,7 +172,7 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
         fill=done.attending / done.computed if done.computed else 1.0,
         flops=2 * done.computed * (call.head_dim + call.v_dim),
         backward_flops=2 * done.computed * (3 * call.head_dim + 2 * call.v_dim),
-        metadata_bytes=0 if call.plan is None or is_reference else sum(tensor.nbytes for tensor in call.plan),
+        metadata_bytes=memory.metadata_bytes(call),
         forward=memory.forward(call),
         backward=memory.backward(call),
         balance=spread,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ..kernels.schedule import (
     split_of,
     sums_over_heads,
 )
+from ..plan.block_bias import bias_cell_of
 from ..plan_format import TILE
 from .call import Call
 
@@ -30,7 +32,7 @@ class Moved(NamedTuple):
 
     reads        tensors and metadata that are read, each once
     writes       results
-    workspace    allocated beside the results, and freed at the end; None where PyTorch's operators allocate
+    workspace    the peak of what is allocated, less the results; None where PyTorch's operators allocate
     main_bytes   least bytes read and written by the kernels that iterate over tiles
     extra_bytes  bytes read and written by the launches before and after; 0 where there are none
     """
@@ -51,14 +53,110 @@ def _sizes(call: Call) -> dict[str, int]:
         "k": size * keys * call.head_dim,
         "v": size * keys * call.v_dim,
         "out": size * queries * call.v_dim,
-        "lse": (8 if size == 8 else FLOAT) * queries,
+        "lse": _float(call) * queries,
     }
+
+
+def _float(call: Call) -> int:
+    """Bytes of an element of lse and of score mods."""
+    return 8 if call.dtype.itemsize == 8 else FLOAT
 
 
 def _pair_bias(call: Call) -> int:
     """Bytes of pair_bias, as if all of its tiles were stored."""
     bias = call.mods.pair_bias
     return 0 if bias is None else bias.numel() * bias.element_size()
+
+
+# ---- block_bias ----
+
+
+def _bias(call: Call) -> int:
+    """Bytes of block_bias in the type of the scores."""
+    bias = call.mods.block_bias
+    return 0 if bias is None else bias.numel() * _float(call)
+
+
+def _listed_cells(call: Call, *sides: str) -> int:
+    """Bias cells of the tiles that a plan lists for these sides."""
+    if call.mods.block_bias is None or call.layout is None or call.plan is None or call.backend == "reference":
+        return 0
+    (cell_q, cell_kv), plan = bias_cell_of(call.layout.block_size), call.plan._asdict()
+    return sum(len(plan[f"{side}_indices"]) for side in sides) * (TILE // cell_q) * (TILE // cell_kv)
+
+
+def _bias_tables(call: Call, *sides: str) -> int:
+    """Bytes of the bias of each cell that `_listed_cells` counts: `Scores.tables`.
+
+    The copy of the bias from which a table is gathered is freed before anything larger is allocated.
+    """
+    bias = call.mods.block_bias
+    # of each batch and head of the bias
+    n_tables = 0 if bias is None else math.prod(bias.shape[:-1])
+    return _float(call) * n_tables * _listed_cells(call, *sides)
+
+
+def _places(call: Call) -> int:
+    """Cells of all stored blocks."""
+    if call.layout is None or not _listed_cells(call, "row"):
+        return 0
+    block_q, block_kv = call.layout.block_size
+    cell_q, cell_kv = bias_cell_of(call.layout.block_size)
+    return call.layout.capacity * (block_q // cell_q) * (block_kv // cell_kv)
+
+
+def _bias_index(call: Call, *sides: str, has_places: bool) -> int:
+    """Bytes of a `block_bias.BiasIndex`: of these sides, and of the places of the blocks, for a gradient."""
+    return 4 * _listed_cells(call, *sides) + (8 * _places(call) if has_places else 0)
+
+
+class _BiasGradient(NamedTuple):
+    """Bytes of the gradient of block_bias; zeros without one.
+
+    sums     of ds, which the kernel for dq writes
+    reduced  allocated to make the gradient of the sums, and the gradient
+    """
+
+    sums: int
+    reduced: int
+
+
+def _bias_gradient(call: Call) -> _BiasGradient:
+    """Of `Scores.bias_gradient` on `triton` and `hopper`."""
+    if not call.has_bias_gradient or call.plan is None or call.layout is None:
+        return _BiasGradient(0, 0)
+    batches, heads = call.plan.row_records.shape[:2]
+    # along an axis of the layout itself, the tiles differ already
+    n_axes = (call.batch if batches == 1 else 1) * (call.heads if heads == 1 else 1)
+    n_tiles, blocks = len(call.plan.row_indices) + 1, call.layout.capacity
+    down, across = (TILE // side for side in bias_cell_of(call.layout.block_size))
+    sums = n_axes * n_tiles * math.prod(_sums_of_tile(call))
+    # sums over cells, those of the cells of each block, and their sums
+    reduced = n_axes * (n_tiles * down * across + _places(call) + blocks)
+    return _BiasGradient(FLOAT * sums, FLOAT * reduced)
+
+
+def _sums_of_tile(call: Call) -> tuple[int, int]:
+    """Sums of ds along the queries and the keys of a tile."""
+    if uses_hopper_backward(call):
+        from ..kernels.hopper.backward_dq import WARPS, dq_config
+
+        changes_scores = bool(call.mods.softcap) or call.mods.alibi_slopes is not None
+        return WARPS.value, TILE // dq_config(max(_columns(call)), has_sums_and_mods=changes_scores).block_kv
+    from ..kernels.arguments import Tuning
+    from ..kernels.triton.backward import config_queries
+    from ..runtime.launch import device_limits
+
+    assert call.layout is not None
+    small, dim = sorted(padded_dim("triton", dim) for dim in (call.head_dim, call.v_dim))
+    major, shared_memory = device_limits(call.q.device.index)
+    # whether TMA loads the inputs makes no difference with score mods
+    facts = Tuning(dim, call.dtype.itemsize, major, False, call.dropout_p > 0, shared_memory, True, small)
+    steps, cell = config_queries(facts), bias_cell_of(call.layout.block_size)
+    return TILE // min(cell[0], steps.block_q), TILE // min(cell[1], steps.block_kv)
+
+
+# ---- splits, copies and lists ----
 
 
 def _padded(count: int) -> int:
@@ -123,6 +221,21 @@ def _lists(call: Call, *sides: str) -> int:
     )
 
 
+def metadata_bytes(call: Call) -> int:
+    """Bytes that a layout keeps on the device for such calls."""
+    return _lists(call, "row", "col") + _bias_index(call, "row", "col", has_places=True)
+
+
+def _sides(call: Call) -> tuple[str, ...]:
+    """The sides of a plan that a backward reads."""
+    if adds_dq(call):
+        return ("col",)
+    return ("row",) if call.backend == "eager" else ("row", "col")
+
+
+# ---- a call ----
+
+
 def _with_gathers(moved: Moved, call: Call, *, of_lse: bool) -> Moved:
     """The same with copies in another order of k and v, and of q and out, or of their gradients.
 
@@ -169,13 +282,18 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
     reads = sizes["q"] + sizes["k"] + sizes["v"] + _lists(call, "row")
     writes = sizes["out"] + sizes["lse"]
     reads += _pair_bias(call)
+    # a table is made of the bias and its index, and read by the kernel
+    of_table, table = _bias(call) + _bias_index(call, "row", has_places=False), _bias_tables(call, "row")
     workspace: int | None = None
     parts = 0
     if call.is_empty:
         workspace = 0
     elif call.backend in ("triton", "hopper"):
         named = {"q": call.q, "k": call.k, "v": call.v}
-        workspace = sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
+        workspace = table + sum(sizes[name] for name, tensor in named.items() if tensor.dtype != call.dtype)
+        bias = call.mods.block_bias
+        if bias is not None and bias.dtype != torch.float32:
+            workspace += _bias(call)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the tile counter, and what the splits of rows write
         parts = _parts(call, 0, n_sms)
@@ -185,7 +303,8 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
     # the launch that combines splits reads them again
-    return Moved(reads, writes, workspace, reads + writes + parts, parts)
+    main_bytes, extra_bytes = reads + table + writes + parts, of_table + table + parts
+    return Moved(reads + of_table, writes, workspace, main_bytes, extra_bytes)
 
 
 def _backward(call: Call, n_sms: int | None) -> Moved:
@@ -193,54 +312,69 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     n_sms = call.n_sms if n_sms is None else n_sms
     sizes = _sizes(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
-    sides = ("col",) if adds_dq(call) else ("row", "col")
+    sides = _sides(call)
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
     of_pairs, results = _pair_bias(call), inputs
     reads += of_pairs
     bias = call.mods.pair_bias
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
         results += of_pairs
+    of_tables, tables = _bias(call), _bias_tables(call, *sides)
+    of_tables += _bias_index(call, *sides, has_places=call.has_bias_gradient)
+    trained = _bias(call) if call.has_bias_gradient else 0
+    reads, results = reads + of_tables, results + trained
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, results, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, padded to whole tiles
     side = call.side if uses_hopper_backward(call) else TILE
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
     extra_bytes = 2 * sizes["out"] + sizes["lse"] + statistics
+    # the tables are made before the other launches, and the gradient of the sums after them
+    of_bias = _bias_gradient(call)
+    of_mods = tables + of_bias.sums
+    extra_bytes += of_tables + of_mods + 2 * of_bias.reduced
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
-    main_bytes = 2 * shared + inputs + _lists(call, "row", "col")
+    main_bytes = 2 * shared + inputs + _lists(call, "row", "col") + of_mods
     if not uses_hopper_backward(call):
-        return Moved(reads, results, statistics, main_bytes, extra_bytes)
+        return Moved(reads, results, statistics + of_mods + of_bias.reduced - trained, main_bytes, extra_bytes)
     rows = call.batch * call.heads * call.q_len
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
-    if sums_in_registers(call):
-        workspace = statistics + (dq if call.head_dim % 8 else 0)
-    else:
+    workspace = statistics + of_mods
+    if not sums_in_registers(call):
         # of whole tiles
         dq_sum = statistics // 2 * _columns(call)[0]
-        workspace = statistics + dq_sum
-        if call.head_dim % 8:
-            workspace += dq
+        workspace += dq_sum
         # added to, it is read and written
-        main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum
+        main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum + of_mods
         extra_bytes += 2 * dq_sum + dq
     if sums_dkdv(call, n_sms):
         columns = sum(_columns(call))
         sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * columns
         workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
     parts = _parts(call, 3, n_sms)
+    workspace += _copies(call) + _tile_counter(call, 3, n_sms) + parts
+    # of the launches for dq alone
+    of_dq = 0
     if sums_in_registers(call):
-        # of dq
         columns, _ = _columns(call)
-        parts += FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
-        workspace += _tile_counter(call, 0, n_sms)
-    workspace, main_bytes, extra_bytes = workspace + parts, main_bytes + parts, extra_bytes + parts
-    workspace += _copies(call) + _tile_counter(call, 3, n_sms)
-    for name, dim in (("k", call.head_dim), ("v", call.v_dim), ("out", call.v_dim)):
-        # dk and dv are written in padded rows first; dout is copied into padded rows
+        parts_of_dq = FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
+        parts, of_dq = parts + parts_of_dq, parts_of_dq + _tile_counter(call, 0, n_sms)
+    main_bytes, extra_bytes = main_bytes + parts, extra_bytes + parts
+    if call.is_fine:
+        # kept to the end
+        workspace, of_dq = workspace + of_dq, 0
+    # gradients are written in padded rows first
+    padded = copied = 0
+    for name, dim in (("q", call.head_dim), ("k", call.head_dim), ("v", call.v_dim)):
         if dim % 8:
-            workspace += sizes[name] // dim * _padded(dim)
-    return Moved(reads, inputs, workspace, main_bytes, extra_bytes)
+            padded, copied = padded + sizes[name] // dim * _padded(dim), copied + sizes[name]
+    if call.v_dim % 8:
+        # dout is copied into padded rows
+        workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
+    # at its peak while dq is computed, while padded rows are copied, or while the gradient of the bias is made
+    workspace += padded + max(of_dq - copied, 0, of_bias.reduced - padded) - trained
+    return Moved(reads, results, workspace, main_bytes, extra_bytes)
 
 
 def has_separate_dq(call: Call) -> bool:

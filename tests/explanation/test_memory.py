@@ -8,44 +8,51 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import masks
+from blocksparse_flash import BlockLayout
 
 pytest.importorskip("pandas", reason="needs the extra [bench]")
 
 from benchmarks.report import lines as measurements
 from benchmarks.report import pages
-from benchmarks.run import calibrate
+from benchmarks.run import calibrate, shapes
+from blocksparse_flash import functional
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.runtime import launch
+from blocksparse_flash.score_mods import Scores
+from blocksparse_flash.validation import ScoreOptions
 
 pytest.importorskip("triton", reason="needs Triton")
 
 
 class Allocations(TorchDispatchMode):
-    """Records the tensors that operators allocate. Those of `existing` tensors do not count."""
+    """The peak of the memory that operators allocate, as the allocator of a GPU counts it.
+
+    existing  tensors whose memory does not count
+    """
 
     def __init__(self, *existing: torch.Tensor) -> None:
         super().__init__()
-        self.addresses = {tensor.untyped_storage().data_ptr() for tensor in existing}
-        # kept alive, so that no address is reused
-        self.allocated: list[torch.Tensor] = []
+        self.existing = {StorageWeakRef(tensor.untyped_storage()) for tensor in existing}
+        self.nbytes_of: dict[StorageWeakRef, int] = {}
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.addresses:
-                self.addresses.add(tensor.untyped_storage().data_ptr())
-                self.allocated.append(tensor)
+            if isinstance(tensor, torch.Tensor):
+                self.nbytes_of[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        # references are equal if they are of the same storage, and keep no memory alive
+        live = {ref: nbytes for ref, nbytes in self.nbytes_of.items() if not ref.expired()}
+        self.nbytes_of = live
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for ref, nbytes in live.items() if ref not in self.existing))
         return result
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.allocated)
 
 
 @pytest.fixture
@@ -149,7 +156,7 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     reported = memory.forward(call)
     assert (memory._parts(call, 0, 132) > 0) == kind.endswith("split")
     assert reported.writes == out.nbytes + lse.nbytes
-    assert reported.workspace == allocations.nbytes - reported.writes
+    assert reported.workspace == allocations.peak_bytes - reported.writes
 
     dout = torch.empty_like(out)
     options = {"deterministic": True} if call.deterministic and not call.is_fine else {}
@@ -157,7 +164,7 @@ def test_reported_bytes_are_those_that_launchers_allocate(
         grads = backward(BackwardInputs(dout, None, q, k, v, out, lse), plan, None, None, 0.1, False, 0.0, **options)
     reported = memory.backward(call)
     assert reported.writes == sum(grad.nbytes for grad in grads)
-    assert reported.workspace == allocations.nbytes - reported.writes
+    assert reported.workspace == allocations.peak_bytes - reported.writes
     # the Hopper backward iterates over tile columns; a separate launch for dq iterates over tile rows
     has_separate_dq = call.deterministic or max(dims) > 128
     has_separate_dq |= kind == "few tiles" and max(dims) <= 64
@@ -167,6 +174,93 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     uses_cols_only = is_one_kernel and not has_separate_dq
     lists = plan[3:] if uses_cols_only else plan
     assert reported.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *lists))
+
+
+def of_heads(length: int) -> BlockLayout:
+    """Two heads with layouts of their own."""
+    return BlockLayout.stack_heads([masks.local(length, window=window, block_size=128) for window in (300, 600)])
+
+
+# kind -> ((batch, heads, KV heads, tokens), layout)
+BIASED = {
+    "layout": ((2, 4, 2, 500), lambda n: masks.local(n, window=150, block_size=128)),
+    "layout of each head": ((2, 2, 1, 500), of_heads),
+    "blocks of 256": ((2, 4, 2, 1000), lambda n: masks.local(n, window=150, block_size=256)),
+    "split": (
+        (1, 2, 1, 9000),
+        lambda n: masks.local(n, window=500, block_size=128) | masks.global_tokens(n, tokens=100, block_size=128),
+    ),
+    # where dq has a separate launch even without a bias
+    "few tiles": ((32, 2, 1, 16384), lambda n: masks.block_diagonal(n, size=256, block_size=128)),
+    # and where that of dk and dv sums over query heads
+    "long columns": ((1, 64, 4, 2048), lambda n: masks.random((n, n), density=0.9, block_size=128, seed=0)),
+    "small blocks": ((2, 4, 2, 500), lambda n: masks.local(n, window=150, block_size=(16, 32))),
+}
+
+# `hopper` has a bias for blocks of multiples of 128 only
+BACKENDS_OF_BIASED = [
+    (backend, kind)
+    for kind in BIASED
+    for backend in ("triton", "hopper", "hopper, deterministic")
+    if backend == "triton" or kind != "small blocks"
+]
+
+
+# padded rows, too; a softcap makes the steps of dq shorter
+@pytest.mark.sweep
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (256, 256), (64, 60), (100, 36)])
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS_OF_BIASED)
+@pytest.mark.parametrize("bias", ["fixed", "trained", "trained, softcap", "trained, shared", "trained, bfloat16"])
+def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
+    launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str, bias: str
+) -> None:
+    (batch, heads, kv_heads, length), make_layout = BIASED[kind]
+    layout = make_layout(length)
+    q = torch.empty(batch, heads, length, dims[0], dtype=torch.bfloat16)
+    k = torch.empty(batch, kv_heads, length, dims[0], dtype=torch.bfloat16)
+    v = torch.empty(batch, kv_heads, length, dims[1], dtype=torch.bfloat16)
+    is_shared = "shared" in bias or layout.shape[:2] != (1, 1)
+    block_bias = torch.zeros(*(() if is_shared else (batch, heads)), layout.capacity, requires_grad="trained" in bias)
+    if "bfloat16" in bias:
+        block_bias = block_bias.detach().to(torch.bfloat16).requires_grad_()
+    softcap = 30.0 if "softcap" in bias else None
+    options = ScoreOptions(None, softcap, None, block_bias)
+    name, _, deterministic = backend.partition(", ")
+    call = Call(q, k, v, layout, False, False, 0.0, bool(deterministic), q.dtype, name, scores=options)
+    assert call.plan is not None and call.tile == 128
+    assert (memory._parts(call, 0, 132) > 0) == (kind == "split")
+    assert memory.sums_dkdv(call, 132) == (kind == "long columns" and backend == "hopper" and max(dims) <= 128)
+    plan, index = list(call.plan), list(layout.bias_index("cpu"))
+
+    prefix = "" if name == "triton" else "hopper_"
+    forward: Callable[..., Any] = launchers[f"{prefix}forward"].forward
+    backward: Callable[..., Any] = launchers[f"{prefix}backward"].backward
+    existing = q, k, v, block_bias, *plan, *index
+    with Allocations(*existing) as allocations, torch.no_grad():
+        converted = functional._for_kernels(options, q).block_bias
+        scores = Scores(None, None, converted, index, softcap or 0.0)
+        out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0, scores)
+    reported = memory.forward(call)
+    assert reported.writes == out.nbytes + lse.nbytes
+    assert reported.workspace == allocations.peak_bytes - reported.writes
+    assert converted is not None
+    assert reported.reads == sum(each.nbytes for each in (q, k, v, *plan[:3], plan[6], converted, index[0]))
+
+    dout, wanted = torch.empty_like(out), (False, False, block_bias.requires_grad, False)
+    inputs = BackwardInputs(dout, None, q, k, v, out, lse)
+    keywords = {"deterministic": True} if deterministic else {}
+    with Allocations(*existing, converted, out, lse, dout) as allocations, torch.no_grad():
+        grads = backward(inputs, plan, None, None, 0.1, False, 0.0, scores, wanted, **keywords)
+    reported = memory.backward(call)
+    assert reported.writes == sum(grad.nbytes for grad in grads)
+    assert reported.workspace == allocations.peak_bytes - reported.writes
+    # the gradient of the bias needs the kernel for dq alone, which iterates over tile rows
+    lists = [*plan[3:], index[1]] if memory.adds_dq(call) else [*plan, *index[:2]]
+    assert memory.adds_dq(call) == (
+        backend == "hopper" and bias == "fixed" and max(dims) <= 128 and not (kind == "few tiles" and max(dims) <= 64)
+    )
+    lists += index[2:] if block_bias.requires_grad else []
+    assert reported.reads == sum(each.nbytes for each in (q, k, v, out, dout, lse, converted, *lists))
 
 
 # (query heads, KV heads, layout)
@@ -219,6 +313,23 @@ def test_reported_bytes_are_the_peak_measured_on_a_gpu() -> None:
         reported = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
         assert reported.workspace is not None
         # the allocator rounds up to multiples of 512 bytes
+        assert reported.writes + reported.workspace == pytest.approx(line["peak_bytes"], rel=1e-4), line
+
+
+def test_reported_bytes_of_a_block_bias_are_the_peak_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "n_sms", 132)
+    cases = {case.name: case for case in shapes.CASES}
+    found = measurements.read(pages.RESULTS / "shapes.jsonl")
+    lines = found[found["pattern"].str.contains("block_bias")].to_dict("records")
+    assert {line["device"] for line in lines} == {"NVIDIA H200"} and len(lines) >= 4
+    for line in lines:
+        case = cases[line["pattern"]]
+        q = torch.empty(1, case.heads, case.length, case.head_dim, dtype=torch.bfloat16)
+        layout, bias = shapes.biased_layout(case), shapes.values_of(case, "cpu")["block_bias"]
+        options = ScoreOptions(None, None, None, bias)
+        call = Call(q, q, q, layout, case.causal, False, 0.0, False, q.dtype, line["backend"], scores=options)
+        reported = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
+        assert reported.workspace is not None
         assert reported.writes + reported.workspace == pytest.approx(line["peak_bytes"], rel=1e-4), line
 
 
