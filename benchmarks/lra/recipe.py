@@ -16,7 +16,7 @@ import yaml
 
 from ..run import measure
 from . import reporting, tasks
-from .scoring import TEST, digest
+from .scoring import TEST, digest, trained_steps
 
 CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
@@ -69,9 +69,7 @@ class Stage:
 
     def trained_steps(self) -> int:
         """Steps of the checkpoint; 0 without one."""
-        if not self.checkpoint.exists():
-            return 0
-        return int(torch.load(self.checkpoint, map_location="cpu", weights_only=True)["global_step"])
+        return trained_steps(self.checkpoint)
 
     def is_tested(self, test_seed: int) -> bool:
         """Whether test.jsonl has a line of the checkpoint on this test set, of the configuration's size."""

@@ -17,13 +17,17 @@ from ..run import measure
 from . import tables
 from .data import Rules
 from .published import DEVICE, LENGTHS, MEMORY_MB, RUNTIME_MS
-from .scoring import TEST
-from .tables import Line
+from .scoring import TEST, trained_steps
+from .tables import Line, Unfinished
 from .tasks import LRA
 
-CONFIGS = [
-    path for group in ("ours", "ablation") for path in sorted((Path(__file__).parent / "configs" / group).iterdir())
-]
+CONFIGS = {
+    f"{group}/{path.stem}": path
+    for group in ("ours", "ablation")
+    for path in sorted((Path(__file__).parent / "configs" / group).iterdir())
+}
+# the checkpoint from which a run continues
+LAST = "last.ckpt"
 
 
 def tests_of(runs: Path) -> list[Line]:
@@ -40,12 +44,67 @@ def tests_of(runs: Path) -> list[Line]:
     return found
 
 
-def untested(tests: Sequence[Line]) -> list[str]:
-    """Our configurations without a test, except those that are only earlier stages of others."""
-    settings = {f"{path.parent.name}/{path.stem}": yaml.safe_load(path.read_text()) for path in CONFIGS}
+def unfinished(runs: Path, tests: Sequence[Line]) -> list[Unfinished]:
+    """The runs under a folder that have a log or a checkpoint, but no test; without whole stages of other runs."""
+    traces = (*runs.rglob("version_*/metrics.csv"), *runs.rglob(f"checkpoints/{LAST}"))
+    tested, ends, found = {line["run"] for line in tests}, _ends(), []
+    for folder in sorted({path.parents[1] for path in traces}):
+        run = folder.relative_to(runs).as_posix()
+        name, seed = seed_of(run)
+        config = CONFIGS.get(name) or _saved_config(folder)
+        settings = {} if config is None else _read(config)
+        # Lightning's default is -1
+        steps = settings.get("trainer", {}).get("max_steps", -1)
+        steps = steps if steps >= 0 else None
+        checkpoint = trained_steps(folder / "checkpoints" / LAST)
+        step = max(checkpoint, _logged_steps(folder))
+        is_whole = steps is not None and checkpoint >= steps
+        if run in tested or (is_whole and name not in ends):
+            continue
+        command = ""
+        if name in CONFIGS:
+            command = f"recipe {name.removeprefix('ours/')}" + (f' --seeds "[{seed}]"' if seed else "")
+        elif config is not None:
+            # a saved configuration has the time limit of its call
+            limit = " --minutes null" if settings.get("minutes") else ""
+            command = f"fit --config {config}{' --ckpt_path last' if checkpoint else ''}{limit}"
+        found.append(Unfinished(run, step, steps, checkpoint, command))
+    return found
+
+
+def seed_of(run: str) -> tuple[str, int]:
+    """The configuration of a run of `recipe`, and its seed."""
+    found = re.fullmatch(r"(.*)/seed-(\d+)", run)
+    return (run, 0) if found is None else (found[1], int(found[2]))
+
+
+def _read(config: Path) -> dict[str, Any]:
+    return yaml.safe_load(config.read_text(encoding="utf-8"))
+
+
+def _saved_config(folder: Path) -> Path | None:
+    """The configuration of a run's last training, if it lies beside its log."""
+    logs = [path for path in reversed(_logs(folder)) if "loss" in pd.read_csv(path, nrows=0).columns]
+    return next((each for path in logs if (each := path.with_name("config.yaml")).exists()), None)
+
+
+def _logged_steps(folder: Path) -> int:
+    """Steps in the logs of a run, which count them from 0."""
+    logs = [pd.read_csv(path).reindex(columns=["step"]).dropna() for path in _logs(folder)]
+    return max((int(log["step"].max()) + 1 for log in logs if len(log)), default=0)
+
+
+def _ends() -> list[str]:
+    """Our configurations, except those that are only earlier stages of others."""
+    settings = {name: _read(path) for name, path in CONFIGS.items()}
     starts = {Path(each["model"].get("start", "")).parent.parent for each in settings.values()}
-    ends = [name for name, each in settings.items() if Path(each["trainer"]["default_root_dir"]) not in starts]
-    return [name for name in ends if name not in {line["run"] for line in tests}]
+    return [name for name, each in settings.items() if Path(each["trainer"]["default_root_dir"]) not in starts]
+
+
+def not_run(tests: Sequence[Line], begun: Sequence[Unfinished]) -> list[str]:
+    """Our configurations without a run of any seed, except those that are only earlier stages of others."""
+    known = {seed_of(run)[0] for run in (*(line["run"] for line in tests), *(each.run for each in begun))}
+    return [name for name in _ends() if name not in known]
 
 
 class Curve(NamedTuple):
@@ -181,9 +240,10 @@ def report(
         out: folder of report.md and its pictures
     """
     tests, curves = tests_of(runs), curves_of(runs)
+    begun = unfinished(runs, tests)
     lines = measure.read(speed) if speed is not None and speed.exists() else []
-    if not (tests or curves or lines):
-        raise ValueError(f"nothing to report: no {TEST} and no metrics.csv under {runs}, and no {speed}")
+    if not (tests or curves or begun or lines):
+        raise ValueError(f"nothing to report: no {TEST}, metrics.csv or {LAST} under {runs}, and no {speed}")
     figures: dict[str, Any] = {}
     alt_texts: list[str] = []
     if tests:
@@ -213,7 +273,7 @@ def report(
             'the number of GPUs. "Best published" are results on the released files, in percent. '
             "A run that was tested several times on the same set shows its last test, and their number."
         ),
-        *tables.accuracy_sections(tests, untested(tests)),
+        *tables.accuracy_sections(tests, begun, not_run(tests, begun)),
         *tables.speed_sections(lines),
         *(f"![{text}]({path.name})" for text, path in zip(alt_texts, written, strict=True)),
     ]

@@ -78,6 +78,13 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
+def trained_steps(checkpoint: Path) -> int:
+    """Steps of a checkpoint; 0 if there is none."""
+    if not checkpoint.exists():
+        return 0
+    return int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+
+
 def append_test(folder: Path, result: Result, **facts: Any) -> None:
     """Appends the line of a test to the folder of its run. facts: the keys of TEST_KEYS that Result lacks."""
     known = {**asdict(result), "standard_error": result.standard_error}

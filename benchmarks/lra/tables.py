@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -27,6 +27,7 @@ STEP_SIZES = (
     "After the name of a task: samples x documents per sample x tokens per document. "
     f"`{MATERIALIZED}` keeps the score matrix in memory."
 )
+UNFINISHED = "Runs without a test. Those that are still training count as interrupted."
 EMPTY = "In this table and those below, an empty cell was not measured. `-`: out of memory or not supported."
 
 
@@ -215,10 +216,44 @@ def ablation_section(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def accuracy_sections(lines: Sequence[Line], not_run: Sequence[str] = ()) -> list[str]:
+class Unfinished(NamedTuple):
+    """A run without a test that was interrupted, or that was trained but not tested.
+
+    run         its name
+    step        steps of its checkpoint or in its log, whichever are more
+    steps       of the whole training; None if no configuration says it
+    checkpoint  steps of the checkpoint; 0 without one
+    command     continues it; empty if its configuration is not known
+    """
+
+    run: str
+    step: int
+    steps: int | None
+    checkpoint: int
+    command: str
+
+
+def unfinished_table(runs: Sequence[Unfinished]) -> str:
+    """How far runs without a result are, and the commands that continue them."""
+    rows = []
+    for run in runs:
+        of_all = f"{run.step:,}" if run.steps is None else f"{run.step:,} of {run.steps:,}"
+        state = f"interrupted after step {of_all}; " + (
+            f"checkpoint of step {run.checkpoint:,}" if run.checkpoint else "no checkpoint: begins anew"
+        )
+        if run.steps is not None and run.checkpoint >= run.steps:
+            state = f"trained ({of_all} steps), not tested"
+        rows.append([run.run, state, f"`python -m benchmarks.lra {run.command}`" if run.command else ""])
+    return table(["run", "state", "to continue"], rows)
+
+
+def accuracy_sections(
+    lines: Sequence[Line], unfinished: Sequence[Unfinished] = (), not_run: Sequence[str] = ()
+) -> list[str]:
     """Separate tables for released files, generated data, and tests that are not Long Range Arena's.
 
-    not_run  configurations without a result
+    unfinished  runs without a result
+    not_run     configurations without a run
     """
     titles = {
         (True, True): "Accuracy on the released files of Long Range Arena",
@@ -236,6 +271,8 @@ def accuracy_sections(lines: Sequence[Line], not_run: Sequence[str] = ()) -> lis
     seeds = seeds_table(lines)
     sections += ["## Several seeds", seeds] if seeds else []
     sections += ablation_section(lines)
+    if unfinished:
+        sections += ["## Not finished", UNFINISHED, unfinished_table(unfinished)]
     if not_run:
         sections += ["## Not run", table(["configuration", "accuracy"], [[name, "not run"] for name in not_run])]
     if rows[True, True] or rows[True, False]:

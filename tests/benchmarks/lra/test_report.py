@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
@@ -14,7 +15,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 pytest.importorskip("pandas", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import reporting, scoring, speed, tables
+from benchmarks.lra import recipe, reporting, scoring, speed, tables
 from benchmarks.lra.data import LraData, Rules
 from benchmarks.lra.published import STEPS
 from benchmarks.lra.scoring import Result
@@ -88,6 +89,70 @@ def test_a_report_has_the_last_test_of_each_run_beside_its_floor(runs: Path, tmp
     # once for times, once for memory, and not beside another batch
     assert text.count("| PyTorch, A100 (paper) | 3.67 |") == text.count("| PyTorch, A100 (paper) | 1,184 |") == 1
     assert text.count("| materialized, dense | 1,024 |") == 2
+
+
+def begun(
+    folder: Path, *, logged: int | None = None, checkpoint: int | None = None, max_steps: int | None = None
+) -> None:
+    """The folder of a run without a test. logged, checkpoint: steps in its log and of its checkpoint."""
+    if logged is not None:
+        log = folder / "version_0"
+        log.mkdir(parents=True)
+        (log / "metrics.csv").write_text(f"loss,step,validation_accuracy\n0.7,{logged - 1},\n")
+        if max_steps is not None:
+            limit = {"minutes": 5} if checkpoint else {}
+            settings = {"data": {"task": "pathx"}, "trainer": {"max_steps": max_steps}, **limit}
+            (log / "config.yaml").write_text(json.dumps(settings))
+    if checkpoint is not None:
+        (folder / "checkpoints").mkdir(parents=True)
+        torch.save({"global_step": checkpoint}, folder / "checkpoints" / "last.ckpt")
+
+
+def test_a_run_without_a_test_says_how_far_it_is_and_how_to_continue(runs: Path, tmp_path: Path) -> None:
+    begun(runs / "ours" / "pathx-mixed", logged=730, checkpoint=500)
+    begun(runs / "ours" / "pathx-64", logged=50)
+    begun(runs / "ours" / "listops" / "seed-2", checkpoint=1000)
+    begun(runs / "ours" / "image", checkpoint=recipe.stages("image")[0].steps)
+    begun(runs / "ablation" / "pathx-random", checkpoint=4000)
+    begun(runs / "mine", logged=20, checkpoint=19, max_steps=60)
+    begun(runs / "endless", logged=20, max_steps=-1)
+    begun(runs / "unknown", logged=20)
+    # a stage of other runs, and a run whose test is in the report
+    begun(runs / "ours" / "path256-128", checkpoint=recipe.stages("path256")[3].steps)
+    begun(runs / "ours" / "pathx" / "seed-1", checkpoint=10)
+    scoring.append_test(runs / "ours" / "pathx" / "seed-1", RESULT, **FACTS)
+    reporting.report(runs=runs, speed=None, out=tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    after = text.split("## Not finished")[1]
+    assert after.split("## Not run")[0].split() == " ".join([
+        tables.UNFINISHED,
+        "| run | state | to continue |",
+        "|---|---|---|",
+        "| ablation/pathx-random | interrupted after step 4,000 of 6,200; checkpoint of step 4,000 |",
+        "`python -m benchmarks.lra recipe ablation/pathx-random` |",
+        "| endless | interrupted after step 20; no checkpoint: begins anew |",
+        f"`python -m benchmarks.lra fit --config {runs}/endless/version_0/config.yaml` |",
+        "| mine | interrupted after step 20 of 60; checkpoint of step 19 |",
+        f"`python -m benchmarks.lra fit --config {runs}/mine/version_0/config.yaml --ckpt_path last --minutes null` |",
+        "| ours/image | trained (20,000 of 20,000 steps), not tested | `python -m benchmarks.lra recipe image` |",
+        "| ours/listops/seed-2 | interrupted after step 1,000 of 24,000; checkpoint of step 1,000 |",
+        '`python -m benchmarks.lra recipe listops --seeds "[2]"` |',
+        "| ours/pathx-64 | interrupted after step 50 of 13,996; no checkpoint: begins anew |",
+        "`python -m benchmarks.lra recipe pathx-64` |",
+        "| ours/pathx-mixed | interrupted after step 730 of 7,000; checkpoint of step 500 |",
+        "`python -m benchmarks.lra recipe pathx-mixed` |",
+        "| unknown | interrupted after step 20; no checkpoint: begins anew |  |",
+    ]).split()  # fmt: skip
+    # of no seed
+    assert "| ours/text | not run |" in after
+    for name in ("ours/pathx-mixed", "ours/listops", "ours/image", "ablation/pathx-random", "ours/pathx"):
+        assert f"| {name} | not run |" not in after
+
+
+def test_a_run_with_a_checkpoint_alone_is_reported(tmp_path: Path) -> None:
+    begun(tmp_path / "runs" / "ours" / "pathx", checkpoint=500)
+    reporting.report(runs=tmp_path / "runs", speed=None, out=tmp_path / "out")
+    assert "| ours/pathx | interrupted after step 500 of 6,200;" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_stand_in_is_never_called_long_range_arena(runs: Path, tmp_path: Path) -> None:
@@ -239,7 +304,7 @@ def test_steps_with_and_without_dropout_have_rows_of_their_own() -> None:
 
 
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing to report: no test\.jsonl"):
+    with pytest.raises(ValueError, match=r"nothing to report: no test\.jsonl, metrics\.csv or last\.ckpt"):
         reporting.report(runs=tmp_path, speed=tmp_path / "speed.jsonl", out=tmp_path / "out")
 
 
