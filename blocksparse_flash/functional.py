@@ -368,10 +368,8 @@ def attention(
                repeats a seed given as an int or on the CPU. The same seed drops the same pairs for every layout,
                backend and device
     deterministic  True makes results bitwise identical in every run, forward and backward; None follows
-               torch.are_deterministic_algorithms_enabled(). With False, backend "hopper" with tiles of 128 x 128 and
-               head dimensions up to 128 sums dq in an order that varies, which is faster, so that the last bits of dq
-               can differ between runs; with grouped heads often those of dk and dv too (`explain` says it).
-               Everything else is always deterministic
+               torch.are_deterministic_algorithms_enabled(). With False, which is faster, the last bits of some
+               gradients on backend "hopper" can differ between runs: `explain` says of which, and docs/semantics.md why
     backend    "auto", "hopper", "triton", "eager" or "reference". A backend given by name runs the call or raises an
                error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
                each new kind of call, and why
