@@ -369,7 +369,7 @@ def attention(
                backend and device
     deterministic  True makes results bitwise identical in every run, forward and backward; None follows
                torch.are_deterministic_algorithms_enabled(). With False, which is faster, the last bits of some
-               gradients on backend "hopper" can differ between runs: `explain` says of which, and docs/semantics.md why
+               gradients on backend "hopper" can differ between runs: `explain` names them, docs/semantics.md says why
     backend    "auto", "hopper", "triton", "eager" or "reference". A backend given by name runs the call or raises an
                error; see `explain`. At debug level, logging.getLogger("blocksparse_flash") writes which backend runs
                each new kind of call, and why
