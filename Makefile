@@ -59,10 +59,9 @@ test-rest: $(VENV)/.test
 	$(PYTEST) -m "thorough or compilers" --part $(PART)
 
 test-gpu:
-	$(PYTHON) -m pytest tests/test_zoo.py tests/test_zoo_masks.py tests/kernels/test_gpu.py \
-		tests/kernels/test_gpu_fuzz.py tests/kernels/test_gpu_selected.py tests/kernels/test_launch_tables.py \
-		tests/kernels/triton/test_merge_selected.py tests/plan/test_packed_builder.py \
-		tests/plan/test_selected_builder.py \
+	$(PYTHON) -m pytest tests/test_zoo.py tests/test_zoo_masks.py tests/kernels/test_gpu_*.py \
+		tests/kernels/test_launch_tables.py tests/kernels/triton/test_merge_selected.py \
+		tests/plan/test_packed_builder.py tests/plan/test_selected_builder.py \
 		tests/distributed/test_gpu.py tests/diffusers/test_gpu.py tests/vllm_omni/test_gpu.py \
 		tests/benchmarks/lra/test_gpu.py
 

@@ -17,9 +17,9 @@ from blocksparse_flash.kernels.selected_shapes import sizes_of
 from blocksparse_flash.plan import selected_builder
 from blocksparse_flash.plan_format import BY_KEY_BLOCK
 from tests.kernels.hopper import test_selected as simulated
-from tests.kernels.test_gpu import HAS_HOPPER, capture
 from tests.plan.test_selected_builder import limited
 from tests.support.closeness import assert_as_accurate, buried_inputs
+from tests.support.gpu import HAS_HOPPER, capture
 from tests.support.no_waiting import no_waiting
 
 pytestmark = pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
