@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.compiled_calls import each_option_once
+
 ROOT = Path(__file__).resolve().parents[2]
 # Triton versions besides the installed one, installed by `make test-compilers`: an older one, and newer ones, in which
 # Gluon has other names
@@ -513,17 +515,17 @@ def test_each_fault_is_reported(change: dict[str, Any], word: str) -> None:
     ("between", "expected"), [("bar.sync 0, 128;", 0), ("bar.warp.sync -1;", 0), ("add.s32 %r4, %r1, 1;", 1)]
 )
 def test_an_mbarrier_arrival_needs_a_barrier_after_shared_memory_reads(between: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
+    ptx_and_sass = pytest.importorskip("tests.support.ptx_and_sass", reason="needs Triton")
     ptx = f"bar.sync 0, 128; ld.shared.b32 %r1, [%r2]; {between} @%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
-    assert compile_kernels.early_arrivals(ptx) == expected
+    assert ptx_and_sass.early_arrivals(ptx) == expected
 
 
 def test_spills_are_counted_only_in_loops_with_products() -> None:
-    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
+    ptx_and_sass = pytest.importorskip("tests.support.ptx_and_sass", reason="needs Triton")
     code = ["STL [R1], R9", "LDL R9, [R1]", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT", "@P1 BRA 0x0010"]
     code += ["STL [R1], R9", "@P1 BRA 0x0040", "BRA 0x0000"]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
-    assert compile_kernels.spills_beside_products(sass) == 1
+    assert ptx_and_sass.spills_beside_products(sass) == 1
 
 
 # a loop with a product whose left operand, %r1 to %r4, comes from before the loop
@@ -553,8 +555,8 @@ $L__BB0_2:                              // =>This Inner Loop
     ],
 )
 def test_operands_that_a_loop_keeps_are_found_in_ptx(ptx: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
-    assert compile_kernels.kept_operands(ptx) == expected
+    ptx_and_sass = pytest.importorskip("tests.support.ptx_and_sass", reason="needs Triton")
+    assert ptx_and_sass.kept_operands(ptx) == expected
 
 
 @pytest.mark.parametrize(
@@ -571,7 +573,7 @@ def test_operands_that_a_loop_keeps_are_found_in_ptx(ptx: str, expected: int) ->
     ],
 )
 def test_overwriting_an_operand_that_a_loop_keeps_is_found(before: str, writes: str, expected: int) -> None:
-    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
+    ptx_and_sass = pytest.importorskip("tests.support.ptx_and_sass", reason="needs Triton")
     code = [
         before,
         "MOV R9, RZ",
@@ -584,9 +586,9 @@ def test_overwriting_an_operand_that_a_loop_keeps_is_found(before: str, writes: 
         "BRA 0x0000",
     ]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
-    assert compile_kernels.lost_operands(KEPT_PTX, sass) == expected
+    assert ptx_and_sass.lost_operands(KEPT_PTX, sass) == expected
     # an operand that each iteration passes to the next
-    assert compile_kernels.lost_operands(KEPT_PTX.replace("%r7", "%r1"), sass) == 0
+    assert ptx_and_sass.lost_operands(KEPT_PTX.replace("%r7", "%r1"), sass) == 0
 
 
 @pytest.mark.parametrize(
@@ -616,10 +618,10 @@ def test_overwriting_an_operand_that_a_loop_keeps_is_found(before: str, writes: 
     ],
 )
 def test_reads_of_unwritten_uniform_registers_are_found(code: list[str], expected: int) -> None:
-    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
+    ptx_and_sass = pytest.importorskip("tests.support.ptx_and_sass", reason="needs Triton")
     code = ["ULDC.64 UR16, c[0x0][0x208]", "MOV R9, RZ", *code]
     sass = "\n".join(f"        /*{16 * line:04x}*/    {text} ;    /* 0x0 */" for line, text in enumerate(code))
-    assert compile_kernels.unwritten_registers(sass) == expected
+    assert ptx_and_sass.unwritten_registers(sass) == expected
 
 
 def test_acceptable_kernels_have_no_faults() -> None:
@@ -645,8 +647,7 @@ def test_acceptable_kernels_have_no_faults() -> None:
 
 
 def test_a_repeated_pair_of_options_is_compiled_once() -> None:
-    compile_kernels = pytest.importorskip("tests.support.compile_kernels", reason="needs Triton")
     rows = [{"head_dim": dim, "dtype": None, "mode": "layout"} for dim in (64, 128)]
     first, again = ({**row, "length": 1024} for row in rows)
     scales = [{**row, "scale": 0.0} for row in rows]
-    assert compile_kernels.each_option_once([*rows, first, again, *scales]) == [*rows, first, *scales]
+    assert each_option_once([*rows, first, again, *scales]) == [*rows, first, *scales]

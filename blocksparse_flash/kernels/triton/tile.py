@@ -144,7 +144,7 @@ def with_sign(b_scores, SIGN: tl.constexpr):
     """Raw scores times the sign of the scale, so that their maximum can be scaled afterwards.
 
     The queries are not multiplied instead: a computed left operand stays in registers, which ptxas overwrites in a loop
-    (see `lost_operands` in tests/support/compile_kernels.py).
+    (see `lost_operands` in tests/support/ptx_and_sass.py).
     """
     if SIGN != 1:
         b_scores = b_scores * SIGN
