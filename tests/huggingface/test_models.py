@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from tests.huggingface.test_huggingface import (
+from tests.support.transformers_models import (
     GPT2,
     GRANITE_SWA,
     GROUPED,
@@ -29,10 +29,10 @@ from tests.huggingface.test_huggingface import (
     assert_equal,
     model,
     positions,
-    registered,  # noqa: F401  a fixture
 )
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytestmark = pytest.mark.usefixtures("registered")
 
 # tokens of each sequence, and of what a decoder adds to an encoded one
 LENGTHS = (5, 13, 22)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, huggingface
-from tests.huggingface.test_huggingface import (
+from tests.support.no_waiting import no_waiting
+from tests.support.transformers_models import (
     GEMMA2,
     GPT_OSS,
     GROUPED,
@@ -22,9 +22,9 @@ from tests.huggingface.test_huggingface import (
     padded,
     positions,
 )
-from tests.support.no_waiting import no_waiting
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytestmark = pytest.mark.usefixtures("registered")
 
 WINDOW = "MistralForCausalLM", {**GROUPED, "sliding_window": 20}
 GEMMA3 = (
@@ -40,15 +40,6 @@ FAMILIES = {
     "GptOss": GPT_OSS,
 }
 MOBA = {"kind": "moba", "k_blocks": 2, "block_size": 16}
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    huggingface.register()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def static(made: Any, length: int = LENGTH) -> Any:
