@@ -80,8 +80,9 @@ def show(name: str, took: float) -> None:
     print(f"{name:58} {took:6.1f} microseconds a call", flush=True)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     measure.require_gpu()
     for name, call in calls((1, 2, 256, 64), 64).items():
         show(f"triton, {name}", microseconds(call))

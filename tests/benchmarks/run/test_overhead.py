@@ -48,4 +48,4 @@ def test_a_call_is_timed_by_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
-        overhead.main()
+        overhead.main([])
