@@ -144,7 +144,7 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_war
         return Config(stages=4, q_stages=2, pin=BEFORE_TRITON_3_9)
     if columns == 96:
         # dense 553, padded to 128 columns 515; random 493 and 457. A rescale threshold and `pin` cost 1 to 3 % each
-        return Config(q_stages=2, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
+        return Config(q_stages=2, out_in_q=True)
     # with a layout butterfly 561, without the threshold 546; without a layout dense 662, with the threshold 600
     rescale_threshold = 8.0 if has_layout and not has_lengths else 0.0
     # with 192 columns, shared memory has no room for a second stage of q, nor for out beside q; with 192 of v too, it
