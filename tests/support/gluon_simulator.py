@@ -433,10 +433,12 @@ class Simulation:
             self._load(name)
         self._load("hopper.forward_producer")
         self._load("hopper.softmax")
+        self.forward_consumer = self._load("hopper.forward_consumer")
         self.hopper_forward = self._load("hopper.forward")
         self._load("hopper.backward_dq")
-        # after the forward, since it defines functions with the same names as the forward's producer
+        # after the forward, since they define functions with the same names as its producer and consumers
         self._load("hopper.backward_producer")
+        self._load("hopper.backward_consumer")
         self._load("hopper.backward_postprocess")
         self._load("hopper.wide_dkdv")
         self.imports["wide_backward"] = self._load("hopper.wide_backward")
@@ -484,7 +486,9 @@ class Simulation:
             *HELPERS,
             "hopper.forward_producer",
             "hopper.softmax",
+            "hopper.forward_consumer",
             "hopper.backward_producer",
+            "hopper.backward_consumer",
             "hopper.backward_postprocess",
             "hopper.fine_tiles",
             "hopper.selected_tiles",

@@ -107,7 +107,7 @@ class Buffers(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """State of the online softmax of 64 queries: out [64, DIM_V] and sum [64, 4] as in forward.RowState, max [64]."""
+    """Online softmax of 64 queries: out [64, DIM_V] and sum [64, 4] as in forward_consumer.RowState, max [64]."""
 
     out: Any
     max: Any

@@ -470,8 +470,8 @@ def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeyp
         growths.extend(growth[(b_max > -1.0e38) & (growth > 0)].tolist())
         return original(b_scores, b_max, b_sum, scale_log2, b_shift, rescale_threshold)
 
-    original = simulation.hopper_forward.online_softmax
-    monkeypatch.setattr(simulation.hopper_forward, "online_softmax", online_softmax)
+    original = simulation.forward_consumer.online_softmax
+    monkeypatch.setattr(simulation.forward_consumer, "online_softmax", online_softmax)
     config = ForwardConfig(stages=2, q_stages=2, rescale_threshold=8.0)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
     check(simulation, layout, call, backward=False)

@@ -25,6 +25,7 @@ from tests.support.gluon_simulator import Change, Simulation
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
 
 FORWARD, BACKWARD, SOFTMAX = (f"hopper.{name}" for name in ("forward", "backward", "softmax"))
+FORWARD_CONSUMER, BACKWARD_CONSUMER = "hopper.forward_consumer", "hopper.backward_consumer"
 WIDE_DKDV, WIDE_DQ = "hopper.wide_dkdv", "hopper.backward_dq"
 FINE_FORWARD, FINE_BACKWARD, FINE_TILES = (f"hopper.fine_{name}" for name in ("forward", "backward", "tiles"))
 ROWS, COLS, TILE = "hopper.forward_producer", "hopper.backward_producer", "triton.tile"
@@ -45,10 +46,10 @@ SPLIT_FAULTS = {
         TILE, "i_work - n_more),\n        tl", "i_work),\n        tl"
     ),
     "split stored as a whole tile row": Change(
-        FORWARD, "elif work_tile.target < sizes.n_batch_heads:", "elif work_tile.target >= 0:"
+        FORWARD_CONSUMER, "elif work_tile.target < sizes.n_batch_heads:", "elif work_tile.target >= 0:"
     ),
     "split stored as a whole tile column": Change(
-        BACKWARD, "        elif work_tile.i_block < 0:\n", "        elif work_tile.i_block >= -1:\n"
+        BACKWARD_CONSUMER, "        elif work_tile.i_block < 0:\n", "        elif work_tile.i_block >= -1:\n"
     ),
 }
 # faults of the kernels for tiles of 64 x 64, with kv_lengths
@@ -172,7 +173,7 @@ GATHERED_FAULTS = {
 # faults of the forward and the backward on dense calls with kv_lengths
 FORWARD_FAULTS = {
     "V released before it is read": Change(
-        FORWARD,
+        FORWARD_CONSUMER,
         """        b_out, b_out_tail = wait_for_products(0, out_token, out_tail_token)
         consumer_release(v, v_stage)
 """,
@@ -185,17 +186,21 @@ FORWARD_FAULTS = {
         "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=WARPGROUPS)",
         "k=allocate_pipeline(k_buffers, STAGES, CONSUMERS=1)",
     ),
-    "full barrier of V not waited for": Change(FORWARD, "    consumer_wait(v, stage, i_load // STAGES)\n", ""),
+    "full barrier of V not waited for": Change(FORWARD_CONSUMER, "    consumer_wait(v, stage, i_load // STAGES)\n", ""),
     "full barrier of K waited for in the wrong phase": Change(
-        FORWARD, "consumer_wait(k, stage, i_load // STAGES)", "consumer_wait(k, stage, i_load // STAGES + 1)"
+        FORWARD_CONSUMER, "consumer_wait(k, stage, i_load // STAGES)", "consumer_wait(k, stage, i_load // STAGES + 1)"
     ),
     "scores not waited for": Change(
-        FORWARD, "warpgroup_mma_wait(0 if FIRST else PV_PRODUCTS,", "warpgroup_mma_wait(0 if FIRST else 2,"
+        FORWARD_CONSUMER, "warpgroup_mma_wait(0 if FIRST else PV_PRODUCTS,", "warpgroup_mma_wait(0 if FIRST else 2,"
     ),
-    "last ping-pong arrivals left over": Change(FORWARD, "    ping_pong_finish(WARPGROUP, WARPGROUPS)", "    pass"),
-    "ping-pong started without arrivals": Change(FORWARD, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"),
+    "last ping-pong arrivals left over": Change(
+        FORWARD_CONSUMER, "    ping_pong_finish(WARPGROUP, WARPGROUPS)", "    pass"
+    ),
+    "ping-pong started without arrivals": Change(
+        FORWARD_CONSUMER, "    ping_pong_start(WARPGROUP, WARPGROUPS)", "    pass"
+    ),
     "tail of V zeroed inside a ping-pong turn": Change(
-        FORWARD,
+        FORWARD_CONSUMER,
         """        zero_values_from(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)""",
         """        pass
@@ -203,71 +208,77 @@ FORWARD_FAULTS = {
     if not FIRST:
         zero_values_from(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)""",
     ),
-    "out stored without a proxy fence": Change(FORWARD, "    fence_async_shared()\n    q_start", "    q_start"),
+    "out stored without a proxy fence": Change(
+        FORWARD_CONSUMER, "    fence_async_shared()\n    q_start", "    q_start"
+    ),
     "out overwritten while TMA stores it": Change(
-        FORWARD,
+        FORWARD_CONSUMER,
         "        # TMA has read the previous tile row from the buffer\n        tma.store_wait(0)\n",
         "        pass\n",
     ),
     "empty barrier of work tiles counts one warpgroup": Change(
         FORWARD, "WORK_TILE_STAGES, CONSUMERS=WARPGROUPS)", "WORK_TILE_STAGES, CONSUMERS=1)"
     ),
-    "out not rescaled": Change(FORWARD, "b_out = scale_rows(b_out, b_decay, CAN_SKIP)", "pass"),
+    "out not rescaled": Change(FORWARD_CONSUMER, "b_out = scale_rows(b_out, b_decay, CAN_SKIP)", "pass"),
     "second partial step skipped": Change(
-        FORWARD, "for i_step in range(1, n_partial)", "for i_step in range(2, n_partial)"
+        FORWARD_CONSUMER, "for i_step in range(1, n_partial)", "for i_step in range(2, n_partial)"
     ),
-    "full barrier of Q not waited for": Change(FORWARD, "        consumer_wait(q, i_buffer, phase)\n", ""),
+    "full barrier of Q not waited for": Change(FORWARD_CONSUMER, "        consumer_wait(q, i_buffer, phase)\n", ""),
     "tail of V not zeroed": Change(
         "hopper.registers", "gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0)", "b_tile"
     ),
 }
 BACKWARD_FAULTS = {
     "ds read before the other warpgroup has written its half": Change(
-        BACKWARD, '        named_barrier("sync", 9)\n        ds_part = ', "        ds_part = "
+        BACKWARD_CONSUMER, '        named_barrier("sync", 9)\n        ds_part = ', "        ds_part = "
     ),
-    "one buffer of ds instead of two": Change(BACKWARD, "staging.ds.index(i_step_total % 2)", "staging.ds.index(0)"),
+    "one buffer of ds instead of two": Change(
+        BACKWARD_CONSUMER, "staging.ds.index(i_step_total % 2)", "staging.ds.index(0)"
+    ),
     "ds read without a proxy fence": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         '        fence_async_shared()\n        named_barrier("sync", 9)\n        ds_part = ',
         '        named_barrier("sync", 9)\n        ds_part = ',
     ),
     "Q released before it is read": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         """    b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)
     consumer_release(pipelines.q, stage)""",
         """    consumer_release(pipelines.q, stage)
     b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)""",
     ),
     "dq overwritten while TMA adds it": Change(
-        BACKWARD, "            tma.store_wait(0)\n            dq_tile = staging", "            dq_tile = staging"
+        BACKWARD_CONSUMER,
+        "            tma.store_wait(0)\n            dq_tile = staging",
+        "            dq_tile = staging",
     ),
     "full barrier of dO expects no bytes of delta": Change(
         COLS, "dout_bytes + descs.delta.block_type.nbytes", "dout_bytes"
     ),
     "dk written over ds that is still read": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         '    # the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
         "\n\n",
     ),
     "dv written over dq that TMA still adds": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         "            # TMA has read the last dq, whose buffer may be that of dv\n            tma.store_wait(0)\n",
         "            pass\n\n",
     ),
     "ds written over dk that TMA still stores": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         """        # TMA has read dk and dv of the previous work tile from the buffers that the steps write
         tma.store_wait(0)
 """,
         "\n\n",
     ),
     "ds written over dk that the other warpgroup still stores": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         '        tma.store_wait(0)\n        named_barrier("sync", 9)\n        kv_stage',
         "        tma.store_wait(0)\n\n        kv_stage",
     ),
     "K and V never released": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         """        if not HAS_TAIL:
             consumer_release(pipelines.kv, kv_stage)
 """,
@@ -287,9 +298,11 @@ BACKWARD_FAULTS = {
         "allocate_pipeline(work_tile_ints, WORK_TILE_STAGES, CONSUMERS=1)",
     ),
     "dp not waited for": Change(
-        BACKWARD, "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))", "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))"
+        BACKWARD_CONSUMER,
+        "b_dp = warpgroup_mma_wait(0, deps=(dp_token,))",
+        "b_dp = warpgroup_mma_wait(1, deps=(dp_token,))",
     ),
-    "partial step computed as a full step": Change(BACKWARD, "MASKED=not FULL", "MASKED=False"),
+    "partial step computed as a full step": Change(BACKWARD_CONSUMER, "MASKED=not FULL", "MASKED=False"),
 }
 # faults of three consumer warpgroups
 THREE_WARPGROUP_FAULTS = {
@@ -325,11 +338,11 @@ Q_STAGE_FAULTS = {
     ),
     "full barrier of Q not waited for": FORWARD_FAULTS["full barrier of Q not waited for"],
     "Q released before it is read": Change(
-        FORWARD,
+        FORWARD_CONSUMER,
         "        if n_steps > 0:\n            state",
         "        consumer_release(q, i_buffer)\n        if n_steps > 0:\n            state",
     ),
-    "out not rescaled": Change(FORWARD, "return rescale(b_out, b_factor)", "return b_out"),
+    "out not rescaled": Change(FORWARD_CONSUMER, "return rescale(b_out, b_factor)", "return b_out"),
     "running maximum not updated": Change(SOFTMAX, "return b_p, b_decay, b_new_max,", "return b_p, b_decay, b_max,"),
 }
 # faults of dq that the consumers add with atomics
@@ -337,7 +350,9 @@ DQ_FROM_REGISTERS_FAULTS = {
     "dv written over dk": Change(
         BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
     ),
-    "both warpgroups add dq to the first half": Change(BACKWARD, "SHARE[0] * DIM + WARPGROUP_ROWS * SHARE[1]", "0"),
+    "both warpgroups add dq to the first half": Change(
+        BACKWARD_CONSUMER, "SHARE[0] * DIM + WARPGROUP_ROWS * SHARE[1]", "0"
+    ),
 }
 
 
@@ -420,10 +435,12 @@ SCORE_MOD_FAULTS = {
     "slope in the natural base": Change(
         MODS, "gl.load(mods.slopes_ptr + i_head) * LOG2_E", "gl.load(mods.slopes_ptr + i_head)"
     ),
-    "sink of the wrong head": Change(FORWARD, "mods, batch_head % sizes.n_heads, has_sink)", "mods, 0, has_sink)"),
+    "sink of the wrong head": Change(
+        FORWARD_CONSUMER, "mods, batch_head % sizes.n_heads, has_sink)", "mods, 0, has_sink)"
+    ),
     "out not decayed by the sink": Change(MODS, ", b_decay / b_sum", ", 1.0 / b_sum"),
-    "sink in every split": Change(FORWARD, "sizes.n_batch_heads * (1 + sizes.n_split_lines)", "(1 << 30)"),
-    "positions aligned to the first key": Change(FORWARD, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
+    "sink in every split": Change(FORWARD_CONSUMER, "sizes.n_batch_heads * (1 + sizes.n_split_lines)", "(1 << 30)"),
+    "positions aligned to the first key": Change(FORWARD_CONSUMER, " + (sizes.kv_len - sizes.q_len)\n", "\n"),
     "ds without the derivative of the softcap": Change(MODS, " * (1.0 - b_tanh * b_tanh)", ""),
     # left out, it would only raise the maximum of rows whose near keys do not attend
     "distance of the query subtracted from the maximum": Change(
@@ -435,38 +452,40 @@ SCORE_MOD_FAULTS = {
         MODS, "scores.is_causal and scores.alibi_slopes", "scores.alibi_slopes"
     ),
     "positions of the tile column left out": Change(
-        BACKWARD, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
+        BACKWARD_CONSUMER, "(sizes.kv_len - sizes.q_len) - kv_start + o_query", "(sizes.kv_len - sizes.q_len) + o_query"
     ),
 }
 # of a bias: the wrong number, or a sum in the wrong place
 BIAS_FAULTS = {
     "bias of the next tile": Change(
-        FORWARD, "gl.load(p_bias + (work_tile.begin + i_step", "gl.load(p_bias + (work_tile.begin + 1 + i_step"
+        FORWARD_CONSUMER, "gl.load(p_bias + (work_tile.begin + i_step", "gl.load(p_bias + (work_tile.begin + 1 + i_step"
     ),
     "bias of the tile in the row": Change(
-        FORWARD, "gl.load(p_bias + (work_tile.begin + i_step", "gl.load(p_bias + (i_step"
+        FORWARD_CONSUMER, "gl.load(p_bias + (work_tile.begin + i_step", "gl.load(p_bias + (i_step"
     ),
     "bias of a step in place of that of its tile": Change(
-        FORWARD, "(work_tile.begin + i_step // (TILE // BLOCK_KV))", "(work_tile.begin + i_step)"
+        FORWARD_CONSUMER, "(work_tile.begin + i_step // (TILE // BLOCK_KV))", "(work_tile.begin + i_step)"
     ),
     "bias of the first head": Change(
-        FORWARD, "mods.bias_strides, i_batch, i_head)", "mods.bias_strides, i_batch, i_head * 0)"
+        FORWARD_CONSUMER, "mods.bias_strides, i_batch, i_head)", "mods.bias_strides, i_batch, i_head * 0)"
     ),
     "bias of the first batch": Change(
-        FORWARD, "mods.bias_strides, i_batch, i_head)", "mods.bias_strides, i_batch * 0, i_head)"
+        FORWARD_CONSUMER, "mods.bias_strides, i_batch, i_head)", "mods.bias_strides, i_batch * 0, i_head)"
     ),
     "bias in place of the distance of the query": Change(
-        FORWARD, "b_shift = bias if b_shift is None else b_shift + bias", "b_shift = bias"
+        FORWARD_CONSUMER, "b_shift = bias if b_shift is None else b_shift + bias", "b_shift = bias"
     ),
     "bias in the natural base": Change(MODS, "(direction, base_2=True)", "(direction, base_2=False)"),
     "bias by tile rows for tile columns": Change(
         BACKWARD, "bias_table(scores, 1)\n", "bias_table(scores, 0)\n"
     ),
     "bias of the next tile of the column": Change(
-        BACKWARD, "gl.load(p_bias + step // (TILE // BLOCK_Q))", "gl.load(p_bias + step // (TILE // BLOCK_Q) + 1)"
+        BACKWARD_CONSUMER,
+        "gl.load(p_bias + step // (TILE // BLOCK_Q))",
+        "gl.load(p_bias + step // (TILE // BLOCK_Q) + 1)",
     ),
     "bias of the KV head": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         "mods.bias_strides, batch_head // sizes.n_heads, i_head)",
         "mods.bias_strides, batch_head // sizes.n_heads, batch_head % sizes.n_heads)",
     ),
@@ -507,10 +526,10 @@ ALL_MODS = zoo.Call(
 BY_HEAD_FAULTS = {
     "keys of the query head": Change(COLS, "i_kv_head // sizes.heads_per_kv", "i_kv_head % 2"),
     "sums of each query head": Change(
-        BACKWARD, "work_tile.batch_head // sizes.heads_per_kv", "work_tile.batch_head % 1"
+        BACKWARD_CONSUMER, "work_tile.batch_head // sizes.heads_per_kv", "work_tile.batch_head % 1"
     ),
     "dv added to the second half alone": Change(
-        BACKWARD, "add_rows(ptrs.dv_sum_ptr, i_row, ", "add_rows(ptrs.dv_sum_ptr, 64, "
+        BACKWARD_CONSUMER, "add_rows(ptrs.dv_sum_ptr, i_row, ", "add_rows(ptrs.dv_sum_ptr, 64, "
     ),
 }
 BY_HEAD = [
@@ -610,7 +629,7 @@ SCORE_MODS = [
 TMA = "hopper.tma"
 TAIL_FAULTS = {
     "tail of q not multiplied": Change(
-        BACKWARD, "scores_token = warpgroup_mma(k_tail, q_tail", "ignored = warpgroup_mma(k_tail, q_tail"
+        BACKWARD_CONSUMER, "scores_token = warpgroup_mma(k_tail, q_tail", "ignored = warpgroup_mma(k_tail, q_tail"
     ),
     "full barrier of Q expects the bytes of a third": Change(
         COLS, "bytes_of_rows(descs.q.block_type.nbytes, q_tail is not None)", "descs.q.block_type.nbytes"
@@ -618,51 +637,51 @@ TAIL_FAULTS = {
     "tail loaded from the first columns": Change(TMA, "start, COLS], full, tail)", "start, 0], full, tail)"),
     "tail stored to the first columns": Change(TMA, "start, COLS], tail)", "start, 0], tail)"),
     "scores read while the tail is multiplied": Change(
-        BACKWARD, "DV_PRODUCTS: gl.constexpr = 1 if kv.v_tail is None else 2", "DV_PRODUCTS: gl.constexpr = 3"
+        BACKWARD_CONSUMER, "DV_PRODUCTS: gl.constexpr = 1 if kv.v_tail is None else 2", "DV_PRODUCTS: gl.constexpr = 3"
     ),
     "dq added while dk is waited for": Change(
-        BACKWARD, "b_dq = warpgroup_mma_wait(DK_PRODUCTS", "b_dq = warpgroup_mma_wait(1 + DK_PRODUCTS"
+        BACKWARD_CONSUMER, "b_dq = warpgroup_mma_wait(DK_PRODUCTS", "b_dq = warpgroup_mma_wait(1 + DK_PRODUCTS"
     ),
     "K and V loaded while dk and dv are stored from them": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         """            # TMA has read dk and dv from the buffers of K and V
             tma.store_wait(0)
 """,
         "",
     ),
     "dk written over keys that are still read": Change(
-        BACKWARD,
+        BACKWARD_CONSUMER,
         '    # the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
         "",
     ),
     "tail of dv in place of that of dk": Change(
-        BACKWARD, "store_split(p_dv + DIM_V, sums.dv_tail", "store_split(p_dk + DIM_V, sums.dv_tail"
+        BACKWARD_CONSUMER, "store_split(p_dv + DIM_V, sums.dv_tail", "store_split(p_dk + DIM_V, sums.dv_tail"
     ),
     "tail of keys past the last not zeroed": Change(
-        BACKWARD, "            zero_rows(kv.k_tail, kv_stage, kv_start, kv_limit, WARPGROUP)\n", ""
+        BACKWARD_CONSUMER, "            zero_rows(kv.k_tail, kv_stage, kv_start, kv_limit, WARPGROUP)\n", ""
     ),
     "tail of a sum over heads at its first columns": Change(
-        BACKWARD, "atomic_add_sum(p_rows + WARPGROUP_ROWS * COLS, ", "atomic_add_sum(p_rows, "
+        BACKWARD_CONSUMER, "atomic_add_sum(p_rows + WARPGROUP_ROWS * COLS, ", "atomic_add_sum(p_rows, "
     ),
     "tail of k not multiplied in the forward": Change(
-        FORWARD, "scores_token = warpgroup_mma(q_tail, k_tail", "ignored = warpgroup_mma(q_tail, k_tail"
+        FORWARD_CONSUMER, "scores_token = warpgroup_mma(q_tail, k_tail", "ignored = warpgroup_mma(q_tail, k_tail"
     ),
     "scores read while the tail of v is multiplied": Change(
-        FORWARD, "PV_PRODUCTS: gl.constexpr = 1 if v_tails is None else 2", "PV_PRODUCTS: gl.constexpr = 3"
+        FORWARD_CONSUMER, "PV_PRODUCTS: gl.constexpr = 1 if v_tails is None else 2", "PV_PRODUCTS: gl.constexpr = 3"
     ),
     "tail of out not rescaled": Change(
-        FORWARD, "b_out_tail = scale_rows(b_out_tail, b_decay, CAN_SKIP)", "b_out_tail = b_out_tail"
+        FORWARD_CONSUMER, "b_out_tail = scale_rows(b_out_tail, b_decay, CAN_SKIP)", "b_out_tail = b_out_tail"
     ),
     "tail of values past the last not zeroed": Change(
-        FORWARD,
+        FORWARD_CONSUMER,
         "        if v_tails is not None:\n            zero_keys_from(",
         "        if False:\n            zero_keys_from(",
     ),
     "tail of out of a split at its first columns": Change(
-        FORWARD, "store_split(p_split + DIM_V, b_out_tail", "store_split(p_split, b_out_tail"
+        FORWARD_CONSUMER, "store_split(p_split + DIM_V, b_out_tail", "store_split(p_split, b_out_tail"
     ),
     "tail of out stored over the tail of the other warpgroup": Change(
-        FORWARD, "else pipelines.q_tails.index(i_buffer)", "else pipelines.q_tails.index(0)"
+        FORWARD_CONSUMER, "else pipelines.q_tails.index(i_buffer)", "else pipelines.q_tails.index(0)"
     ),
 }
 TAIL_LENGTHS = zoo.Call(head_dim=96, has_kv_lengths=True, dtype=torch.float16)
@@ -768,7 +787,7 @@ def test_seeded_faults_are_detected(check_run, group, fault):
     change = faults[fault]
     # faults of the forward are detected without the backward, which takes longer
     concerns_backward = change.module in (
-        BACKWARD, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS, TMA, WIDE_DKDV, WIDE_DQ,
+        BACKWARD, BACKWARD_CONSUMER, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS, TMA, WIDE_DKDV, WIDE_DQ,
     )  # fmt: skip
     with pytest.raises((ProtocolError, AssertionError)):
         for run in runs:
