@@ -16,7 +16,7 @@ Buffers in shared memory
     q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
     k, v        [stages, 1, 1, BLOCK_KV, DIM | DIM_V]
     dout        as q, with DIM_V columns; in the kernel for dQ (backward_dq.py)
-    q_tails, k_tails, v_tails, dout_tails  the last 64 of 192 columns
+    q_tails, k_tails, v_tails, dout_tails  the last third of 96 or 192 columns
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pipelines(NamedTuple):
     """The pipelines between the producer and the consumers.
 
     dout    in the kernel for dQ (backward_dq.py), else None
-    q_tails, k_tails, v_tails, dout_tails  buffers of the last 64 of 192 columns; None without
+    q_tails, k_tails, v_tails, dout_tails  buffers of the last third of 96 or 192 columns; None without
     """
 
     work_tiles: Pipeline
