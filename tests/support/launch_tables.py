@@ -132,6 +132,9 @@ HOPPER = [
     Variant("slopes-causal-group", "causal", group=2, has_slopes=True),
     Variant("long-sinks", "long", has_sinks=True),
     Variant("deterministic-softcap-slopes", softcap=3.0, has_slopes=True, deterministic=True),
+    Variant("deterministic-slopes-causal-group", "causal", group=2, has_slopes=True, deterministic=True),
+    Variant("deterministic-slopes-causal-lengths", "causal", has_lengths=True, has_slopes=True, deterministic=True),
+    Variant("deterministic-slopes-lengths", has_lengths=True, has_slopes=True, deterministic=True),
     Variant("long", "long"),
     Variant("long-lengths-group", "long", group=2, has_lengths=True),
     Variant("deterministic", deterministic=True),
@@ -460,9 +463,10 @@ def _known_hopper() -> Iterator[Key]:
         for *has, has_fewer_queries in itertools.product(flags, flags, flags):
             of_cols = hopper_backward.config(columns, has_fewer_queries)
             yield "hopper_backward", dim, *has, has_fewer_queries, of_cols.block_q, of_cols.kv_stages
-        # with slopes and a bias
+        # with slopes, and a bias or dq in a launch of its own
         narrow = hopper_backward.config(columns, True)
-        yield from (("hopper_backward", dim, True, has, False, narrow.block_q, narrow.kv_stages) for has in flags)
+        for has in itertools.product(flags, flags):
+            yield "hopper_backward", dim, *has, False, narrow.block_q, narrow.kv_stages
         words = ("split", "queued", "one round", "bias", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
         yield from _known_sums("hopper_dq", dim)

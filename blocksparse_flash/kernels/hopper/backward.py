@@ -125,7 +125,7 @@ CONFIGS = {
 
 
 # with a softcap, whose tanh stays in registers until ds is computed, and with slopes if there is a block bias, or if dq
-# has a launch of its own: steps of 128 queries would spill 2,800 and 5,300 to 5,700 bytes
+# has a launch of its own: steps of 128 queries would spill 2,800 and 3,100 to 5,700 bytes
 FEWER_QUERIES = {128: CONFIGS[128], 64: Config(block_q=64, kv_stages=2, dq_from_registers=True)}
 # if q or v has 96 columns
 WITH_TAIL = Config(block_q=64, kv_stages=1, dq_from_registers=True)

@@ -204,8 +204,12 @@ def test_no_tile_counter_with_a_program_per_work_tile(check, layout):
     assert launches and not any(launch.has_tile_counter for launch in launches)
 
 
+# of which deterministic calls at head_dim 64 take steps of 64 queries
+SLOPES = zoo.Call(head_dim=64, has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16, kv_heads=2)
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("call", [CALLS[0], CALLS[-1]], ids=str)
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[-1], SLOPES], ids=str)
 @pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
 def test_the_deterministic_backward_is_accurate(check, layout, call):
     check(Simulation(seed=2), layout, call, deterministic=True)
