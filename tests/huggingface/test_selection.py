@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blocksparse_flash import huggingface
+from tests.support.transformers_models import padded, positions
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -94,14 +94,9 @@ def definition(
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    huggingface.register()
+def definition_registered(registered: None) -> None:
     transformers.AttentionInterface.register("definition", definition)
     transformers.AttentionMaskInterface.register("definition", lambda *_, **__: None)
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def model(family: str | tuple[str, dict[str, Any]], selection: Any, how: str = "blocksparse", **changes: Any) -> Any:
@@ -153,22 +148,9 @@ def test_layers_differ_by_type_and_from_layouts() -> None:
     torch.testing.assert_close(by_type, windowed)
 
 
-def padded() -> Tensor:
-    """bool (4, LENGTH): on the right, on the left, both and between tokens, none."""
-    is_token = torch.ones(4, LENGTH, dtype=torch.bool)
-    is_token[0, 50:] = False
-    is_token[1, :23] = False
-    is_token[2, :5] = is_token[2, 30:37] = is_token[2, 68:] = False
-    return is_token
-
-
-def positions(is_token: Tensor) -> Tensor:
-    return (is_token.long().cumsum(1) - 1).clamp(min=0)
-
-
 @pytest.mark.parametrize("selection", [GROUPED, TOPK], ids=["by_group", "topk"])
 def test_a_padded_batch_gives_what_each_sequence_alone_gives(selection: Any) -> None:
-    made, is_token = model("Llama", selection), padded()
+    made, is_token = model("Llama", selection), padded(LENGTH, end=68)
     inputs = {"input_ids": ids(4), "attention_mask": is_token, "position_ids": positions(is_token)}
     together = made(**inputs).logits
     alone = [made(one[tokens][None]).logits[0] for one, tokens in zip(ids(4), is_token, strict=True)]
@@ -191,7 +173,8 @@ def test_token_by_token_is_one_forward(selection: Any) -> None:
 
 def test_token_by_token_with_padding_is_one_forward() -> None:
     """Also for a sequence of padding alone, whose numbers mean nothing but are finite."""
-    made, is_token = model("Llama", [MOBA, TOPK]), torch.cat([padded(), torch.zeros(1, LENGTH, dtype=torch.bool)])
+    made = model("Llama", [MOBA, TOPK])
+    is_token = torch.cat([padded(LENGTH, end=68), torch.zeros(1, LENGTH, dtype=torch.bool)])
     together = made(ids(5), attention_mask=is_token, position_ids=positions(is_token)).logits
     cache, done = transformers.DynamicCache(config=made.config), 0
     for part in ids(5).split([60, *[1] * (LENGTH - 60)], dim=1):
@@ -319,7 +302,7 @@ def test_what_a_selection_lacks_is_refused_by_name(
 
 
 def test_padded_sequences_continue_token_by_token_only() -> None:
-    made, is_token = model("Llama", MOBA), padded()
+    made, is_token = model("Llama", MOBA), padded(LENGTH, end=68)
     cache = transformers.DynamicCache(config=made.config)
     made(ids(4)[:, :40], attention_mask=is_token[:, :40], past_key_values=cache)
     with pytest.raises(ValueError, match=r"has padding, and a cache that several tokens continue: .*token by token"):

@@ -161,12 +161,12 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], how: str) -
         )
 
 
-def padded() -> Tensor:
-    """bool (4, LENGTH): on the right, on the left, both and between tokens, none."""
-    is_token = torch.ones(4, LENGTH, dtype=torch.bool)
+def padded(length: int = LENGTH, end: int = LENGTH - 2) -> Tensor:
+    """bool (4, length): on the right, on the left, both (from `end` on) and between tokens, none."""
+    is_token = torch.ones(4, length, dtype=torch.bool)
     is_token[0, 50:] = False
     is_token[1, :23] = False
-    is_token[2, :5] = is_token[2, 30:37] = is_token[2, 70:] = False
+    is_token[2, :5] = is_token[2, 30:37] = is_token[2, end:] = False
     return is_token
 
 
