@@ -131,7 +131,7 @@ def unwritten_registers(sass: str) -> int:
     for predicate, name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ +)?(\S+) *([^;]*);", sass):
         first, _, sources = operands.strip().partition(",")
         results = [f"R{i}" for i in result_registers(f"{name} {operands}")]
-        if name.startswith(("U", "R2UR", "S2UR")) and not name.startswith("UTM") and first.startswith("UR"):
+        if name.startswith(("U", "R2UR", "S2UR")) and not name.startswith("UTM") and re.fullmatch(r"UR\d+", first):
             # wide results are pairs of registers, or four
             results = _consecutive(first, 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1)
         reads = [] if "gdesc" in operands else _registers_read(name, sources if results else operands)

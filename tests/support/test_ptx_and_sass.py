@@ -88,6 +88,8 @@ def test_overwriting_an_operand_that_a_loop_keeps_is_found(before: str, writes: 
     [
         (["UIADD3 UR18, UP0, UR18, 0x20, URZ"], 1),
         (["UIADD3 UR18, UP0, UR16, 0x20, URZ"], 0),
+        # a result that is discarded
+        (["UIADD3 URZ, UP0, UR16, 0x20, URZ"], 0),
         (["STS.U16 [R68+UR17+0x8000], R35"], 0),
         (["STS.U16 [R68+UR18+0x8000], R35"], 1),
         # descriptors are left out
