@@ -70,18 +70,24 @@ class Scores(NamedTuple):
         padded = F.pad(self.block_bias * LOG2_E if base_2 else self.block_bias, (0, 1))
         return padded.index_select(2, index.flatten()).reshape(*padded.shape[:2], *index.shape)
 
-    def new_sums(self, shape: tuple[int, ...]) -> Tensor:
-        """Output tensor for the sums of ds over each grain of each tile; see `sums_shape`."""
+    def new_sums(self, shape: tuple[int, ...], *, is_partial: bool = False) -> Tensor:
+        """Output tensor for the sums of ds over each grain of each tile; see `sums_shape`.
+
+        is_partial  whether the kernel leaves out tiles, whose sums are 0
+        """
         assert self.block_bias is not None
         sums = self.block_bias.new_empty(shape)
         # the last entry is no tile: blocks that the plan dropped take their gradient from it
-        sums[:, :, -1].zero_()
+        (sums if is_partial else sums[:, :, -1]).zero_()
         return sums
 
-    def bias_gradient(self, sums: Tensor) -> Tensor:
-        """The gradient of block_bias from these sums, added in a fixed order."""
+    def bias_gradient(self, sums: Tensor, direction: int = 0) -> Tensor:
+        """The gradient of block_bias from these sums, added in a fixed order.
+
+        direction  0: of the tiles of the plan's row lists, 1: of its column lists
+        """
         assert self.block_bias is not None
-        places = self.bias_index[2]
+        places = self.bias_index[2 + direction]
         _, down, across = self.bias_index[0].shape
         of_cells = sums.reshape(*sums.shape[:3], down, sums.shape[3] // down, across, sums.shape[4] // across)
         flat = of_cells.sum(dim=(4, 6)).flatten(2)
@@ -109,16 +115,19 @@ class Scores(NamedTuple):
         of_slopes: Tensor | None,
         of_bias: Tensor | None,
         dpair_bias: Tensor | None = None,
+        *,
+        bias_direction: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The gradients of sinks, slopes, block bias and pair bias; empty where they are not wanted.
 
         of_slopes, of_bias  sums of -ds * distance, (batch, heads, q_len), and sums of ds: see `sums_shape`
+        bias_direction  see bias_gradient
         """
         dsinks = self.sinks_gradient(lse, delta) if wanted[0] else lse.new_empty(0)
         dslopes = lse.new_empty(0)
         if of_slopes is not None and self.alibi_slopes is not None:
             dslopes = of_slopes.sum(dim=(0, 2), dtype=torch.float64).to(self.alibi_slopes.dtype)
-        dblock_bias = lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias)
+        dblock_bias = lse.new_empty(0) if of_bias is None else self.bias_gradient(of_bias, bias_direction)
         return dsinks, dslopes, dblock_bias, lse.new_empty(0) if dpair_bias is None else dpair_bias
 
 
@@ -128,7 +137,7 @@ def sums_shape(
     """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is the part of a bias cell that one step covers.
 
     shared   (batch, heads) of the call, 1 for an axis along which the tiles themselves differ
-    n_tiles  in the row lists of the plan
+    n_tiles  in the lists of the plan
     step     queries and keys that a program sums in one step
     """
     grain = min(cell[0], step[0]), min(cell[1], step[1])

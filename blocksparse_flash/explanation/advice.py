@@ -164,11 +164,10 @@ def _of_types(call: Call, device: Device) -> Iterator[str]:
 # ---- score mods ----
 
 # time with an option as a multiple of the time without, forward and backward, on `hopper`: H200, bfloat16, causal,
-# 8,192 tokens, 16 heads of 128 (benchmarks/results/shapes.jsonl; slopes: kernels/hopper/TUNING.md). The call with a
-# block_bias had a layout of all blocks, the one without had no layout
-COSTS = {"softcap": (2.00, 1.21), "alibi_slopes": (1.13, 1.03), "block_bias": (1.14, 1.12)}
-# the same for the backward of a block_bias with its gradient: seven products per tile instead of five
-OF_BIAS_GRADIENT = 1.41
+# 8,192 tokens, 16 heads of 128 (benchmarks/results/shapes.jsonl; slopes and block_bias: kernels/hopper/TUNING.md)
+COSTS = {"softcap": (2.00, 1.21), "alibi_slopes": (1.13, 1.03), "block_bias": (1.05, 1.05)}
+# of a block_bias that requires a gradient
+OF_TRAINED_BIAS = (1.05, 1.11)
 # of slopes if keys after a query are masked
 OF_CAUSAL_SLOPES = (1.09, 1.03)
 # the same for the backward of slopes by `triton`, which also has their gradient
@@ -188,18 +187,14 @@ def _of_score_mods(call: Call, device: Device) -> Iterator[str]:
                 yield f'block_bias runs on "triton". Why "hopper" cannot run it: {missing}'
     if call.backend != "hopper":
         return
-    costs = {**COSTS, "alibi_slopes": OF_CAUSAL_SLOPES} if call.causal else COSTS
+    costs = dict(COSTS)
+    if call.causal:
+        costs["alibi_slopes"] = OF_CAUSAL_SLOPES
+    if call.has_bias_gradient:
+        costs["block_bias"] = OF_TRAINED_BIAS
     for name, (forward, backward) in costs.items():
         if getattr(call.mods, name) is not None:
             yield f"{name} takes {forward:.2f} times as long in the forward and {backward:.2f} in the backward"
-    if call.mods.block_bias is not None:
-        fixed = dataclasses.replace(call, scores=call.mods._replace(block_bias=call.mods.block_bias.detach()))
-        if memory.has_separate_dq(call) and not memory.has_separate_dq(fixed):
-            yield (
-                "block_bias requires a gradient, so dq has a launch of its own, and the backward computes seven "
-                f"products per tile instead of five: it takes {OF_BIAS_GRADIENT} times as long as without a bias, "
-                f"instead of {COSTS['block_bias'][1]}. If the bias is not trained, pass block_bias.detach()"
-            )
     if call.has_slopes_gradient:
         yield (
             'alibi_slopes require a gradient, which only the backward of "triton" computes: it takes '

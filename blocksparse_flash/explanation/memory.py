@@ -105,15 +105,20 @@ def _places(call: Call) -> int:
     return call.layout.capacity * (block_q // cell_q) * (block_kv // cell_kv)
 
 
-def _bias_index(call: Call, *sides: str, has_places: bool) -> int:
-    """Bytes of a `block_bias.BiasIndex`: of these sides, and of the places of the blocks, for a gradient."""
-    return 4 * _listed_cells(call, *sides) + (8 * _places(call) if has_places else 0)
+def _bias_index(call: Call, *sides: str, n_places: int) -> int:
+    """Bytes of a `block_bias.BiasIndex`: of these sides, and of the places of the blocks in n_places of them."""
+    return 4 * _listed_cells(call, *sides) + 8 * n_places * _places(call)
+
+
+def _has_sums_by_cols(call: Call) -> bool:
+    """Whether hopper's kernel for dq, dk and dv makes the sums of ds, tile column by tile column."""
+    return uses_hopper_backward(call) and not sums_in_registers(call)
 
 
 class _BiasGradient(NamedTuple):
     """Bytes of the gradient of block_bias; zeros without one.
 
-    sums     of ds, which the kernel for dq writes
+    sums     of ds, which the kernel that computes dq writes
     reduced  allocated to make the gradient of the sums, and the gradient
     """
 
@@ -128,7 +133,8 @@ def _bias_gradient(call: Call) -> _BiasGradient:
     batches, heads = call.plan.row_records.shape[:2]
     # along an axis of the layout itself, the tiles differ already
     n_axes = (call.batch if batches == 1 else 1) * (call.heads if heads == 1 else 1)
-    n_tiles, blocks = len(call.plan.row_indices) + 1, call.layout.capacity
+    listed = call.plan.col_indices if _has_sums_by_cols(call) else call.plan.row_indices
+    n_tiles, blocks = len(listed) + 1, call.layout.capacity
     down, across = (TILE // side for side in bias_cell_of(call.layout.block_size))
     sums = n_axes * n_tiles * math.prod(_sums_of_tile(call))
     # sums over cells, those of the cells of each block, and their sums
@@ -139,10 +145,16 @@ def _bias_gradient(call: Call) -> _BiasGradient:
 def _sums_of_tile(call: Call) -> tuple[int, int]:
     """Sums of ds along the queries and the keys of a tile."""
     if uses_hopper_backward(call):
-        from ..kernels.hopper.backward_dq import WARPS, dq_config
+        from ..kernels.hopper.backward import config as config_cols
+        from ..kernels.hopper.backward_dq import dq_config
+        from ..kernels.hopper.registers import CONSUMER_WARPS
 
-        changes_scores = bool(call.mods.softcap) or call.mods.alibi_slopes is not None
-        return WARPS.value, TILE // dq_config(max(_columns(call)), has_sums_and_mods=changes_scores).block_kv
+        columns, changes_scores = _columns(call), bool(call.mods.softcap) or call.mods.alibi_slopes is not None
+        if sums_in_registers(call):
+            of_dq = dq_config(max(columns), has_sums_and_mods=changes_scores)
+            return CONSUMER_WARPS.value, TILE // of_dq.block_kv
+        of_cols = config_cols(columns, has_fewer_queries=changes_scores)
+        return TILE // of_cols.block_q, CONSUMER_WARPS.value
     from ..kernels.arguments import Tuning
     from ..kernels.triton.backward import config_queries
     from ..runtime.launch import device_limits
@@ -223,7 +235,7 @@ def _lists(call: Call, *sides: str) -> int:
 
 def metadata_bytes(call: Call) -> int:
     """Bytes that a layout keeps on the device for such calls."""
-    return _lists(call, "row", "col") + _bias_index(call, "row", "col", has_places=True)
+    return _lists(call, "row", "col") + _bias_index(call, "row", "col", n_places=2)
 
 
 def _sides(call: Call) -> tuple[str, ...]:
@@ -283,7 +295,7 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
     writes = sizes["out"] + sizes["lse"]
     reads += _pair_bias(call)
     # a table is made of the bias and its index, and read by the kernel
-    of_table, table = _bias(call) + _bias_index(call, "row", has_places=False), _bias_tables(call, "row")
+    of_table, table = _bias(call) + _bias_index(call, "row", n_places=0), _bias_tables(call, "row")
     workspace: int | None = None
     parts = 0
     if call.is_empty:
@@ -320,7 +332,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
         results += of_pairs
     of_tables, tables = _bias(call), _bias_tables(call, *sides)
-    of_tables += _bias_index(call, *sides, has_places=call.has_bias_gradient)
+    of_tables += _bias_index(call, *sides, n_places=int(call.has_bias_gradient))
     trained = _bias(call) if call.has_bias_gradient else 0
     reads, results = reads + of_tables, results + trained
     if call.is_empty or call.backend not in ("triton", "hopper"):
@@ -381,9 +393,6 @@ def has_separate_dq(call: Call) -> bool:
     """Whether hopper's backward leaves dq out of the kernel for dk and dv, which could compute it."""
     if not uses_hopper_backward(call) or call.is_fine or _is_wide(call):
         return False
-    if call.has_bias_gradient:
-        # its sums need it
-        return True
     dim = max(call.head_dim, call.v_dim)
     return is_dq_separate(call.plan or (), call.q_shape, dim, call.n_sms, deterministic=call.deterministic)
 

@@ -238,8 +238,6 @@ def is_dq_separate(
 ) -> bool:
     """Whether the Hopper backward up to head_dim 128 computes dQ in a kernel of its own; beyond, it always does.
 
-    It also does if block_bias requires a gradient, which that kernel sums.
-
     Summed over tile columns, dQ needs a float32 sum that one launch zeroes and another converts: some 10 bytes per
     element, however few tiles contribute. A launch of its own needs two more products per tile, which is cheaper for
     few tiles, and where the sums that are added to do not stay in L2. It gives the same bits in every run.

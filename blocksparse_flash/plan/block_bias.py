@@ -28,13 +28,15 @@ class BiasIndex(NamedTuple):
     rows    int32 (entries of row_indices, cells, cells): the stored block of each cell of each listed tile; the
             number of stored blocks if there is none
     cols    the same for col_indices; queries first here too
-    places  int64 (stored blocks, cells of a block): flat indices into `rows` of a block's cells; rows.numel() if the
-            plan lacks the tile
+    row_places  int64 (stored blocks, cells of a block): flat indices into `rows` of a block's cells; rows.numel() if
+                the plan lacks the tile
+    col_places  the same for `cols`
     """
 
     rows: Tensor
     cols: Tensor
-    places: Tensor
+    row_places: Tensor
+    col_places: Tensor
 
 
 def bias_cell_of(block_size: Size) -> Size:
@@ -52,7 +54,15 @@ def build(
     block = _blocks(indptr.to(device), indices.to(device), grid[0])
     block_keys = torch.cat([_keys(*block, grid), block[0].new_full((1,), _LAST)])
 
-    def of_tiles(tile: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    block_head, block_q_pos, block_kv_pos = _tokens(*block, block_size, cell)
+    wanted_tiles = _keys(block_head, block_q_pos // TILE, block_kv_pos // TILE, tile_grid).contiguous()
+    # unused entries and padding have a batch_head past the last one
+    is_used = block_head < indptr.shape[0] * indptr.shape[1]
+    is_used = is_used & (block_q_pos < q_len) & (block_kv_pos < kv_len)
+    cells = TILE // cell[0], TILE // cell[1]
+    inside = block_q_pos % TILE // cell[0] * cells[1] + block_kv_pos % TILE // cell[1]
+
+    def blocks_of(tile: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The block that each cell of each tile lies in."""
         batch_head, q_pos, kv_pos = _tokens(*tile, (TILE, TILE), cell)
         wanted = _keys(batch_head, q_pos // block_size[0], kv_pos // block_size[1], grid)
@@ -60,22 +70,20 @@ def build(
         found = torch.searchsorted(block_keys, wanted.contiguous())
         return torch.where(exists & (block_keys[found] == wanted), found, len(indices)).to(torch.int32)
 
+    def places_in(tile: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Where each cell of each block lies in a list of tiles."""
+        tile_keys, order = _keys(*tile, tile_grid).sort()
+        tile_keys = torch.cat([tile_keys, tile_keys.new_full((1,), _LAST)])
+        found = torch.searchsorted(tile_keys, wanted_tiles)
+        exists = is_used & (tile_keys[found] == wanted_tiles)
+        entry = order[found.clamp(max=len(order) - 1)]
+        n_cells = cells[0] * cells[1]
+        return torch.where(exists, entry * n_cells + inside, len(order) * n_cells).flatten(1)
+
     row_tile = _listed(plan.row_records, plan.row_indices)
     batch_head, col, row = _listed(plan.col_records, plan.col_indices)
-    rows = of_tiles(row_tile)
-
-    tile_keys, order = _keys(*row_tile, tile_grid).sort()
-    tile_keys = torch.cat([tile_keys, tile_keys.new_full((1,), _LAST)])
-    block_head, q_pos, kv_pos = _tokens(*block, block_size, cell)
-    wanted = _keys(block_head, q_pos // TILE, kv_pos // TILE, tile_grid)
-    # unused entries and padding have a batch_head past the last one
-    exists = (q_pos < q_len) & (kv_pos < kv_len) & (block_head < indptr.shape[0] * indptr.shape[1])
-    found = torch.searchsorted(tile_keys, wanted.contiguous())
-    exists &= tile_keys[found] == wanted
-    inside = q_pos % TILE // cell[0] * rows.shape[2] + kv_pos % TILE // cell[1]
-    entry = order[found.clamp(max=len(order) - 1)]
-    places = torch.where(exists, entry * rows[0].numel() + inside, rows.numel()).flatten(1)
-    index = BiasIndex(rows, of_tiles((batch_head, row, col)), places)
+    col_tile = batch_head, row, col
+    index = BiasIndex(blocks_of(row_tile), blocks_of(col_tile), places_in(row_tile), places_in(col_tile))
     mark_dynamic(index)
     return index
 

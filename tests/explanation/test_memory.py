@@ -210,7 +210,9 @@ BACKENDS_OF_BIASED = [
 @pytest.mark.sweep
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (256, 256), (64, 60), (100, 36)])
 @pytest.mark.parametrize(("backend", "kind"), BACKENDS_OF_BIASED)
-@pytest.mark.parametrize("bias", ["fixed", "trained", "trained, softcap", "trained, shared", "trained, bfloat16"])
+@pytest.mark.parametrize(
+    "bias", ["fixed", "trained", "trained, softcap", "trained, slopes", "trained, shared", "trained, bfloat16"]
+)
 def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
     launchers: dict[str, ModuleType], dims: tuple[int, int], backend: str, kind: str, bias: str
 ) -> None:
@@ -224,7 +226,8 @@ def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
     if "bfloat16" in bias:
         block_bias = block_bias.detach().to(torch.bfloat16).requires_grad_()
     softcap = 30.0 if "softcap" in bias else None
-    options = ScoreOptions(None, softcap, None, block_bias)
+    slopes = torch.zeros(heads) if "slopes" in bias else None
+    options = ScoreOptions(None, softcap, slopes, block_bias)
     name, _, deterministic = backend.partition(", ")
     call = Call(q, k, v, layout, False, False, 0.0, bool(deterministic), q.dtype, name, scores=options)
     assert call.plan is not None and call.tile == 128
@@ -235,10 +238,10 @@ def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
     prefix = "" if name == "triton" else "hopper_"
     forward: Callable[..., Any] = launchers[f"{prefix}forward"].forward
     backward: Callable[..., Any] = launchers[f"{prefix}backward"].backward
-    existing = q, k, v, block_bias, *plan, *index
+    existing = q, k, v, block_bias, *([] if slopes is None else [slopes]), *plan, *index
     with Allocations(*existing) as allocations, torch.no_grad():
         converted = functional._for_kernels(options, q).block_bias
-        scores = Scores(None, None, converted, index, softcap or 0.0)
+        scores = Scores(None, slopes, converted, index, softcap or 0.0)
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0, scores)
     reported = memory.forward(call)
     assert reported.writes == out.nbytes + lse.nbytes
@@ -254,12 +257,13 @@ def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
     reported = memory.backward(call)
     assert reported.writes == sum(grad.nbytes for grad in grads)
     assert reported.workspace == allocations.peak_bytes - reported.writes
-    # the gradient of the bias needs the kernel for dq alone, which iterates over tile rows
-    lists = [*plan[3:], index[1]] if memory.adds_dq(call) else [*plan, *index[:2]]
+    # the kernel for dq alone iterates over tile rows
     assert memory.adds_dq(call) == (
-        backend == "hopper" and bias == "fixed" and max(dims) <= 128 and not (kind == "few tiles" and max(dims) <= 64)
+        backend == "hopper" and max(dims) <= 128 and not (kind == "few tiles" and max(dims) <= 64)
     )
-    lists += index[2:] if block_bias.requires_grad else []
+    lists = [*plan[3:], index[1]] if memory.adds_dq(call) else [*plan, *index[:2]]
+    if block_bias.requires_grad:
+        lists.append(index[3] if memory.adds_dq(call) else index[2])
     assert reported.reads == sum(each.nbytes for each in (q, k, v, out, dout, lse, converted, *lists))
 
 

@@ -56,8 +56,10 @@ def test_cells_and_blocks_are_mapped_to_each_other(block_size: Any, causal: bool
         for entry, (batch_head, col, row) in tiles_of(plan.col_records, plan.col_indices).items()
     }
     assert sorted(row_tiles.values()) == sorted(col_tiles.values()) and len(row_tiles) > 3
-    cells_of: dict[int, set[int]] = {entry: set() for entry in blocks.values()}
-    for tiles, found in ((row_tiles, index.rows), (col_tiles, index.cols)):
+    for tiles, found, places in (
+        (row_tiles, index.rows, index.row_places), (col_tiles, index.cols, index.col_places),
+    ):  # fmt: skip
+        cells_of: dict[int, set[int]] = {entry: set() for entry in blocks.values()}
         assert tuple(found.shape[1:]) == (TILE // cell_q, TILE // cell_kv)
         for entry, (batch_head, row, col) in tiles.items():
             for down, across in itertools.product(*map(range, found.shape[1:])):
@@ -66,10 +68,10 @@ def test_cells_and_blocks_are_mapped_to_each_other(block_size: Any, causal: bool
                 if q_pos >= layout.q_len or kv_pos >= layout.kv_len:
                     block = layout.nnz
                 assert found[entry, down, across] == block
-                if tiles is row_tiles and block < layout.nnz:
+                if block < layout.nnz:
                     cells_of[block].add((entry * found.shape[1] + down) * found.shape[2] + across)
-    for block, places in cells_of.items():
-        assert set(index.places[block].tolist()) - {index.rows.numel()} == places
+        for block, of_block in cells_of.items():
+            assert set(places[block].tolist()) - {found.numel()} == of_block
 
 
 @pytest.mark.parametrize("block_size", SIZES, ids=str)

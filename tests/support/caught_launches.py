@@ -220,7 +220,7 @@ def scores_of(words: str, n_tiles: int, shape: tuple[int, int, int]) -> Scores:
     if "bias" in words:
         blocks = TILE // int(words.split("bias")[1].split()[0])
         table = torch.zeros(n_tiles, blocks, blocks, dtype=torch.int32)
-        bias, index = torch.zeros(1, heads, n_tiles), [table, table, torch.zeros(n_tiles, 1, dtype=torch.int64)]
+        bias, index = torch.zeros(1, heads, n_tiles), [table] * 2 + [torch.zeros(n_tiles, 1, dtype=torch.int64)] * 2
     sinks, slopes = (torch.zeros(heads) if word in words else None for word in ("sinks", "slopes"))
     if "pairs" in words:
         is_half = "halfpairs" in words

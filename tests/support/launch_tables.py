@@ -147,6 +147,8 @@ HOPPER = [
     Variant("deterministic-dense-lengths", "dense", has_lengths=True, deterministic=True),
     Variant("deterministic-heads-lengths", "heads", has_lengths=True, deterministic=True),
     Variant("bias", has_bias=True),
+    Variant("bias-lengths-group", group=2, has_bias=True, has_lengths=True),
+    Variant("bias-long", "long", has_bias=True),
     Variant("bias-slopes-causal-group", "blocks-causal", group=2, has_bias=True, has_slopes=True),
     Variant("bias-slopes-lengths", has_bias=True, has_slopes=True, has_lengths=True),
     Variant("bias-softcap-slopes-sinks", has_bias=True, softcap=3.0, has_slopes=True, has_sinks=True),
@@ -294,6 +296,10 @@ def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
         yield "bias"
     if given.get("bias_sums_ptr") is not None:
         yield "sums of a bias"
+        if rest["num_splits"] > 1:
+            yield "sums of a bias, split"
+        if given["kv_lengths_ptr"] is not None:
+            yield "sums of a bias, kv_lengths"
 
 
 @contextlib.contextmanager
@@ -393,7 +399,7 @@ def _scores(call: Call, plan: list[Tensor]) -> Scores:
         pieces, n_tiles = TILE // (64 if variant.mode == "heads" else 128), plan[1].shape[0]
         of_tiles = torch.zeros(n_tiles, pieces, pieces, dtype=torch.int32)
         places = torch.zeros(n_tiles, 1, dtype=torch.int64)
-        bias, index = torch.empty(1, heads, n_tiles), [of_tiles, of_tiles, places]
+        bias, index = torch.empty(1, heads, n_tiles), [of_tiles, of_tiles, places, places]
     pairs = torch.empty(1, heads, q_len, kv_len) if variant.has_pairs else None
     return Scores(sinks, slopes, bias, index, variant.softcap or 0.0, pairs, call.causal)
 
@@ -469,6 +475,7 @@ def _known_hopper() -> Iterator[Key]:
             yield "hopper_backward", dim, *has, False, narrow.block_q, narrow.kv_stages
         words = ("split", "queued", "one round", "bias", "dq in a launch of its own", "sums over heads")
         yield from (("hopper_backward", dim, word) for word in words)
+        words += "sums of a bias", "sums of a bias, split", "sums of a bias, kv_lengths"
         yield from _known_sums("hopper_dq", dim)
         yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]), ("postprocess", columns[0]))
     yield from (("preprocess", *each) for each in itertools.product([False], [True], flags, flags))
@@ -484,7 +491,9 @@ def _known_hopper() -> Iterator[Key]:
 
 
 def _known_sums(name: str, dim: Any) -> Iterator[Key]:
-    words = ("split", "queued", "one round", "bias", *(["sums of a bias"] if name == "hopper_dq" else []))
+    words = ("split", "queued", "one round", "bias")
+    if name == "hopper_dq":
+        words += "sums of a bias", "sums of a bias, split", "sums of a bias, kv_lengths"
     yield from ((name, dim, word) for word in words)
     yield from ((name, dim, *has) for has in itertools.product((False, True), (False, True), (False, True)))
 

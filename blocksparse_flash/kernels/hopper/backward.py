@@ -45,7 +45,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
+from ...runtime.launch import Launch, Memory, allocator, axis_strides, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
@@ -81,7 +81,7 @@ from .backward_producer import (
     load,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline
-from .registers import reinterpret
+from .registers import CONSUMER_WARPS, reinterpret
 from .score_mods import PLAIN, ModSpecs, ScoreMods, bias_table, mod_specs_of
 from .tma import (
     DescriptorFactory,
@@ -194,8 +194,8 @@ def hopper_backward_kernel(
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
     scale_log2, scale,
-    # softcap and strides of the bias, see score_mods.ScoreMods
-    cap, bias_strides,
+    # softcap and strides of the bias, see score_mods.ScoreMods; (batch, head) strides of the sums of ds
+    cap, bias_strides, sums_strides,
     # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and of v, padded
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
@@ -269,8 +269,8 @@ def hopper_backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 0, CAUSAL, GROUP)),
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 1, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, sums_strides, 0, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, sums_strides, 1, CAUSAL, GROUP)),
             (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q)),
         ],
         [4, 1],
@@ -289,6 +289,7 @@ class BackwardLaunches(NamedTuple):
     convert_dk, convert_dv  of sums over query heads
     outputs      dk and dv, with rows padded so that TMA can write them; LSE and delta, (2, batch * heads * n_padded)
     dq           the launches for dQ, if it is not summed by the main kernel
+    bias_sums    shape of the main kernel's sums of ds, for the gradient of the bias
     workspaces   dQ and its float32 sum; tile counter; splits; sums of dK and of dV over query heads
     adds_by_tma  whether TMA adds to the sum of dQ
     """
@@ -300,6 +301,7 @@ class BackwardLaunches(NamedTuple):
     convert_dv: Launch | None
     postprocess: Launch | None
     dq: DqLaunches | None
+    bias_sums: tuple[int, ...] | None
     outputs: tuple[Memory, ...]
     workspaces: tuple[Memory | None, ...]
     adds_by_tma: bool
@@ -363,6 +365,10 @@ def backward_launches(
             sum_block = (n_step_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value)
             descriptor_factories["dq_sum_desc"] = DescriptorFactory(sum_spec, sum_block)
         postprocess = postprocess_launch(dq_sum.spec, dq.spec, scale)
+    bias_sums = None
+    if mods.has_bias_gradient and alone is None:
+        grains = TILE_SIDE // block_q, CONSUMER_WARPS.value
+        bias_sums = mods.sums_shape(1, batch, heads, lists, grains)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
         "n_heads": n_work_heads,
@@ -379,6 +385,7 @@ def backward_launches(
         ),
         **mods.arguments(scale, is_forward=False),
         "bias_strides": mods.bias_strides(1),
+        "sums_strides": None if bias_sums is None else axis_strides(bias_sums),
         "scale": scale,
         "CAUSAL": options.causal,
         "GROUP": 1 if by_head else group,
@@ -404,6 +411,7 @@ def backward_launches(
         convert_dv=convert_dv,
         postprocess=postprocess,
         dq=alone,
+        bias_sums=bias_sums,
         outputs=(dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
             None if alone else dq,
@@ -453,9 +461,7 @@ def backward(
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
     split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
     by_rows, of_rows = tile_lists(plan, 0), None
-    # the launch for dq alone also sums the gradient of the bias
-    has_bias_gradient = scores is not None and wanted[2]
-    if has_bias_gradient or is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
+    if is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
         of_rows = plan_specs_of(by_rows), split_of(plan, 0, q_shape, k_shape, causal, n_sms)
     slopes = None if scores is None else scores.alibi_slopes
     tables = bias_table(scores, 0) if of_rows else None, bias_table(scores, 1)
@@ -466,9 +472,12 @@ def backward(
     flat_lse, flat_delta = lse_delta.unbind()
     # also zeroes the sum of dq and the tile counter
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, dq_sum, tile_counter)
+    bias_sums = None
+    if scores is not None and ready.bias_sums is not None:
+        bias_sums = scores.new_sums(ready.bias_sums, is_partial=kv_lengths is not None)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
-        bias_ptr=tables[1], dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
+        bias_ptr=tables[1], bias_sums_ptr=bias_sums, dq_sum_ptr=dq_sum, dk_sum_ptr=sums_dk, dv_sum_ptr=sums_dv,
     )  # fmt: skip
     if sums_dk is not None and sums_dv is not None:
         sums_dk.zero_()
@@ -480,7 +489,6 @@ def backward(
     if ready.convert_dk is not None and ready.convert_dv is not None:
         ready.convert_dk(sums_dk, dk)
         ready.convert_dv(sums_dv, dv)
-    bias_sums = None
     if ready.dq is None:
         assert dq is not None and ready.postprocess is not None
         ready.postprocess(dq_sum, dq)
@@ -493,4 +501,9 @@ def backward(
     if scores is None:
         return dq, dk, dv
     delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
-    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, bias_sums)
+    return (
+        dq,
+        dk,
+        dv,
+        *scores.gradients(wanted, lse, delta, None, bias_sums, bias_direction=1 if ready.dq is None else 0),
+    )

@@ -24,6 +24,7 @@ from .backward_producer import q_start_of, read_work_tile, steps_of_head
 from .barriers import consumer_release, consumer_wait, named_barrier
 from .bitmask import pair_mask
 from .registers import (
+    CONSUMER_WARPS,
     WARPGROUP_ROWS,
     accumulator,
     add_product,
@@ -109,13 +110,13 @@ def rows_of(buffers, i_buffer, FIRST: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def backward_step(
-    sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, work_tile, kv_limit, i_head, step,
+    sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, p_sums, work_tile, kv_limit, i_head, step,
     i_step_total, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One step: adds to dk and dv of this warpgroup's keys, and this warpgroup's part of the step's dq to the dQ sum.
 
     kv_stage  buffer of K and V
-    p_bias    bias of each listed tile of the query head; None without a bias
+    p_bias, p_sums  bias and sums of ds of each listed tile of the query head; None without
     i_head    query head
     step      step of the tile lists, or of the head without a layout
     i_step_total  steps of this program so far: they choose the stage
@@ -174,7 +175,10 @@ def backward_step(
         b_p = gl.where(pair_mask(ptrs, sizes, kv_start, kv_limit, step, o_kv, o_q, CAUSAL, BLOCK_Q), b_p, 0.0)
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_delta = dout.delta.index(stage).load(query_layout)
-    b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype)
+    p_sum = None
+    if p_sums is not None:
+        p_sum = p_sums + (step.to(gl.int64) * CONSUMER_WARPS + 4 * WARPGROUP)
+    b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, p_sum, mods, dtype)
     # [WARPGROUP_ROWS, DIM_V]
     dv_token = add_product(b_p16, dout_tile, sums.dv)
     if kv.v_tail is not None:
@@ -229,7 +233,7 @@ def backward_step(
 
 @gluon.jit
 def mma(
-    descs, pipelines, staging, ptrs, record_strides, sizes, mods,
+    descs, pipelines, staging, ptrs, record_strides, sizes, mods, sums_strides,
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Entry point of a consumer warpgroup, which computes keys 64 * WARPGROUP to 64 * WARPGROUP + 63 of each tile."""
@@ -257,15 +261,19 @@ def mma(
             steps = steps_of_head(
                 ptrs, record_strides, sizes, work_tile, kv_limit, i_group_head, CAUSAL, GROUP, BLOCK_Q, TILE
             )
-            i_head, p_bias = batch_head % sizes.n_heads * GROUP + i_group_head, None
+            i_batch, i_head = batch_head // sizes.n_heads, batch_head % sizes.n_heads * GROUP + i_group_head
+            p_bias, p_sums = None, None
             if mods.bias_ptr is not None:
-                p_bias = head_base(mods.bias_ptr, mods.bias_strides, batch_head // sizes.n_heads, i_head)
+                p_bias = head_base(mods.bias_ptr, mods.bias_strides, i_batch, i_head)
+            if ptrs.bias_sums_ptr is not None:
+                p_sums = head_base(ptrs.bias_sums_ptr, sums_strides, i_batch, i_head)
             # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):
                     sums = backward_step(
-                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, work_tile, kv_limit,
-                        i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=not FULL, CAUSAL=CAUSAL, GROUP=GROUP,
+                        sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, p_sums, work_tile,
+                        kv_limit, i_head, steps.first + i, n_done + i, WARPGROUP, MASKED=not FULL, CAUSAL=CAUSAL,
+                        GROUP=GROUP,
                     )  # fmt: skip
             n_done += steps.n_steps
         HAS_TAIL: gl.constexpr = kv.k_tail is not None or kv.v_tail is not None

@@ -44,13 +44,14 @@ from .forward_producer import (
     read_work_tile,
 )
 from .registers import (
+    CONSUMER_WARPS,
     WARPGROUP_ROWS,
     accumulator,
     add_product,
     opaque,
     store_split,
+    store_warp_sums,
     tile_of,
-    value_per_warp,
     wait_for_products,
     zero_keys_from,
 )
@@ -96,8 +97,6 @@ def dq_config(columns: int, *, has_sums_and_mods: bool = False) -> Config:
     return Config(block_kv=128, q_stages=2 if columns == 64 else 1)
 
 
-# warps of the consumer warpgroups, each of which sums 16 rows of ds
-WARPS = gl.constexpr(8)
 # registers per thread of the consumers, and of the producer warp
 REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -109,8 +108,8 @@ class Pointers(NamedTuple):
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  the plan by tile row; None without a layout
     kv_lengths_ptr    number of keys of each batch element; None: kv_len
     slopes_ptr, bias_ptr  see score_mods.ScoreMods
-    bias_sums_ptr     (batch | 1, heads | 1, listed tiles + 1, WARPS, TILE / block_kv) float32 sums of ds, for the
-                      gradient of the bias; None: not wanted
+    bias_sums_ptr     (batch | 1, heads | 1, listed tiles + 1, CONSUMER_WARPS, TILE / block_kv) float32 sums of ds,
+                      for the gradient of the bias; None: not wanted
     lse_ptr, delta_ptr  (batch * heads, n_padded) float32, lse in base 2
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile rows; None: no tile row is split
@@ -207,7 +206,9 @@ def add_dq(
     b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 1))
     if p_sums is not None:
         # before the derivative of the softcap, which precedes the bias
-        store_ds_sums(p_sums, i_entry, i_step % (TILE // BLOCK_KV), b_ds, WARPGROUP)
+        PARTS: gl.constexpr = TILE // BLOCK_KV
+        p_sum = p_sums + i_entry.to(gl.int64) * (CONSUMER_WARPS * PARTS) + i_step % PARTS
+        store_warp_sums(p_sum + 4 * WARPGROUP * PARTS, b_ds, STRIDE=PARTS)
     if mods.cap is not None:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     b_ds = b_ds.to(dtype)
@@ -218,21 +219,6 @@ def add_dq(
     b_dq, b_dq_tail = wait_for_products(0, dq_token, tail_token)
     consumer_release(k, stage)
     return b_dq, b_dq_tail
-
-
-@gluon.jit
-def store_ds_sums(p_sums, i_entry, i_part, b_ds, WARPGROUP: gl.constexpr):
-    """Stores the sum of ds [64, BLOCK_KV] of each warp, which needs no exchange between warps.
-
-    p_sums   (listed tiles, WARPS, TILE / BLOCK_KV)
-    i_entry  of the list; i_part: which keys of the tile
-    """
-    PARTS: gl.constexpr = TILE // b_ds.shape[1]
-    # a warp has 16 consecutive rows
-    b_sums = gl.sum(gl.sum(b_ds, 1).reshape([4, WARPGROUP_ROWS // 4]), 1)
-    b_sums = gl.convert_layout(b_sums, value_per_warp(), assert_trivial=True)
-    o_warp = WARPGROUP * 4 + gl.arange(0, 4, layout=value_per_warp())
-    gl.store(p_sums + i_entry.to(gl.int64) * (WARPS * PARTS) + (o_warp * PARTS + i_part), b_sums)
 
 
 @gluon.jit
@@ -467,11 +453,8 @@ def dq_launches(
     }
     bias_sums = None
     if mods.has_bias_gradient:
-        (records_shape, _), table = lists, mods.tables[0]
-        assert records_shape is not None and table is not None
-        # size 1 along an axis of the layout itself, whose list entries differ along it already
-        shared = batch if records_shape[0] == 1 else 1, heads if records_shape[1] == 1 else 1
-        bias_sums = (*shared, table.shape[2] + 1, WARPS.value, TILE_SIDE // chosen.block_kv)
+        grains = CONSUMER_WARPS.value, TILE_SIDE // chosen.block_kv
+        bias_sums = mods.sums_shape(0, batch, heads, lists, grains)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
         "n_heads": heads,

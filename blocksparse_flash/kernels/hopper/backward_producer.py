@@ -59,6 +59,8 @@ class Pointers(NamedTuple):
     tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
     slopes_ptr, bias_ptr  see score_mods.ScoreMods
+    bias_sums_ptr     (batch | 1, heads | 1, listed tiles + 1, TILE / BLOCK_Q, CONSUMER_WARPS) float32 sums of ds, for
+                      the gradient of the bias; None: not wanted, or another launch computes them
     dq_sum_ptr        (batch * heads, n_padded, columns) float32 sum of dQ, in the order of `in_register_order`; None:
                       another launch computes dQ
     dk_sum_ptr, dv_sum_ptr  (batch * KV heads, n_tile_cols * 128, columns) float32 sums of dK and dV, in the same order;
@@ -74,6 +76,7 @@ class Pointers(NamedTuple):
     splits_ptr: Any
     slopes_ptr: Any
     bias_ptr: Any
+    bias_sums_ptr: Any
     dq_sum_ptr: Any
     dk_sum_ptr: Any
     dv_sum_ptr: Any

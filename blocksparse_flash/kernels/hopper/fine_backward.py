@@ -213,7 +213,7 @@ def add_dkdv(
     if buffers.delta is not None:
         b_delta = wait_for_line(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
-    b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype)
+    b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, None, mods, dtype)
     dv_token = warpgroup_mma(
         gl.convert_layout(b_p16, gl.DotOperandLayout(0, dv_layout, 2)), dout_tile, b_dv, is_async=True
     )

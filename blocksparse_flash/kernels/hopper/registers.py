@@ -15,6 +15,8 @@ BEFORE_TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 # rows of a tile (queries or keys) per warpgroup: M of a wgmma
 WARPGROUP_ROWS = gl.constexpr(64)
+# of both consumer warpgroups of a backward
+CONSUMER_WARPS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
@@ -171,6 +173,17 @@ def store_split(ptr, b_sum, WARPGROUP: gl.constexpr, ROW: gl.constexpr = None):
     o_row = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     o_col = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, layout))
     gl.store(ptr + (gl.expand_dims(o_row * STRIDE, 1) + gl.expand_dims(o_col, 0)), b_sum)
+
+
+@gluon.jit
+def store_warp_sums(ptr, b_tile, STRIDE: gl.constexpr):
+    """Stores the sum of each warp's 16 rows of a tile [64, columns], which needs no exchange between warps.
+
+    ptr  of the first warp; STRIDE: from one warp to the next
+    """
+    b_sums = gl.sum(gl.sum(b_tile, 1).reshape([4, WARPGROUP_ROWS // 4]), 1)
+    b_sums = gl.convert_layout(b_sums, value_per_warp(), assert_trivial=True)
+    gl.store(ptr + gl.arange(0, 4, layout=value_per_warp()) * STRIDE, b_sums)
 
 
 @gluon.jit

@@ -18,9 +18,9 @@ from ...runtime.launch import axis_strides, cache_key_of
 from ...runtime.tensor_spec import TensorSpec, spec_of
 from ...score_mods import Scores
 from ..arguments import LOG2_E as LOG2_E_VALUE
-from ..arguments import TILE, scale_log2, sign
+from ..arguments import TILE, PlanSpecs, scale_log2, sign
 from ..triton.tile import LOG2_E
-from .registers import round_p_ds
+from .registers import round_p_ds, store_warp_sums
 
 # ---- tanh ----
 
@@ -170,10 +170,19 @@ def finish_rows(b_max, b_sum, mods, i_head, has_sink):
 
 
 @gluon.jit
-def round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, mods, dtype: gl.constexpr):
-    """`round_p_ds`, with the derivative of the softcap. b_tanh: see apply_score_mods."""
-    if mods.cap is not None:
-        b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 0)) * (1.0 - b_tanh * b_tanh)
+def round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, p_sum, mods, dtype: gl.constexpr):
+    """`round_p_ds`, with the derivative of the softcap.
+
+    b_tanh  see apply_score_mods
+    p_sum   where this warpgroup's sums of ds go, see store_warp_sums; None: not wanted
+    """
+    if mods.cap is not None or p_sum is not None:
+        b_ds = b_p * (b_dp - gl.expand_dims(b_delta, 0))
+        if p_sum is not None:
+            # before the derivative of the softcap, which precedes the bias
+            store_warp_sums(p_sum, b_ds, STRIDE=1)
+        if mods.cap is not None:
+            b_ds = b_ds * (1.0 - b_tanh * b_tanh)
         return b_p.to(dtype), b_ds.to(dtype)
     else:
         return round_p_ds(b_p, b_dp, b_delta, dtype)
@@ -223,6 +232,20 @@ class ModSpecs(NamedTuple):
         """(batch, head) strides of the bias by tile rows (direction 0) or tile columns (1); None without a bias."""
         table = self.tables[direction] if self.tables else None
         return None if table is None else axis_strides(table.shape)
+
+    def sums_shape(
+        self, direction: int, batch: int, heads: int, lists: PlanSpecs, grains: tuple[int, int]
+    ) -> tuple[int, ...]:
+        """Shape of the sums of ds for the gradient of the bias: (batch | 1, heads | 1, listed tiles + 1, *grains).
+
+        lists   of the plan's tile rows (direction 0) or tile columns (1)
+        grains  sums of a tile along its queries and along its keys
+        """
+        (records_shape, _), table = lists, self.tables[direction]
+        assert records_shape is not None and table is not None
+        # size 1 along an axis of the layout itself, whose list entries differ along it already
+        shared = batch if records_shape[0] == 1 else 1, heads if records_shape[1] == 1 else 1
+        return (*shared, table.shape[2] + 1, *grains)
 
 
 PLAIN = ModSpecs()

@@ -157,7 +157,7 @@ def backward(
     ready.preprocess(out, dout, lse, dlse, None, lse_delta, None, tile_counter)
     pointers = Pointers(
         *by_cols, kv_lengths_ptr=kv_lengths, tile_counter_ptr=tile_counter, splits_ptr=splits, slopes_ptr=slopes,
-        bias_ptr=tables[1], dq_sum_ptr=None, dk_sum_ptr=None, dv_sum_ptr=None,
+        bias_ptr=tables[1], bias_sums_ptr=None, dq_sum_ptr=None, dk_sum_ptr=None, dv_sum_ptr=None,
     )  # fmt: skip
     ready.dkdv(q, k, v, dout, flat_lse, flat_delta, dk, dv, pointers)
     if ready.sum_cols is not None:

@@ -323,7 +323,7 @@ def test_sums_over_heads_with_a_layout_are_accurate(
     """Each query head has tile columns of its own, in the launch order of its layout."""
     simulation = Simulation(seed=head_dim)
     simulation.hopper_backward.sums_over_heads = lambda *_, deterministic: True
-    simulation.hopper_backward.is_dq_separate = lambda *_, deterministic: has_separate_dq
+    simulation.hopper_backward.is_dq_separate = lambda *_, **_options: has_separate_dq
     simulation.hopper_backward.heads_in_turn = lambda *_, is_uneven: n_in_turn
     call = zoo.Call(head_dim=head_dim, kv_heads=2, has_kv_lengths=has_kv_lengths, dtype=BFLOAT16)
     check(simulation, layout, call)

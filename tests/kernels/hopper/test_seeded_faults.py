@@ -486,22 +486,37 @@ BIAS_FAULTS = {
     ),
     "bias of the KV head": Change(
         BACKWARD_CONSUMER,
-        "mods.bias_strides, batch_head // sizes.n_heads, i_head)",
-        "mods.bias_strides, batch_head // sizes.n_heads, batch_head % sizes.n_heads)",
+        "mods.bias_strides, i_batch, i_head)",
+        "mods.bias_strides, i_batch, batch_head % sizes.n_heads)",
     ),
     "bias of the next tile of the row for dq": Change(
         WIDE_DQ, "b_lse - gl.load(p_bias + i_entry)", "b_lse - gl.load(p_bias + i_entry + 1)"
     ),
     "bias left out for dq": Change(WIDE_DQ, "b_lse - gl.load(p_bias + i_entry)", "b_lse"),
     "sum of ds with the derivative of the softcap": Change(
-        WIDE_DQ, "store_ds_sums(p_sums, i_entry, i_step % (TILE // BLOCK_KV), b_ds, WARPGROUP)",
-        "store_ds_sums(p_sums, i_entry, i_step % (TILE // BLOCK_KV), b_ds * (1 - b_tanh * b_tanh), WARPGROUP)",
+        WIDE_DQ, "b_ds, STRIDE=PARTS)", "b_ds * (1 - b_tanh * b_tanh), STRIDE=PARTS)"
     ),
     "sum of ds of the next tile": Change(WIDE_DQ, "p_sums + i_entry.to", "p_sums + (i_entry + 1).to"),
     "sums of one head": Change(WIDE_DQ, "sums_strides, i_batch, i_head)", "sums_strides, i_batch, i_head * 0)"),
-    "sums of the first warpgroup alone": Change(WIDE_DQ, "o_warp = WARPGROUP * 4 + ", "o_warp = "),
-    "sums of the first keys alone": Change(WIDE_DQ, "(o_warp * PARTS + i_part)", "(o_warp * PARTS)"),
+    "sums of the first warpgroup alone": Change(WIDE_DQ, "p_sum + 4 * WARPGROUP * PARTS", "p_sum"),
+    "sums of the first keys alone": Change(WIDE_DQ, " + i_step % PARTS", ""),
     "sums of one batch": Change(WIDE_DQ, "sums_strides, i_batch, i_head)", "sums_strides, i_batch * 0, i_head)"),
+    "sum of ds of the next step of the column": Change(
+        BACKWARD_CONSUMER, "step.to(gl.int64) * CONSUMER_WARPS", "(step + 1).to(gl.int64) * CONSUMER_WARPS"
+    ),
+    "sums of one warpgroup of the column": Change(
+        BACKWARD_CONSUMER, "CONSUMER_WARPS + 4 * WARPGROUP", "CONSUMER_WARPS"
+    ),
+    "sums of the columns of one head": Change(
+        BACKWARD_CONSUMER, "sums_strides, i_batch, i_head)", "sums_strides, i_batch, i_head * 0)"
+    ),
+    "sums of the columns of one batch": Change(
+        BACKWARD_CONSUMER, "sums_strides, i_batch, i_head)", "sums_strides, i_batch * 0, i_head)"
+    ),
+    "sums of columns past the last key left unwritten": Change(
+        BACKWARD, "is_partial=kv_lengths is not None", "is_partial=False"
+    ),
+    "sums of columns read as those of rows": Change(BACKWARD, "bias_direction=1 if", "bias_direction=0 if"),
     "bias of the first half of the tile column": Change(
         WIDE_DKDV, "gl.load(p_bias + step // (TILE // BLOCK_Q))", "gl.load(p_bias + step)"
     ),
@@ -512,11 +527,13 @@ BIASED_CALLS = [
         head_dim=64, bias="blocks", has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16, kv_heads=1
     ),
     zoo.Call(head_dim=192, bias="heads", dtype=torch.float16),
+    zoo.Call(head_dim=128, bias="batch", has_kv_lengths=True, dtype=torch.float16, kv_heads=2),
 ]  # fmt: skip
 BIASED = [
     Run(0, zoo.BIAS_LAYOUTS[-4], BIASED_CALLS[0]),
     Run(1, zoo.BIAS_LAYOUTS[-2], BIASED_CALLS[1], config=ForwardConfig(block_kv=64)),
     Run(2, zoo.BIAS_LAYOUTS[-3], BIASED_CALLS[2], config=ForwardConfig(block_kv=64, out_in_q=True)),
+    Run(3, zoo.BIAS_LAYOUTS[-4], BIASED_CALLS[3]),
 ]
 ALL_MODS = zoo.Call(
     head_dim=64, softcap=2.0, has_slopes=True, are_slopes_fixed=True, has_sinks=True, causal=True, kv_heads=1,
