@@ -246,8 +246,11 @@ def test_rows_of_192_queries_are_accurate(
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "scale"), [(128, 0.7), (256, 0.5)])
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=str)
-def test_maxima_that_grow_around_the_rescale_threshold_are_accurate(layout: cases.Case, dtype: torch.dtype) -> None:
+def test_maxima_that_grow_around_the_rescale_threshold_are_accurate(
+    layout: cases.Case, head_dim: int, scale: float, dtype: torch.dtype
+) -> None:
     """Scores have a standard deviation of 11.4 in base 2; the rescale threshold is 8."""
-    call = zoo.Call(head_dim=128, dtype=dtype, scale=0.7)
+    call = zoo.Call(head_dim=head_dim, dtype=dtype, scale=scale)
     zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))

@@ -450,11 +450,12 @@ def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
     of_rows_dims = [*HOPPER_DIMS, (96, 64), (96, 96), (192, 128), (192, 192)]
     of_cols_dims = [*HOPPER_DIMS[:2], (96, 64), (96, 96), (96, 128), (128, 96)]
-    for dim, has_layout, has_lengths, three_warpgroups in itertools.product(of_rows_dims, flags, flags, flags):
+    of_options = itertools.product(of_rows_dims, flags, flags, flags, flags)
+    for dim, has_layout, has_lengths, three_warpgroups, has_mods in of_options:
         if three_warpgroups and (has_layout or has_lengths):
             continue
         columns = dim if isinstance(dim, tuple) else (dim, dim)
-        of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups)
+        of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups, has_mods=has_mods)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap", "bias"))
@@ -474,8 +475,8 @@ def _known_hopper() -> Iterator[Key]:
         for has in itertools.product(flags, flags):
             yield "hopper_backward", dim, *has, False, narrow.block_q, narrow.kv_stages
         words = ("split", "queued", "one round", "bias", "dq in a launch of its own", "sums over heads")
-        yield from (("hopper_backward", dim, word) for word in words)
         words += "sums of a bias", "sums of a bias, split", "sums of a bias, kv_lengths"
+        yield from (("hopper_backward", dim, word) for word in words)
         yield from _known_sums("hopper_dq", dim)
         yield from (("sum_splits", max(columns)), ("sum_splits", columns[0]), ("postprocess", columns[0]))
     yield from (("preprocess", *each) for each in itertools.product([False], [True], flags, flags))

@@ -81,19 +81,30 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_warpgroups: bool) -> Config:
+def config(
+    dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_warpgroups: bool, *, has_mods: bool = False
+) -> Config:
     """The launch table; TUNING.md has the candidates that lost.
 
     dims  forward_columns
     three_warpgroups  whether tile rows of 192 queries, 64 of each warpgroup, are possible and pay
+    has_mods  whether the call has score mods
 
     Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Options set to BEFORE_TRITON_3_9 are off from Triton 3.9 on, where
     they spill.
     """
     columns = max(dims)
     if columns == 256:
-        # out takes 128 registers per thread, and shared memory has no room for it beside q
-        return Config(block_kv=64, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
+        # out takes 128 registers per thread, and shared memory has no room for it beside q. At 8,192 tokens dense 742,
+        # without the threshold and `pin` 677; causal 654 and 603. With slopes they spill up to 204 bytes
+        is_plain = not has_lengths and not has_mods
+        return Config(
+            block_kv=64,
+            rescale_threshold=8.0 if is_plain else 0.0,
+            out_in_q=True,
+            early_bitmask=BEFORE_TRITON_3_9,
+            pin=is_plain and BEFORE_TRITON_3_9,
+        )
     if columns == 64 and three_warpgroups and BEFORE_TRITON_3_9:
         # dense 545, 2 warpgroups 473
         return Config(stages=4, warpgroups=3, consumer_registers=160, producer_registers=32)
@@ -287,7 +298,7 @@ def forward_launches(
     # tile rows that are split have 128 queries
     has_whole_rows = not (has_layout or has_lengths or split.num_splits > 1)
     three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, n_batch_heads, n_sms)
-    chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
+    chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups, has_mods=mods != PLAIN)
     assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
     )
