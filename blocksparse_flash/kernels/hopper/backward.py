@@ -45,7 +45,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...runtime.launch import Launch, Memory, allocator, axis_strides, contiguous, num_sms
+from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
@@ -194,8 +194,8 @@ def hopper_backward_kernel(
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
     n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
     scale_log2, scale,
-    # softcap and strides of the bias, see score_mods.ScoreMods; (batch, head) strides of the sums of ds
-    cap, bias_strides, sums_strides,
+    # softcap and strides of the bias, see score_mods.ScoreMods
+    cap, bias_strides,
     # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and of v, padded
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, KV_STAGES: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
@@ -269,8 +269,8 @@ def hopper_backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, sums_strides, 0, CAUSAL, GROUP)),
-            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, sums_strides, 1, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 0, CAUSAL, GROUP)),
+            (mma, (descs, pipelines, staging, ptrs, record_strides, sizes, mods, 1, CAUSAL, GROUP)),
             (load, (descs, pipelines, ptrs, record_strides, sizes, CAUSAL, GROUP, BLOCK_Q)),
         ],
         [4, 1],
@@ -384,8 +384,7 @@ def backward_launches(
             n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=options.causal or by_head
         ),
         **mods.arguments(scale, is_forward=False),
-        "bias_strides": mods.bias_strides(1),
-        "sums_strides": None if bias_sums is None else axis_strides(bias_sums),
+        "bias_strides": mods.bias_strides(1, bias_sums),
         "scale": scale,
         "CAUSAL": options.causal,
         "GROUP": 1 if by_head else group,

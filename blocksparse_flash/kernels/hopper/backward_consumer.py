@@ -233,7 +233,7 @@ def backward_step(
 
 @gluon.jit
 def mma(
-    descs, pipelines, staging, ptrs, record_strides, sizes, mods, sums_strides,
+    descs, pipelines, staging, ptrs, record_strides, sizes, mods,
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Entry point of a consumer warpgroup, which computes keys 64 * WARPGROUP to 64 * WARPGROUP + 63 of each tile."""
@@ -266,7 +266,7 @@ def mma(
             if mods.bias_ptr is not None:
                 p_bias = head_base(mods.bias_ptr, mods.bias_strides, i_batch, i_head)
             if ptrs.bias_sums_ptr is not None:
-                p_sums = head_base(ptrs.bias_sums_ptr, sums_strides, i_batch, i_head)
+                p_sums = head_base(ptrs.bias_sums_ptr, mods.bias_strides[2:], i_batch, i_head)
             # masked steps, then full ones: two loops, so that full steps pay for no mask
             for FULL in gl.static_range(2):
                 for i in range(steps.n_masked if FULL else 0, steps.n_steps if FULL else steps.n_masked):

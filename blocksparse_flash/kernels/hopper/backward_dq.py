@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...runtime.launch import Launch, Memory, axis_strides, contiguous, num_sms
+from ...runtime.launch import Launch, Memory, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
@@ -223,7 +223,7 @@ def add_dq(
 
 @gluon.jit
 def compute_dq(
-    dq_desc, pipelines, ptrs, sizes, mods, sums_strides, n_padded, scale,
+    dq_desc, pipelines, ptrs, sizes, mods, n_padded, scale,
     WARPGROUP: gl.constexpr, CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """Entry point of consumer warpgroup WARPGROUP."""
@@ -245,7 +245,7 @@ def compute_dq(
         if mods.bias_ptr is not None:
             p_bias = head_base(mods.bias_ptr, mods.bias_strides, i_batch, i_head)
         if ptrs.bias_sums_ptr is not None:
-            p_sums = head_base(ptrs.bias_sums_ptr, sums_strides, i_batch, i_head)
+            p_sums = head_base(ptrs.bias_sums_ptr, mods.bias_strides[2:], i_batch, i_head)
         first = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS
         o_line = batch_head.to(gl.int64) * n_padded + first + gl.arange(0, WARPGROUP_ROWS, layout=query_layout)
         b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
@@ -313,8 +313,8 @@ def hopper_dq_kernel(
     # head in lse and delta
     n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn, group,
     scale_log2, scale,
-    # softcap and strides of the bias, see score_mods.ScoreMods; (batch, head) strides of the sums of ds
-    cap, bias_strides, sums_strides,
+    # softcap and strides of the bias, see score_mods.ScoreMods
+    cap, bias_strides,
     # compile time; COLS, COLS_V: columns of q and k, of v and dO
     CAUSAL: gl.constexpr, CONFIG: gl.constexpr, COLS: gl.constexpr, COLS_V: gl.constexpr,
 ):  # fmt: skip
@@ -356,11 +356,11 @@ def hopper_dq_kernel(
         [
             (
                 compute_dq,
-                (dq_desc, pipelines, ptrs, sizes, mods, sums_strides, n_padded, scale, 0, CAUSAL, CONFIG, COLS),
+                (dq_desc, pipelines, ptrs, sizes, mods, n_padded, scale, 0, CAUSAL, CONFIG, COLS),
             ),
             (
                 compute_dq,
-                (dq_desc, pipelines, ptrs, sizes, mods, sums_strides, n_padded, scale, 1, CAUSAL, CONFIG, COLS),
+                (dq_desc, pipelines, ptrs, sizes, mods, n_padded, scale, 1, CAUSAL, CONFIG, COLS),
             ),
             (load, (q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, record_strides, sizes, CAUSAL, CONFIG)),
         ],
@@ -468,8 +468,7 @@ def dq_launches(
         "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
         "group": heads // kv_heads,
         **mods.arguments(options.scale, is_forward=False),
-        "bias_strides": mods.bias_strides(0),
-        "sums_strides": None if bias_sums is None else axis_strides(bias_sums),
+        "bias_strides": mods.bias_strides(0, bias_sums),
         "scale": options.scale,
         "CAUSAL": causal,
         "CONFIG": chosen,

@@ -83,7 +83,7 @@ class ScoreMods(NamedTuple):
     sinks_ptr   (heads,) float32, in the forward
     slopes_ptr  (heads,) float32
     bias_ptr    (batch | 1, heads | 1, listed tiles) float32, in base 2
-    bias_strides  its (batch, head) strides in elements
+    bias_strides  its (batch, head) strides in elements, and those of the sums of ds, if there are any
     """
 
     factor: Any
@@ -228,10 +228,15 @@ class ModSpecs(NamedTuple):
             cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
         return {"scale_log2": factor, "cap": cap, **(of_forward if is_forward else {})}
 
-    def bias_strides(self, direction: int) -> tuple[int, int] | None:
-        """(batch, head) strides of the bias by tile rows (direction 0) or tile columns (1); None without a bias."""
+    def bias_strides(self, direction: int, sums_shape: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+        """(batch, head) strides of the bias by tile rows (direction 0) or tile columns (1); None without a bias.
+
+        sums_shape  of the sums of ds: their (batch, head) strides follow
+        """
         table = self.tables[direction] if self.tables else None
-        return None if table is None else axis_strides(table.shape)
+        if table is None:
+            return None
+        return *axis_strides(table.shape), *(() if sums_shape is None else axis_strides(sums_shape))
 
     def sums_shape(
         self, direction: int, batch: int, heads: int, lists: PlanSpecs, grains: tuple[int, int]

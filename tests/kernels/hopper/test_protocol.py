@@ -431,7 +431,7 @@ def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatc
 @pytest.mark.parametrize(("layout", "call"), [(WINDOW, CAUSAL), ((203, 400), CAUSAL_LENGTHS_GQA)], ids=str)
 def test_three_warpgroups_are_rejected_with_a_layout_or_kv_lengths(check, monkeypatch, layout, call):
     simulation = Simulation()
-    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_: THREE_WARPGROUP_CONFIGS[0])
+    monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: THREE_WARPGROUP_CONFIGS[0])
     with pytest.raises(AssertionError, match="two warpgroups"):
         check(simulation, layout, call, backward=False)
 

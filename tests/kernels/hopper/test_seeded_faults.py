@@ -497,10 +497,16 @@ BIAS_FAULTS = {
         WIDE_DQ, "b_ds, STRIDE=PARTS)", "b_ds * (1 - b_tanh * b_tanh), STRIDE=PARTS)"
     ),
     "sum of ds of the next tile": Change(WIDE_DQ, "p_sums + i_entry.to", "p_sums + (i_entry + 1).to"),
-    "sums of one head": Change(WIDE_DQ, "sums_strides, i_batch, i_head)", "sums_strides, i_batch, i_head * 0)"),
+    "sums of one head": Change(WIDE_DQ, "bias_strides[2:], i_batch, i_head)", "bias_strides[2:], i_batch, i_head * 0)"),
     "sums of the first warpgroup alone": Change(WIDE_DQ, "p_sum + 4 * WARPGROUP * PARTS", "p_sum"),
     "sums of the first keys alone": Change(WIDE_DQ, " + i_step % PARTS", ""),
-    "sums of one batch": Change(WIDE_DQ, "sums_strides, i_batch, i_head)", "sums_strides, i_batch * 0, i_head)"),
+    "sums of one batch": Change(
+        WIDE_DQ, "bias_strides[2:], i_batch, i_head)", "bias_strides[2:], i_batch * 0, i_head)"
+    ),
+    "sum of ds of the column with the derivative of the softcap": Change(
+        MODS, "store_warp_sums(p_sum, b_ds, STRIDE=1)",
+        "store_warp_sums(p_sum, b_ds * (1.0 - b_tanh * b_tanh), STRIDE=1)",
+    ),
     "sum of ds of the next step of the column": Change(
         BACKWARD_CONSUMER, "step.to(gl.int64) * CONSUMER_WARPS", "(step + 1).to(gl.int64) * CONSUMER_WARPS"
     ),
@@ -508,10 +514,10 @@ BIAS_FAULTS = {
         BACKWARD_CONSUMER, "CONSUMER_WARPS + 4 * WARPGROUP", "CONSUMER_WARPS"
     ),
     "sums of the columns of one head": Change(
-        BACKWARD_CONSUMER, "sums_strides, i_batch, i_head)", "sums_strides, i_batch, i_head * 0)"
+        BACKWARD_CONSUMER, "bias_strides[2:], i_batch, i_head)", "bias_strides[2:], i_batch, i_head * 0)"
     ),
     "sums of the columns of one batch": Change(
-        BACKWARD_CONSUMER, "sums_strides, i_batch, i_head)", "sums_strides, i_batch * 0, i_head)"
+        BACKWARD_CONSUMER, "bias_strides[2:], i_batch, i_head)", "bias_strides[2:], i_batch * 0, i_head)"
     ),
     "sums of columns past the last key left unwritten": Change(
         BACKWARD, "is_partial=kv_lengths is not None", "is_partial=False"
@@ -526,7 +532,7 @@ BIASED_CALLS = [
     zoo.Call(
         head_dim=64, bias="blocks", has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16, kv_heads=1
     ),
-    zoo.Call(head_dim=192, bias="heads", dtype=torch.float16),
+    zoo.Call(head_dim=192, bias="batch", has_kv_lengths=True, dtype=torch.float16),
     zoo.Call(head_dim=128, bias="batch", has_kv_lengths=True, dtype=torch.float16, kv_heads=2),
 ]  # fmt: skip
 BIASED = [
@@ -776,7 +782,7 @@ def check_run(check, monkeypatch):
     def check_run(run: Run, *changes: Change) -> None:
         simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
         forward, backward = simulation.hopper_forward, simulation.hopper_backward
-        monkeypatch.setattr(forward, "config", lambda *_: run.config)
+        monkeypatch.setattr(forward, "config", lambda *_, **__: run.config)
         monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
         if run.splits is not None:
