@@ -34,6 +34,8 @@ KEYS = [*measure.KEYS_WITH_ENERGY, "kv_heads", "v_dim"]
 SOFTCAP = 30.0
 # of block_bias
 BLOCK = 128
+# the option of a call that differs from one with a block_bias in the bias alone
+STORED = "layout of all blocks"
 # create_block_mask evaluates every pair
 MAX_FLEX_TOKENS = 1 << 17
 # sampled queries of each head
@@ -45,8 +47,9 @@ class Case(NamedTuple):
 
     window     tokens that a query attends to, itself included; None for all
     documents  packed documents of equal length; None for one sequence
-    option     "softcap", "sinks", "alibi_slopes", "block_bias" (a number for each head and block of 128 x 128 pairs),
-               "trained block_bias" (with its gradient in the backward), "deterministic", or "" for none
+    option     "softcap", "sinks", "alibi_slopes", "deterministic", "block_bias" (a number for each head and block of
+               128 x 128 pairs), "trained block_bias" (with its gradient in the backward), STORED (the layout of the
+               calls with a bias), or "" for none
     """
 
     name: str
@@ -109,8 +112,8 @@ def _cases() -> Iterator[Case]:
     for head_dim, v_dim in ((64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256)):
         heads = 2048 // head_dim // 2 * 2
         yield Case(f"causal, head_dim {head_dim}, values {v_dim}", 8192, 1, heads, heads, head_dim, v_dim)
-    for option in ("", "sinks", "softcap", "alibi_slopes", "block_bias", "trained block_bias", "deterministic"):
-        yield Case(f"causal, {option}" if option else "causal, no option", 8192, option=option)
+    for option in ("", "sinks", "softcap", "alibi_slopes", "deterministic", STORED, "block_bias", "trained block_bias"):
+        yield Case(f"causal, {option or 'no option'}", 8192, option=option)
 
 
 CASES = tuple(_cases())
@@ -138,13 +141,13 @@ def values_of(case: Case, device: str) -> dict[str, Tensor]:
         return {"alibi_slopes": nn.alibi_slopes(case.heads).to(device)}
     if case.option.endswith("block_bias"):
         generator = torch.Generator(device=device).manual_seed(1)
-        shape = case.heads, biased_layout(case).nnz
+        shape = case.heads, full_layout(case).nnz
         bias = torch.randn(shape, device=device, generator=generator)
         return {"block_bias": bias.requires_grad_(case.option != "block_bias")}
     return {}
 
 
-def biased_layout(case: Case) -> BlockLayout:
+def full_layout(case: Case) -> BlockLayout:
     """All blocks: those of a row are stored in order."""
     side = -(-case.length // BLOCK)
     blocks = torch.ones(side, side, dtype=torch.bool)
@@ -173,8 +176,8 @@ def _ours(case: Case, device: str, values: dict[str, Tensor], *, backend: str = 
         layout, causal = documents_of(case, case.cu_seqlens(device)), False
     elif case.window is not None:
         layout, causal = masks.local(case.length, window=(case.window - 1, 0)), False
-    elif "block_bias" in values:
-        layout = biased_layout(case)
+    elif case.option == STORED or "block_bias" in values:
+        layout = full_layout(case)
     options: dict[str, Any] = {"softcap": SOFTCAP} if case.option == "softcap" else dict(values)
     options["deterministic"] = case.option == "deterministic"
     return functools.partial(attention, layout=layout, causal=causal, backend=backend, **options)
@@ -183,7 +186,7 @@ def _ours(case: Case, device: str, values: dict[str, Tensor], *, backend: str = 
 def _flash_attention_4(case: Case, device: str, values: dict[str, Tensor]) -> Call | str:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    if case.option == "alibi_slopes" or "block_bias" in values:
+    if case.option in ("alibi_slopes", STORED) or "block_bias" in values:
         return f"has no option {case.option}"
     options: dict[str, Any] = {"causal": case.causal}
     if case.window is not None:
@@ -210,7 +213,7 @@ def _flash_attention_4(case: Case, device: str, values: dict[str, Tensor]) -> Ca
 def _flex(case: Case, device: str, values: dict[str, Tensor]) -> Call | str:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    if case.option in ("sinks", "deterministic"):
+    if case.option in ("sinks", "deterministic", STORED):
         return f"has no option {case.option}"
     if case.length > MAX_FLEX_TOKENS:
         return "needs minutes to make a mask this large"

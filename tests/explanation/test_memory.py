@@ -329,7 +329,7 @@ def test_reported_bytes_of_a_block_bias_are_the_peak_measured_on_a_gpu(monkeypat
     for line in lines:
         case = cases[line["pattern"]]
         q = torch.empty(1, case.heads, case.length, case.head_dim, dtype=torch.bfloat16)
-        layout, bias = shapes.biased_layout(case), shapes.values_of(case, "cpu")["block_bias"]
+        layout, bias = shapes.full_layout(case), shapes.values_of(case, "cpu")["block_bias"]
         options = ScoreOptions(None, None, None, bias)
         call = Call(q, q, q, layout, case.causal, False, 0.0, False, q.dtype, line["backend"], scores=options)
         reported = memory.forward(call) if line["direction"] == "fwd" else memory.backward(call)
