@@ -37,6 +37,25 @@ def test_three_runs_are_bitwise_equal(head_dim: int, backend: str) -> None:
             assert torch.equal(again, before)
 
 
+@on_every_backend
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_the_gradient_of_a_block_bias_is_bitwise_equal_in_every_run(head_dim: int, backend: str) -> None:
+    """Also where that of q is not: deterministic=True is not needed."""
+    length = 2000
+    layout = masks.random((length, length), density=0.7, block_size=128, seed=1)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    bias = torch.randn(4, layout.capacity, device="cuda", requires_grad=True)
+    q.requires_grad_()
+    gradients = []
+    for _ in range(3):
+        out = attention(q, k, v, layout, block_bias=bias, backend=backend)
+        gradients += torch.autograd.grad(out.square().sum(), bias)
+    assert gradients[0].any()
+    assert torch.equal(gradients[1], gradients[0])
+    assert torch.equal(gradients[2], gradients[0])
+
+
 # ten parts, so that test processes compile in parallel
 @pytest.mark.parametrize("part", range(10))
 @on_every_backend
