@@ -30,6 +30,9 @@ then vary too.
 For deterministic calls, for few tiles per row and for few long tile columns (schedule.is_dq_separate), this kernel
 leaves dQ out, and another launch computes it (backward_dq.py), with two more products per tile. Beyond head_dim 128,
 registers do not suffice: wide_backward.py has the kernels.
+
+For the gradient of a block bias, the kernel that computes dQ also stores sums of ds, a few for each tile
+(registers.store_warp_sums).
 """
 
 from __future__ import annotations
@@ -500,9 +503,5 @@ def backward(
     if scores is None:
         return dq, dk, dv
     delta = flat_delta.view(*q.shape[:2], -1)[..., : q.shape[2]]
-    return (
-        dq,
-        dk,
-        dv,
-        *scores.gradients(wanted, lse, delta, None, bias_sums, bias_direction=1 if ready.dq is None else 0),
-    )
+    direction = 1 if ready.dq is None else 0
+    return dq, dk, dv, *scores.gradients(wanted, lse, delta, None, bias_sums, bias_direction=direction)

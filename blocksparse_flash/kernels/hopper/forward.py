@@ -96,7 +96,7 @@ def config(
     columns = max(dims)
     if columns == 256:
         # out takes 128 registers per thread, and shared memory has no room for it beside q. At 8,192 tokens dense 742,
-        # without the threshold and `pin` 677; causal 654 and 603. With slopes they spill up to 204 bytes
+        # without the threshold and `pin` 677; causal 654 and 603. With causal slopes, both would spill up to 204 bytes
         is_plain = not has_lengths and not has_mods
         return Config(
             block_kv=64,

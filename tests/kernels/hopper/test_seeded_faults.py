@@ -522,7 +522,7 @@ BIAS_FAULTS = {
     "sums of columns past the last key left unwritten": Change(
         BACKWARD, "is_partial=kv_lengths is not None", "is_partial=False"
     ),
-    "sums of columns read as those of rows": Change(BACKWARD, "bias_direction=1 if", "bias_direction=0 if"),
+    "sums of columns read as those of rows": Change(BACKWARD, "direction = 1 if", "direction = 0 if"),
     "bias of the first half of the tile column": Change(
         WIDE_DKDV, "gl.load(p_bias + step // (TILE // BLOCK_Q))", "gl.load(p_bias + step)"
     ),
