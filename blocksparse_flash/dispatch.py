@@ -279,9 +279,9 @@ def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int, *, has_slop
     return shares.fastest(dim, "triton" if backend == "triton" or has_slopes_gradient else "hopper")
 
 
-def has_slopes_gradient(slopes: Tensor | None) -> bool:
-    """Whether a backward will compute the gradient of alibi_slopes."""
-    return slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
+def has_gradient(option: Tensor | None) -> bool:
+    """Whether a backward will compute the gradient of this tensor, such as alibi_slopes."""
+    return option is not None and option.requires_grad and torch.is_grad_enabled()
 
 
 def can_reorder(backend: str, *, has_dropout: bool, has_kv_lengths: bool, has_positions: bool) -> bool:

@@ -197,7 +197,7 @@ def _run_planned(call: _Call) -> tuple[Tensor, Tensor]:
         slopes, bias = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
         if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=bias is not None):
             shares = layout._tile_shares(device, spec.causal)
-            is_trained = dispatch.has_slopes_gradient(slopes)
+            is_trained = dispatch.has_gradient(slopes)
             tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
         has_options = kv_lengths is not None or seed is not None or scores is not None
         found: Plan | SelectedPlan

@@ -198,10 +198,10 @@ def test_only_additions_to_dq_are_not_bitwise_reproducible():
 
 def test_slopes_have_a_gradient_if_autograd_sees_them():
     slopes = torch.ones(2, requires_grad=True)
-    assert dispatch.has_slopes_gradient(slopes)
-    assert not dispatch.has_slopes_gradient(slopes.detach()) and not dispatch.has_slopes_gradient(None)
+    assert dispatch.has_gradient(slopes)
+    assert not dispatch.has_gradient(slopes.detach()) and not dispatch.has_gradient(None)
     with torch.no_grad():
-        assert not dispatch.has_slopes_gradient(slopes)
+        assert not dispatch.has_gradient(slopes)
 
 
 @pytest.mark.parametrize(("backend", "block_size", "expected"), [

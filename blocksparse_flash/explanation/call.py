@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import can_reorder, has_fine_tiles, has_slopes_gradient, misaligned, tile_of
+from ..dispatch import can_reorder, has_fine_tiles, has_gradient, misaligned, tile_of
 from ..layout import BlockLayout
 from ..plan.layout_plans import Reordered
 from ..plan.tile_choice import Shares
@@ -85,13 +85,17 @@ class Call:
 
     @property
     def has_slopes_gradient(self) -> bool:
-        return has_slopes_gradient(self.mods.alibi_slopes)
+        return has_gradient(self.mods.alibi_slopes)
+
+    @property
+    def has_sinks_gradient(self) -> bool:
+        """Whether a backward will compute the gradient of sinks."""
+        return has_gradient(self.mods.sinks)
 
     @property
     def has_bias_gradient(self) -> bool:
         """Whether a backward will compute the gradient of block_bias."""
-        bias = self.mods.block_bias
-        return bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        return has_gradient(self.mods.block_bias)
 
     @property
     def is_empty(self) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..dispatch import has_gradient
 from ..kernels.schedule import (
     MAX_JOINT_HEAD_DIM,
     PROGRAMS_PER_SM,
@@ -115,21 +116,40 @@ def _has_sums_by_cols(call: Call) -> bool:
     return uses_hopper_backward(call) and not sums_in_registers(call)
 
 
-class _BiasGradient(NamedTuple):
-    """Bytes of the gradient of block_bias; zeros without one.
+class _Trained(NamedTuple):
+    """Bytes of the gradients of sinks, alibi_slopes and block_bias; zeros without any.
 
-    sums     of ds, which the kernel that computes dq writes
-    reduced  allocated to make the gradient of the sums, and the gradient
+    results  the gradients
+    sums     that kernels write: of ds for the bias, of ds times the distances of each query for slopes
+    peak     of what is allocated after the kernels, the gradients included
     """
 
+    results: int
     sums: int
-    reduced: int
+    peak: int
 
 
-def _bias_gradient(call: Call) -> _BiasGradient:
-    """Of `Scores.bias_gradient` on `triton` and `hopper`."""
+def _trained(call: Call) -> _Trained:
+    """Of `Scores.gradients` on `triton` and `hopper`, in its order."""
+    statistics, vector = _sizes(call)["lse"], _float(call) * call.heads
+    # a sum per head, in float64
+    total = 8 * call.heads
+    results = sums = peak = 0
+    if call.has_sinks_gradient:
+        # the weights of the sinks, and their products with delta
+        results, peak = vector, 2 * statistics + total
+    if call.has_slopes_gradient:
+        peak = max(peak, results + total + vector)
+        results, sums = results + vector, statistics
+    sums_of_bias, reduced = _bias_gradient(call)
+    trained_bias = _bias(call) if call.has_bias_gradient else 0
+    return _Trained(results + trained_bias, sums + sums_of_bias, max(peak, results + reduced))
+
+
+def _bias_gradient(call: Call) -> tuple[int, int]:
+    """Bytes of the sums of ds, and of what is allocated to make the gradient of block_bias of them, including it."""
     if not call.has_bias_gradient or call.plan is None or call.layout is None:
-        return _BiasGradient(0, 0)
+        return 0, 0
     batches, heads = call.plan.row_records.shape[:2]
     # along an axis of the layout itself, the tiles differ already
     n_axes = (call.batch if batches == 1 else 1) * (call.heads if heads == 1 else 1)
@@ -139,7 +159,7 @@ def _bias_gradient(call: Call) -> _BiasGradient:
     sums = n_axes * n_tiles * math.prod(_sums_of_tile(call))
     # sums over cells, those of the cells of each block, and their sums
     reduced = n_axes * (n_tiles * down * across + _places(call) + blocks)
-    return _BiasGradient(FLOAT * sums, FLOAT * reduced)
+    return FLOAT * sums, FLOAT * reduced
 
 
 def _sums_of_tile(call: Call) -> tuple[int, int]:
@@ -328,13 +348,12 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
     of_pairs, results = _pair_bias(call), inputs
     reads += of_pairs
-    bias = call.mods.pair_bias
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+    if has_gradient(call.mods.pair_bias):
         results += of_pairs
     of_tables, tables = _bias(call), _bias_tables(call, *sides)
     of_tables += _bias_index(call, *sides, n_places=int(call.has_bias_gradient))
-    trained = _bias(call) if call.has_bias_gradient else 0
-    reads, results = reads + of_tables, results + trained
+    trained = _trained(call)
+    reads, results = reads + of_tables, results + trained.results
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, results, 0 if call.is_empty else None, 0, 0)
     # lse and delta of each query, padded to whole tiles
@@ -342,14 +361,13 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
     extra_bytes = 2 * sizes["out"] + sizes["lse"] + statistics
     # the tables are made before the other launches, and the gradient of the sums after them
-    of_bias = _bias_gradient(call)
-    of_mods = tables + of_bias.sums
-    extra_bytes += of_tables + of_mods + 2 * of_bias.reduced
+    of_mods = tables + trained.sums
+    extra_bytes += of_tables + of_mods + 2 * trained.peak
     # of a launch for dk and dv, and of one for dq
     shared = inputs + sizes["out"] + statistics
     main_bytes = 2 * shared + inputs + _lists(call, "row", "col") + of_mods
     if not uses_hopper_backward(call):
-        return Moved(reads, results, statistics + of_mods + of_bias.reduced - trained, main_bytes, extra_bytes)
+        return Moved(reads, results, statistics + of_mods + trained.peak - trained.results, main_bytes, extra_bytes)
     rows = call.batch * call.heads * call.q_len
     dq = call.dtype.itemsize * rows * _padded(call.head_dim)
     workspace = statistics + of_mods
@@ -384,8 +402,8 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
     if call.v_dim % 8:
         # dout is copied into padded rows
         workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
-    # at its peak while dq is computed, while padded rows are copied, or while the gradient of the bias is made
-    workspace += padded + max(of_dq - copied, 0, of_bias.reduced - padded) - trained
+    # at its peak while dq is computed, while padded rows are copied, or while the gradients of score mods are made
+    workspace += padded + max(of_dq - copied, 0, trained.peak - padded) - trained.results
     return Moved(reads, results, workspace, main_bytes, extra_bytes)
 
 

@@ -176,6 +176,49 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     assert reported.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *lists))
 
 
+# `hopper` leaves the gradient of slopes to `triton`
+@pytest.mark.sweep
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (64, 60)])
+@pytest.mark.parametrize("backend", ["triton", "hopper", "hopper, deterministic"])
+@pytest.mark.parametrize("kind", ["plain", "layout", "fine layout"])
+@pytest.mark.parametrize("trained", ["sinks", "slopes", "sinks and slopes"])
+def test_reported_bytes_of_trained_sinks_and_slopes_are_those_that_launchers_allocate(
+    launchers: dict[str, ModuleType],
+    dims: tuple[int, int],
+    backend: str,
+    kind: str,
+    trained: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_fine = kind.startswith("fine") and max(dims) <= 128 and (backend == "triton" or "slopes" not in trained)
+    monkeypatch.setattr("blocksparse_flash.explanation.call.tile_of", lambda *_, **__: 64 if is_fine else 128)
+    batch, heads, length = 2, 4, 500
+    q, k, v = (torch.empty(batch, heads, length, dim, dtype=torch.bfloat16) for dim in (dims[0], *dims))
+    layout = None if kind == "plain" else masks.local(length, window=150, block_size=64)
+    sinks, slopes = (
+        torch.zeros(heads, requires_grad=True) if name in trained else None for name in ("sinks", "slopes")
+    )
+    name, _, deterministic = backend.partition(", ")
+    call = Call(
+        q, k, v, layout, False, False, 0.0, bool(deterministic), q.dtype, name,
+        scores=ScoreOptions(sinks, None, slopes, None),
+    )  # fmt: skip
+    plan = [] if call.plan is None else list(call.plan)
+    assert call.is_fine == is_fine
+    out, lse = torch.empty(batch, heads, length, dims[1], dtype=torch.bfloat16), torch.empty(batch, heads, length)
+    dout, wanted = torch.empty_like(out), (sinks is not None, slopes is not None, False, False)
+    inputs, scores = BackwardInputs(dout, None, q, k, v, out, lse), Scores(sinks, slopes, None, [], 0.0)
+    prefix = "" if name == "triton" or slopes is not None else "fine_" if is_fine else "hopper_"
+    backward: Callable[..., Any] = launchers[f"{prefix}backward"].backward
+    keywords = {"deterministic": True} if deterministic and prefix == "hopper_" else {}
+    options = [each for each in (sinks, slopes) if each is not None]
+    with Allocations(q, k, v, out, lse, dout, *options, *plan) as allocations, torch.no_grad():
+        grads = backward(inputs, plan, None, None, 0.1, False, 0.0, scores, wanted, **keywords)
+    reported = memory.backward(call)
+    assert reported.writes == sum(grad.nbytes for grad in grads)
+    assert reported.workspace == allocations.peak_bytes - reported.writes
+
+
 def of_heads(length: int) -> BlockLayout:
     """Two heads with layouts of their own."""
     return BlockLayout.stack_heads([masks.local(length, window=window, block_size=128) for window in (300, 600)])
