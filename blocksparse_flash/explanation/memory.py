@@ -235,6 +235,24 @@ def _parts(call: Call, first: int, n_sms: int) -> int:
     return FLOAT * of_lines.floats(columns + 1, call.batch * call.heads)
 
 
+def _parts_of_few_queries(call: Call, n_sms: int) -> int:
+    """Bytes that the splits of `triton` write for a few queries over many keys (split-KV)."""
+    from ..kernels.arguments import options_of
+    from ..kernels.triton import split_kv
+
+    sizes, plan = _sizes(call), call.plan
+    shape_v = *call.k_shape[:3], call.v_dim
+    if not split_kv.is_suitable(call.q_shape, call.kv_len, call.dropout_p):
+        return 0
+    records = None if plan is None else tuple(plan.row_records.shape)
+    n_listed = 0 if plan is None else len(plan.row_indices)
+    options = options_of(call.q, plan or (), 1.0, call.causal, 0.0)
+    found = split_kv.division_of((call.q_shape, shape_v), call.dtype.itemsize, records, n_listed, options, n_sms)
+    # of each split: out in float32, and the maximum and the sum of each row
+    of_split = sizes["out"] // call.dtype.itemsize * FLOAT + 2 * sizes["lse"]
+    return found.n_splits * of_split if found.n_splits > 1 else 0
+
+
 def _columns(call: Call) -> tuple[int, int]:
     """Columns of (q and k, v and dO) in the backward."""
     if call.is_fine:
@@ -334,6 +352,9 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
             # the padding of the last row is not allocated
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
+    if workspace is not None and call.backend == "triton" and not call.is_empty:
+        parts = _parts_of_few_queries(call, n_sms)
+        workspace += parts
     # the launch that combines splits reads them again
     main_bytes, extra_bytes = reads + table + writes + parts, of_table + table + parts
     return Moved(reads + of_table, writes, workspace, main_bytes, extra_bytes)

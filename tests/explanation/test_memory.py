@@ -219,6 +219,41 @@ def test_reported_bytes_of_trained_sinks_and_slopes_are_those_that_launchers_all
     assert reported.workspace == allocations.peak_bytes - reported.writes
 
 
+# few queries over many keys, whose splits write partial results
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("q_len", [1, 5, 64])
+@pytest.mark.parametrize("kind", ["plain", "layout", "layout of each head", "many heads"])
+def test_reported_bytes_of_few_queries_are_those_that_launchers_allocate(
+    launchers: dict[str, ModuleType],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    q_len: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from blocksparse_flash.kernels.triton import split_kv
+
+    monkeypatch.setattr(split_kv, "num_sms", lambda index: 132)
+    split_kv.split_kv_launches.cache_clear()
+    kv_len, (batch, heads, kv_heads) = 4000, (64, 32, 8) if kind == "many heads" else (2, 4, 2)
+    q = torch.empty(batch, heads, q_len, dims[0], dtype=dtype)
+    k, v = (torch.empty(batch, kv_heads, kv_len, dim, dtype=dtype) for dim in dims)
+    layout = None
+    if "layout" in kind:
+        mask = torch.rand(1, heads if "head" in kind else 1, 1, -(-kv_len // 64)) < 0.7
+        layout = BlockLayout.from_block_mask(mask, q_len, kv_len, block_size=64)
+    call = Call(q, k, v, layout, False, False, 0.0, False, dtype, "triton")
+    plan = [] if call.plan is None else list(call.plan)
+    with Allocations(q, k, v, *plan) as allocations:
+        out, lse = launchers["forward"].forward(q, k, v, plan, None, None, 0.1, False, 0.0)
+    split_kv.split_kv_launches.cache_clear()
+    reported = memory.forward(call)
+    assert reported.writes == out.nbytes + lse.nbytes
+    assert reported.workspace == allocations.peak_bytes - reported.writes
+    assert (reported.workspace > 0) == (kind != "many heads")
+
+
 def of_heads(length: int) -> BlockLayout:
     """Two heads with layouts of their own."""
     return BlockLayout.stack_heads([masks.local(length, window=window, block_size=128) for window in (300, 600)])

@@ -294,6 +294,55 @@ def combine_kernel(
 # fmt: on
 
 
+class Division(NamedTuple):
+    """How a call is divided among programs: n_programs for each of n_splits.
+
+    config    launch configuration; dim_v: columns of the values that a program computes
+    packed    query heads of a program
+    n_blocks  programs of such heads, for their queries
+    """
+
+    config: Config
+    dim_v: int
+    packed: int
+    n_blocks: int
+    n_programs: int
+    n_splits: int
+
+
+def division_of(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    element_size: int,
+    record_shape: tuple[int, ...] | None,
+    n_listed: int,
+    options: Options,
+    n_sms: int,
+) -> Division:
+    """The division of calls with these shapes of q and v.
+
+    record_shape, n_listed  of the plan's tile rows and of their list of tiles; None and 0 without a layout
+    """
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = shapes
+    is_shared = record_shape is None or record_shape[1] == 1
+    packed = heads // kv_heads if is_shared else 1
+    fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
+    dim_v = columns_of_values(fixed.DIM, fixed.DIM_V, element_size, options.major)
+    chosen = config(
+        packed * q_len,
+        max(fixed.DIM, dim_v),
+        element_size,
+        shared_memory=options.shared_memory,
+        major=options.major,
+        modifies_scores=options.modifies_scores,
+    )
+    n_blocks = -(-packed * q_len // chosen.block_q)
+    n_programs = batch * heads // packed * n_blocks
+    n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // options.tile)
+    # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
+    n_worth = n_tiles // max(1, chosen.block_q // 64)
+    return Division(chosen, dim_v, packed, n_blocks, n_programs, num_splits(n_worth, n_programs, n_sms))
+
+
 class SplitKVLaunches(NamedTuple):
     """The launches of a call; combine is None with a single split."""
 
@@ -312,24 +361,10 @@ def split_kv_launches(specs: TensorSpecs, lists: PlanSpecs, n_listed: int, optio
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     record_shape, _ = lists
     assert record_shape is None or record_shape[2] == 1, record_shape
-    is_shared = record_shape is None or record_shape[1] == 1
-    packed = heads // kv_heads if is_shared else 1
-    fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
-    dim, dim_v = fixed.DIM, columns_of_values(fixed.DIM, fixed.DIM_V, q.dtype.itemsize, options.major)
-    chosen = config(
-        packed * q_len,
-        max(dim, dim_v),
-        q.dtype.itemsize,
-        shared_memory=options.shared_memory,
-        major=options.major,
-        modifies_scores=options.modifies_scores,
+    chosen, dim_v, packed, n_blocks, n_programs, n_splits = division_of(
+        (q.shape, v.shape), q.dtype.itemsize, record_shape, n_listed, options, num_sms(options.device)
     )
-    n_blocks = -(-packed * q_len // chosen.block_q)
-    n_programs = batch * heads // packed * n_blocks
-    n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // options.tile)
-    # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
-    n_worth = n_tiles // max(1, chosen.block_q // 64)
-    n_splits = num_splits(n_worth, n_programs, num_sms(options.device))
+    fixed = constants(head_dim, v_dim, heads // kv_heads, False, options)
     n_rows = batch * heads * q_len
     rest = {
         "strides": strides_of(specs, options, record_shape),
