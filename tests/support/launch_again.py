@@ -231,7 +231,8 @@ def main() -> None:
         assert columns.workspaces[2] is not None and not columns.adds_by_tma
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)
         dq_sums = [torch.empty(shape) for _ in calls]
-        absent = dict.fromkeys(("kv_lengths_ptr", "splits_ptr", "slopes_ptr", "bias_ptr", "dk_sum_ptr", "dv_sum_ptr"))
+        names = "kv_lengths_ptr splits_ptr slopes_ptr bias_ptr bias_sums_ptr dk_sum_ptr dv_sum_ptr"
+        absent = dict.fromkeys(names.split())
         named = {**absent, "tile_counter_ptr": tile_counter}
         arguments = [
             (*call, call[0], *lse_delta, None, *call[1:], ColPointers(*tile_lists, dq_sum_ptr=dq_sum, **named))

@@ -541,7 +541,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tests/test_dispatch.py -k 'hopper_refuses or traced_calls'",
         ),
         (
-            "explanation/memory.py",
+            "explanation/advice.py",
             "if call.has_bias_gradient:",
             "if False:",
             "tests/explanation/test_explanation.py -k advice",
