@@ -54,6 +54,11 @@ class Allocations(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, sum(nbytes for ref, nbytes in live.items() if ref not in self.existing))
         return result
 
+    def assert_reported(self, reported: memory.Moved, results: tuple[torch.Tensor, ...]) -> None:
+        """What `explain` reports of a call with these results is exact."""
+        assert reported.writes == sum(each.nbytes for each in results)
+        assert reported.workspace == self.peak_bytes - reported.writes
+
 
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
@@ -155,16 +160,14 @@ def test_reported_bytes_are_those_that_launchers_allocate(
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0)
     reported = memory.forward(call)
     assert (memory._parts(call, 0, 132) > 0) == kind.endswith("split")
-    assert reported.writes == out.nbytes + lse.nbytes
-    assert reported.workspace == allocations.peak_bytes - reported.writes
+    allocations.assert_reported(reported, (out, lse))
 
     dout = torch.empty_like(out)
     options = {"deterministic": True} if call.deterministic and not call.is_fine else {}
     with Allocations(q, k, v, out, lse, dout, *plan) as allocations:
         grads = backward(BackwardInputs(dout, None, q, k, v, out, lse), plan, None, None, 0.1, False, 0.0, **options)
     reported = memory.backward(call)
-    assert reported.writes == sum(grad.nbytes for grad in grads)
-    assert reported.workspace == allocations.peak_bytes - reported.writes
+    allocations.assert_reported(reported, grads)
     # the Hopper backward iterates over tile columns; a separate launch for dq iterates over tile rows
     has_separate_dq = call.deterministic or max(dims) > 128
     has_separate_dq |= kind == "few tiles" and max(dims) <= 64
@@ -215,8 +218,7 @@ def test_reported_bytes_of_trained_sinks_and_slopes_are_those_that_launchers_all
     with Allocations(q, k, v, out, lse, dout, *options, *plan) as allocations, torch.no_grad():
         grads = backward(inputs, plan, None, None, 0.1, False, 0.0, scores, wanted, **keywords)
     reported = memory.backward(call)
-    assert reported.writes == sum(grad.nbytes for grad in grads)
-    assert reported.workspace == allocations.peak_bytes - reported.writes
+    allocations.assert_reported(reported, grads)
 
 
 # few queries over many keys, whose splits write partial results
@@ -249,8 +251,7 @@ def test_reported_bytes_of_few_queries_are_those_that_launchers_allocate(
         out, lse = launchers["forward"].forward(q, k, v, plan, None, None, 0.1, False, 0.0)
     split_kv.split_kv_launches.cache_clear()
     reported = memory.forward(call)
-    assert reported.writes == out.nbytes + lse.nbytes
-    assert reported.workspace == allocations.peak_bytes - reported.writes
+    allocations.assert_reported(reported, (out, lse))
     assert (reported.workspace > 0) == (kind != "many heads")
 
 
@@ -322,8 +323,7 @@ def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
         scores = Scores(None, slopes, converted, index, softcap or 0.0)
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0, scores)
     reported = memory.forward(call)
-    assert reported.writes == out.nbytes + lse.nbytes
-    assert reported.workspace == allocations.peak_bytes - reported.writes
+    allocations.assert_reported(reported, (out, lse))
     assert converted is not None
     assert reported.reads == sum(each.nbytes for each in (q, k, v, *plan[:3], plan[6], converted, index[0]))
 
@@ -333,8 +333,7 @@ def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
     with Allocations(*existing, converted, out, lse, dout) as allocations, torch.no_grad():
         grads = backward(inputs, plan, None, None, 0.1, False, 0.0, scores, wanted, **keywords)
     reported = memory.backward(call)
-    assert reported.writes == sum(grad.nbytes for grad in grads)
-    assert reported.workspace == allocations.peak_bytes - reported.writes
+    allocations.assert_reported(reported, grads)
     # the kernel for dq alone iterates over tile rows
     assert memory.adds_dq(call) == (
         backend == "hopper" and max(dims) <= 128 and not (kind == "few tiles" and max(dims) <= 64)
