@@ -132,13 +132,19 @@ class Scores(NamedTuple):
 
 
 def sums_shape(
-    shared: tuple[int, int], n_tiles: int, cell: tuple[int, int], step: tuple[int, int]
+    batch_heads: tuple[int, int],
+    record_shape: tuple[int, ...],
+    n_tiles: int,
+    cell: tuple[int, int],
+    step: tuple[int, int],
 ) -> tuple[int, int, int, int, int]:
     """(batch | 1, heads | 1, tiles + 1, grains, grains). A grain is the part of a bias cell that one step covers.
 
-    shared   (batch, heads) of the call, 1 for an axis along which the tiles themselves differ
-    n_tiles  in the lists of the plan
+    batch_heads   of the call
+    record_shape  of the plan's lists, and n_tiles in them
     step     queries and keys that a program sums in one step
     """
+    # 1 for an axis along which the tiles themselves differ
+    shared = [size if of_plan == 1 else 1 for size, of_plan in zip(batch_heads, record_shape[:2], strict=True)]
     grain = min(cell[0], step[0]), min(cell[1], step[1])
-    return (*shared, n_tiles + 1, TILE // grain[0], TILE // grain[1])
+    return shared[0], shared[1], n_tiles + 1, TILE // grain[0], TILE // grain[1]

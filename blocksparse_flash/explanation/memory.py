@@ -111,11 +111,6 @@ def _bias_index(call: Call, *sides: str, n_places: int) -> int:
     return 4 * _listed_cells(call, *sides) + 8 * n_places * _places(call)
 
 
-def _has_sums_by_cols(call: Call) -> bool:
-    """Whether hopper's kernel for dq, dk and dv makes the sums of ds, tile column by tile column."""
-    return uses_hopper_backward(call) and not sums_in_registers(call)
-
-
 class _Trained(NamedTuple):
     """Bytes of the gradients of sinks, alibi_slopes and block_bias; zeros without any.
 
@@ -153,7 +148,7 @@ def _bias_gradient(call: Call) -> tuple[int, int]:
     batches, heads = call.plan.row_records.shape[:2]
     # along an axis of the layout itself, the tiles differ already
     n_axes = (call.batch if batches == 1 else 1) * (call.heads if heads == 1 else 1)
-    listed = call.plan.col_indices if _has_sums_by_cols(call) else call.plan.row_indices
+    listed = call.plan.col_indices if adds_dq(call) else call.plan.row_indices
     n_tiles, blocks = len(listed) + 1, call.layout.capacity
     down, across = (TILE // side for side in bias_cell_of(call.layout.block_size))
     sums = n_axes * n_tiles * math.prod(_sums_of_tile(call))

@@ -97,11 +97,9 @@ class CallMods:
         self.distance_sums = like.new_zeros(len(like), self._queries, 1, dtype=torch.float64) if wanted[0] else None
         self.bias_sums = None
         if wanted[1] and scores.bias_cell is not None:
-            plan_batch, plan_heads = plan[0].shape[:2]
-            shared = sizes.batch if plan_batch == 1 else 1, sizes.heads if plan_heads == 1 else 1
-            self.bias_sums = scores.new_sums(
-                sums_shape(shared, len(scores.bias_index[0]), scores.bias_cell, (TILE, TILE))
-            )
+            batch_heads, n_tiles = (sizes.batch, sizes.heads), len(scores.bias_index[0])
+            shape = sums_shape(batch_heads, plan[0].shape, n_tiles, scores.bias_cell, (TILE, TILE))
+            self.bias_sums = scores.new_sums(shape)
 
         self.pair_tiles = self.pair_sums = None
         if scores.pair_bias is not None:

@@ -84,7 +84,7 @@ from .backward_producer import (
     load,
 )
 from .barriers import Pipeline, allocate_mbarriers, allocate_pipeline
-from .registers import CONSUMER_WARPS, reinterpret
+from .registers import WARP_ROWS, reinterpret
 from .score_mods import PLAIN, ModSpecs, ScoreMods, bias_table, mod_specs_of
 from .tma import (
     DescriptorFactory,
@@ -370,8 +370,7 @@ def backward_launches(
         postprocess = postprocess_launch(dq_sum.spec, dq.spec, scale)
     bias_sums = None
     if mods.has_bias_gradient and alone is None:
-        grains = TILE_SIDE // block_q, CONSUMER_WARPS.value
-        bias_sums = mods.sums_shape(1, batch, heads, lists, grains)
+        bias_sums = mods.sums_shape(1, (batch, heads), lists, (block_q, WARP_ROWS.value))
     arguments = {
         "record_strides": strides_of_records(lists[0]),
         "n_heads": n_work_heads,

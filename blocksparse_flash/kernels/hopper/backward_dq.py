@@ -45,6 +45,7 @@ from .forward_producer import (
 )
 from .registers import (
     CONSUMER_WARPS,
+    WARP_ROWS,
     WARPGROUP_ROWS,
     accumulator,
     add_product,
@@ -453,8 +454,7 @@ def dq_launches(
     }
     bias_sums = None
     if mods.has_bias_gradient:
-        grains = CONSUMER_WARPS.value, TILE_SIDE // chosen.block_kv
-        bias_sums = mods.sums_shape(0, batch, heads, lists, grains)
+        bias_sums = mods.sums_shape(0, (batch, heads), lists, (WARP_ROWS.value, chosen.block_kv))
     arguments = {
         "record_strides": strides_of_records(lists[0]),
         "n_heads": heads,

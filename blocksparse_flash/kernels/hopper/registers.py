@@ -15,7 +15,8 @@ BEFORE_TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 # rows of a tile (queries or keys) per warpgroup: M of a wgmma
 WARPGROUP_ROWS = gl.constexpr(64)
-# of both consumer warpgroups of a backward
+# rows of a tile per warp, and warps of both consumer warpgroups of a backward
+WARP_ROWS = gl.constexpr(16)
 CONSUMER_WARPS = gl.constexpr(8)
 
 
@@ -181,7 +182,7 @@ def store_warp_sums(ptr, b_tile, STRIDE: gl.constexpr):
 
     ptr  of the first warp; STRIDE: from one warp to the next
     """
-    b_sums = gl.sum(gl.sum(b_tile, 1).reshape([4, WARPGROUP_ROWS // 4]), 1)
+    b_sums = gl.sum(gl.sum(b_tile, 1).reshape([4, WARP_ROWS]), 1)
     b_sums = gl.convert_layout(b_sums, value_per_warp(), assert_trivial=True)
     gl.store(ptr + gl.arange(0, 4, layout=value_per_warp()) * STRIDE, b_sums)
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from ...runtime.launch import axis_strides, cache_key_of
 from ...runtime.tensor_spec import TensorSpec, spec_of
-from ...score_mods import Scores
+from ...score_mods import Scores, sums_shape
 from ..arguments import LOG2_E as LOG2_E_VALUE
 from ..arguments import TILE, PlanSpecs, scale_log2, sign
 from ..triton.tile import LOG2_E
@@ -228,29 +228,27 @@ class ModSpecs(NamedTuple):
             cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
         return {"scale_log2": factor, "cap": cap, **(of_forward if is_forward else {})}
 
-    def bias_strides(self, direction: int, sums_shape: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
+    def bias_strides(self, direction: int, of_sums: tuple[int, ...] | None = None) -> tuple[int, ...] | None:
         """(batch, head) strides of the bias by tile rows (direction 0) or tile columns (1); None without a bias.
 
-        sums_shape  of the sums of ds: their (batch, head) strides follow
+        of_sums  shape of the sums of ds, whose (batch, head) strides follow
         """
         table = self.tables[direction] if self.tables else None
         if table is None:
             return None
-        return *axis_strides(table.shape), *(() if sums_shape is None else axis_strides(sums_shape))
+        return *axis_strides(table.shape), *(() if of_sums is None else axis_strides(of_sums))
 
     def sums_shape(
-        self, direction: int, batch: int, heads: int, lists: PlanSpecs, grains: tuple[int, int]
+        self, direction: int, batch_heads: tuple[int, int], lists: PlanSpecs, step: tuple[int, int]
     ) -> tuple[int, ...]:
-        """Shape of the sums of ds for the gradient of the bias: (batch | 1, heads | 1, listed tiles + 1, *grains).
+        """Shape of the sums of ds for the gradient of the bias: score_mods.sums_shape.
 
-        lists   of the plan's tile rows (direction 0) or tile columns (1)
-        grains  sums of a tile along its queries and along its keys
+        lists  of the plan's tile rows (direction 0) or tile columns (1)
+        step   queries and keys that a warp sums in one step
         """
-        (records_shape, _), table = lists, self.tables[direction]
-        assert records_shape is not None and table is not None
-        # size 1 along an axis of the layout itself, whose list entries differ along it already
-        shared = batch if records_shape[0] == 1 else 1, heads if records_shape[1] == 1 else 1
-        return (*shared, table.shape[2] + 1, *grains)
+        (record_shape, _), table = lists, self.tables[direction]
+        assert record_shape is not None and table is not None
+        return sums_shape(batch_heads, record_shape, table.shape[2], (TILE, TILE), step)
 
 
 PLAIN = ModSpecs()

@@ -172,10 +172,10 @@ def bias_sums_shape(
     scores = options.scores
     if scores is None or scores.bias_cell is None or record_shape is None or not scores.wanted[2]:
         return None
-    shared = (batch if record_shape[0] == 1 else 1, heads if record_shape[1] == 1 else 1)
     tables = scores.tables[0]
     assert tables is not None
-    return sums_shape(shared, tables.shape[2], scores.bias_cell, (chosen.block_q, chosen.block_kv))
+    step = chosen.block_q, chosen.block_kv
+    return sums_shape((batch, heads), record_shape, tables.shape[2], scores.bias_cell, step)
 
 
 def lines_and_programs(
