@@ -153,6 +153,8 @@ HOPPER_CALLS = [
     Call(head_dim=128, scale=0.0, dtype=torch.float16),
     Call(head_dim=128, v_dim=64, dtype=BFLOAT16),
     Call(head_dim=8, v_dim=72, dtype=torch.float16),
+    Call(head_dim=72, v_dim=40, dtype=BFLOAT16),
+    Call(head_dim=128, v_dim=96, causal=True, dtype=torch.float16, kv_heads=2),
     Call(head_dim=96, dtype=BFLOAT16),
     # token strides of 200 and 6 bytes, not multiples of 16
     Call(head_dim=100, v_dim=3, dtype=BFLOAT16),

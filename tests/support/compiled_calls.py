@@ -224,7 +224,7 @@ def hopper_calls() -> list[dict[str, Any]]:
     options += [{"scores": "softcap"}, {"deterministic": True}, {"group": 4}, *SIGNS]
     grid += [
         {"head_dim": head_dim, "v_dim": v_dim, "dtype": half, **option}
-        for head_dim, v_dim in ((96, 96), (192, 128), (192, 192), (96, 128), (64, 96))
+        for head_dim, v_dim in ((96, 96), (192, 128), (192, 192), (96, 128), (64, 96), (96, 64), (128, 96))
         for option in (({}, *options) if head_dim == 192 or v_dim == head_dim else options[1:2])
     ]
     return [{**call, "backend": "hopper"} for call in grid]

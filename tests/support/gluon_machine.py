@@ -201,17 +201,20 @@ class Marks(NamedTuple):
 
 
 class Shared:
-    """A view of a shared-memory allocation: its values, and the same view of its marks, with the bytes as last axis."""
+    """A view of a shared-memory allocation: its values, and the same view of its marks, with the bytes as last axis.
 
-    def __init__(self, machine: Machine, values: Tensor, marks: Marks) -> None:
-        self.machine, self.values, self.marks = machine, values, marks
+    layout  how the allocation is swizzled; recorded only
+    """
+
+    def __init__(self, machine: Machine, values: Tensor, marks: Marks, layout: Any) -> None:
+        self.machine, self.values, self.marks, self.layout = machine, values, marks, layout
 
     @classmethod
-    def allocate(cls, machine: Machine, values: Tensor) -> Shared:
+    def allocate(cls, machine: Machine, values: Tensor, layout: Any) -> Shared:
         shape = (*values.shape, values.itemsize)
         marks = Marks(*(torch.zeros(shape, dtype=dtype) for dtype in (torch.int8, torch.int8, torch.bool)))
         machine.unfenced.append(marks.unfenced)
-        return cls(machine, values, marks)
+        return cls(machine, values, marks, layout)
 
     @property
     def shape(self) -> list[int]:
@@ -222,7 +225,7 @@ class Shared:
         return self.values.dtype
 
     def _view(self, view_of: Callable[[Tensor], Tensor]) -> Shared:
-        return Shared(self.machine, view_of(self.values), Marks(*map(view_of, self.marks)))
+        return Shared(self.machine, view_of(self.values), Marks(*map(view_of, self.marks)), self.layout)
 
     def index(self, i: Any) -> Shared:
         return self._view(lambda tensor: tensor[int(i)])
@@ -237,13 +240,13 @@ class Shared:
         n_axes, sides = self.values.dim(), [int(n) for n in shape]
         return self._view(lambda tensor: tensor.view(*sides, *tensor.shape[n_axes:]))
 
-    def reinterpret(self, shape: list[int], dtype: torch.dtype) -> Shared:
+    def reinterpret(self, shape: list[int], layout: Any, dtype: torch.dtype) -> Shared:
         """The first bytes as a tensor of this shape and dtype, whose elements are at most as wide."""
         n_values = torch.Size(shape).numel()
         values = self.values.view(-1).view(dtype)[:n_values].view(shape)
         n_bytes = n_values * dtype.itemsize
         marks = Marks(*(marks.view(-1)[:n_bytes].view(*shape, dtype.itemsize) for marks in self.marks))
-        return Shared(self.machine, values, marks)
+        return Shared(self.machine, values, marks, layout)
 
     def load(self, layout: Any) -> Tensor:
         CURRENT.partition.pause("a load from shared memory")

@@ -101,6 +101,17 @@ class Descriptor:
 # ---- the language ----
 
 
+class Swizzle(NamedTuple):
+    """The layout in shared memory of rows of this many bytes, or of a multiple: the memory itself is not swizzled."""
+
+    n_bytes: int
+
+    @classmethod
+    def of(cls, block: Sequence[int], dtype: torch.dtype) -> Swizzle:
+        row = int(block[-1]) * dtype.itemsize
+        return cls(next((n_bytes for n_bytes in (128, 64, 32) if row % n_bytes == 0), 0))
+
+
 class Token:
     """An asynchronous matrix product: the operands that it reads and its result."""
 
@@ -147,7 +158,7 @@ class Language:
     DistributedLinearLayout = NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = (
         SwizzledSharedLayout
     ) = _no_layout
-    NVMMASharedLayout = types.SimpleNamespace(get_default_for=lambda *arguments: None)
+    NVMMASharedLayout = types.SimpleNamespace(get_default_for=Swizzle.of)
 
     # values
 
@@ -225,7 +236,11 @@ class Language:
         if layout is Barrier:
             return Barrier(self.machine) if len(shape) == 1 else Barriers(self.machine, shape[0])
         values = torch.full(shape, torch.nan if dtype.is_floating_point else -77, dtype=dtype)
-        return Shared.allocate(self.machine, values)
+        return Shared.allocate(self.machine, values, layout)
+
+    def static_assert(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ProtocolError(message)
 
     MBarrierLayout = staticmethod(lambda: Barrier)
 
@@ -411,9 +426,9 @@ class Simulation:
             "rescale": lambda out, decay: out * decay,
             "load_words": lambda pointers, count: tuple(self.language.load(pointers + i) for i in range(count)),
             "mask_by_bits": lambda scores, bits, bit: torch.where((bits & bit) != 0, scores, float("-inf")),
-            # layouts of values over threads and in shared memory are not simulated
+            # layouts of values over threads are not simulated, and those in shared memory only compared
             "dq_layout": lambda: None,
-            "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, dtype),
+            "reinterpret": lambda tile, shape, layout, dtype: tile.reinterpret(shape, layout, dtype),
             "opaque": lambda i: i,
             "tanh": torch.tanh,
             "thread_barrier": self.language.thread_barrier,

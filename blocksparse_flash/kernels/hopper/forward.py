@@ -315,6 +315,10 @@ def forward_launches(
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
+    width, out_width = block_columns(columns), block_columns(columns_v)
+    if chosen.out_in_q:
+        # the buffers of q are swizzled by the columns of its blocks
+        out_width = min(width, out_width)
         **mods.arguments(scale, is_forward=True),
         "bias_strides": mods.bias_strides(0),
         "CAUSAL": causal,
@@ -328,7 +332,7 @@ def forward_launches(
         "q_desc": DescriptorFactory(q, (1, 1, rows, block_columns(columns))),
         "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, block_columns(columns))),
         "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, block_columns(columns_v))),
-        "out_desc": DescriptorFactory(out.spec, (1, 1, rows, block_columns(columns_v))),
+        "out_desc": DescriptorFactory(out.spec, (1, 1, rows, out_width)),
     }
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
     # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed

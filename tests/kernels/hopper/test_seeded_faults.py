@@ -711,6 +711,9 @@ TAIL_LENGTHS = zoo.Call(head_dim=96, has_kv_lengths=True, dtype=torch.float16)
 TAIL_STAGES = ForwardConfig(q_stages=2, out_in_q=True)
 TAILS = [
     Run(0, (130, 300), TAIL_LENGTHS, config=TAIL_STAGES, dq_from_registers=True),
+    "out of 64 columns staged in buffers for q of 96": Change(
+        FORWARD, "        out_width = min(width, out_width)\n", "        pass\n"
+    ),
     Run(
         1, (300, 400), zoo.Call(head_dim=80, causal=True, dtype=torch.float16, kv_heads=2), config=TAIL_STAGES,
         dq_from_registers=True,
@@ -742,6 +745,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
         [
             Run(seed, *COLUMNS[i], n_sms=1 + seed % 3, dq_from_registers=True)
             for seed, i in itertools.product(range(4), range(2))
+    Run(6, (130, 300), zoo.Call(head_dim=72, v_dim=40, dtype=torch.float16), config=TAIL_STAGES, has_backward=False),
         ],
     ),
     "3 warpgroups": (THREE_WARPGROUP_FAULTS, THREE_WARPGROUPS),
