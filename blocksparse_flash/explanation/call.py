@@ -12,7 +12,7 @@ from ..dispatch import can_reorder, has_fine_tiles, has_gradient, misaligned, ti
 from ..layout import BlockLayout
 from ..plan.layout_plans import Reordered
 from ..plan.tile_choice import Shares
-from ..plan_format import TILE, Plan, side_of
+from ..plan_format import N_LONG, TILE, Plan, side_of
 from ..validation import ScoreOptions
 from . import scheduling
 
@@ -210,6 +210,21 @@ class Call:
             scheduling.of_records(rows, batch=self.batch, heads=self.heads),
             scheduling.of_records(cols, batch=self.batch, heads=self.heads, group=group),
         )
+
+    @functools.cached_property
+    def cols_of_query_heads(self) -> scheduling.Lines:
+        """Tiles per tile column of each query head, which `sides` sums over the heads of a group."""
+        axes = self.batch * self.heads
+        if self.plan is None:
+            lengths = self.q.shape[2], self.k.shape[2]
+            return scheduling.without_layout(*lengths, causal=self.causal, axes=axes, kv_axes=axes).cols
+        return scheduling.of_records(self.plan.col_records.cpu().numpy(), batch=self.batch, heads=self.heads)
+
+    def n_long(self, first: int) -> int:
+        """Tile rows (first = 0) or columns (3) of each head that kernels take before all others."""
+        if self.plan is None or not self.plan[first].numel():
+            return 0
+        return int(self.plan[first][0, 0, 0, N_LONG])
 
     @functools.cached_property
     def dense_sides(self) -> scheduling.Sides:

@@ -15,7 +15,7 @@ from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
-from .scheduling import Lines, Sides, in_turn, split_lines, without_layout
+from .scheduling import Lines, Sides, split_lines, taken_in_turn
 
 # share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
@@ -188,25 +188,26 @@ def _calibrations(call: Call, device: Device, table: tuple[Calibration, ...]) ->
 def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
     """Tiles of the programs of the forward and of the backward on a GPU with n_sms SMs. `hopper` splits long lines."""
 
-    def split(lines: Lines, first: int, n_batch_heads: int) -> Lines:
+    by_head = memory.sums_dkdv(call, n_sms)
+
+    def programs_of(lines: Lines, first: int, n_batch_heads: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
-        if chosen.num_splits == 1 and call.layout is None:
-            n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
-            n_in_turn = heads_in_turn(n_lines, n_batch_heads, n_sms, *lengths, is_uneven=call.causal)
-            return in_turn(lines, n_batch_heads, n_in_turn)
-        return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
+        if chosen.num_splits > 1 or call.is_fine:
+            return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
+        n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
+        n_in_turn = heads_in_turn(
+            n_lines, n_batch_heads, n_sms, *lengths, is_uneven=call.causal or (first > 0 and by_head)
+        )
+        return taken_in_turn(lines, n_batch_heads, n_in_turn, call.n_long(first))
 
     forward = backward = call.sides
     if call.backend == "hopper":
-        forward = forward._replace(rows=split(forward.rows, 0, call.batch * call.heads))
+        forward = forward._replace(rows=programs_of(forward.rows, 0, call.batch * call.heads))
     if memory.uses_hopper_backward(call):
         # kernels that keep their sums in registers iterate over tile rows too, for dq
         rows = forward.rows if memory.sums_in_registers(call) else backward.rows
-        cols, kv_axes = backward.cols, call.batch * call.kv_heads
-        if memory.sums_dkdv(call, n_sms):
-            axes = kv_axes = call.batch * call.heads
-            cols = without_layout(call.q_len, call.kv_len, causal=call.causal, axes=axes, kv_axes=kv_axes).cols
-        backward = Sides(rows, split(cols, 3, kv_axes))
+        cols = call.cols_of_query_heads if by_head else backward.cols
+        backward = Sides(rows, programs_of(cols, 3, call.batch * (call.heads if by_head else call.kv_heads)))
     return forward, backward
 
 

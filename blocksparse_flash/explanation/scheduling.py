@@ -64,15 +64,19 @@ def split_lines(lines: Lines, n_split: int, n_splits: int) -> Lines:
     return Lines(*(np.concatenate([first, values[n_split:]]) for first, values in zip(shared, lines, strict=True)))
 
 
-def in_turn(lines: Lines, n_heads: int, n_in_turn: int) -> Lines:
+def taken_in_turn(lines: Lines, n_heads: int, n_in_turn: int, n_long: int = 0) -> Lines:
     """The lines of n_heads heads in the order in which kernels take them, see `schedule.heads_in_turn`.
 
-    >>> in_turn(Lines(np.array([2, 1, 2, 1, 2, 1, 2, 1, 2, 1]), np.zeros(10)), 5, 2).tiles.tolist()
+    n_long  lines of each head that come before all others
+
+    >>> taken_in_turn(Lines(np.array([2, 1, 2, 1, 2, 1, 2, 1, 2, 1]), np.zeros(10)), 5, 2).tiles.tolist()
     [2, 2, 1, 1, 2, 2, 2, 1, 1, 1]
+    >>> taken_in_turn(Lines(np.array([9, 8, 2, 1, 2, 1]), np.zeros(6)), 2, 2, n_long=1).tiles.tolist()
+    [9, 8, 2, 2, 1, 1]
     """
-    index = np.arange(len(lines.tiles)).reshape(n_heads, -1)
+    first, rest = np.split(np.arange(len(lines.tiles)), [n_long * n_heads])
     firsts = range(n_in_turn, n_heads - n_in_turn + 1, n_in_turn)
-    order = np.concatenate([heads.T.ravel() for heads in np.split(index, firsts)])
+    order = np.concatenate([first, *(heads.T.ravel() for heads in np.split(rest.reshape(n_heads, -1), firsts))])
     return Lines(*(values[order] for values in lines))
 
 

@@ -254,12 +254,25 @@ def test_dq_of_few_long_tile_columns_is_added_by_none(monkeypatch: pytest.Monkey
 
 # all of 9 heads are taken in turn
 @pytest.mark.parametrize("heads", [8, 9])
-def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int) -> None:
-    causal = call((1, heads, 8192, 128), backend="hopper", causal=True)
+@pytest.mark.parametrize("layout", [None, "causal"])
+def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int, layout: str | None) -> None:
+    found = None if layout is None else masks.build(layout, 8192, block_size=128)
+    causal = call((1, heads, 8192, 128), backend="hopper", causal=True, layout=found)
     for one, other in zip(cost.programs(causal, 132)[1], causal.sides, strict=True):
         assert sorted(one.tiles) == sorted(other.tiles)
     in_turn = scheduling.makespan(cost.programs(causal, 132)[1].cols.tiles, 132)
     assert in_turn < scheduling.makespan(causal.sides.cols.tiles, 132)
+
+
+def test_sums_over_heads_with_a_layout_count_its_tiles() -> None:
+    """Of each query head, in turn since that order was measured."""
+    layout = masks.build("local(window=2048)", 8192, block_size=128)
+    grouped = call((1, 32, 8192, 128), backend="hopper", layout=layout, kv_heads=8)
+    assert memory.sums_dkdv(grouped, 132)
+    _, backward = cost.programs(grouped, 132)
+    assert (
+        backward.cols.tiles.sum() == grouped.sides.cols.tiles.sum() == 32 * layout.plan("cpu").row_records[..., 2].sum()
+    )
 
 
 # ---- advice ----

@@ -450,7 +450,7 @@ class Simulation:
         self._load("hopper.softmax")
         self.forward_consumer = self._load("hopper.forward_consumer")
         self.hopper_forward = self._load("hopper.forward")
-        self._load("hopper.backward_dq")
+        self.hopper_dq = self._load("hopper.backward_dq")
         # after the forward, since they define functions with the same names as its producer and consumers
         self._load("hopper.backward_producer")
         self._load("hopper.backward_consumer")

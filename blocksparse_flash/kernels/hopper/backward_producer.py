@@ -32,7 +32,6 @@ from ..triton.tile import (
     dense_q_steps,
     find_line_record,
     find_split,
-    find_work_record,
     record_pointer,
     split_index,
     split_steps,
@@ -103,7 +102,7 @@ class Sizes(NamedTuple):
     heads_per_kv   query heads that add to the same sums of dK and dV
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
-    n_in_turn      heads whose tile columns are taken in turn without a layout, or with sums over query heads
+    n_in_turn      heads whose tile columns are taken in turn
     """
 
     n_heads: Any
@@ -245,25 +244,17 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEY
     i_part = i_work % (TILE // KEYS)
     i_work = i_work // (TILE // KEYS)
     i_split, i_block = -1, -1
-    p_record = ptrs.records_ptr
     if ptrs.splits_ptr is not None:
         batch_head, i_launch, i_split = find_split(
             ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_split_lines, sizes.num_splits
         )
         i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_lines)
-        if ptrs.records_ptr is not None:
-            p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
     else:
-        batch_head, i_launch = find_line(i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_in_turn)
-        if ptrs.records_ptr is not None:
-            if ptrs.dk_sum_ptr is not None:
-                p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
-            else:
-                batch_head, p_record, _whole = find_work_record(
-                    ptrs.records_ptr, record_strides, i_work, sizes.n_tile_cols, sizes.n_heads, sizes.n_batch_heads, 1,
-                    GROUP,
-                )  # fmt: skip
+        batch_head, i_launch = find_line(
+            ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_in_turn
+        )
     if ptrs.records_ptr is not None:
+        p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
         kv_start = gl.load(p_record + NUMBER) * TILE
         begin, n_tiles = gl.load(p_record + BEGIN), gl.load(p_record + N_TILES)
         n_partial = gl.load(p_record + N_PARTIAL)

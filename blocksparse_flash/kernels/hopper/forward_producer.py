@@ -36,7 +36,6 @@ from ..triton.tile import (
     clamped_kv_len,
     dense_kv_steps,
     find_split,
-    find_work_record,
     record_pointer,
     split_index,
     split_steps,
@@ -82,7 +81,7 @@ class Sizes(NamedTuple):
     """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per KV head.
 
     The first n_split_lines tile rows of each head, in launch order, are computed by num_splits programs each.
-    n_in_turn: heads whose tile rows are taken in turn without a layout.
+    n_in_turn: heads whose tile rows are taken in turn.
     """
 
     n_heads: Any
@@ -150,23 +149,10 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
         batch_head, i_launch, i_split = find_split(
             ptrs.records_ptr, i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_split_lines, sizes.num_splits
         )
-        p_record = ptrs.records_ptr
-        if ptrs.records_ptr is not None:
-            p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP=1)
-    elif ptrs.records_ptr is not None:
-        batch_head, p_record, _ = find_work_record(
-            ptrs.records_ptr,
-            record_strides,
-            i_work,
-            n_lines=sizes.n_lines,
-            n_heads=sizes.n_heads,
-            n_batch_heads=sizes.n_batch_heads,
-            SPLIT=1,
-            GROUP=1,
-        )
     else:
-        batch_head, i_launch = find_line(i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_in_turn)
+        batch_head, i_launch = find_line(ptrs.records_ptr, i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_in_turn)
     if ptrs.records_ptr is not None:
+        p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP=1)
         q_start, begin = gl.load(p_record + NUMBER) * TILE, gl.load(p_record + BEGIN)
         n_tiles, n_partial = gl.load(p_record + N_TILES), gl.load(p_record + N_PARTIAL)
         if ptrs.splits_ptr is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..triton.tile import N_LONG
 from .barriers import producer_acquire, producer_commit
 from .registers import store_int
 
@@ -37,8 +38,27 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def find_line(i_work, n_lines, n_batch_heads, n_in_turn):
-    """(batch_head, line in launch order) of work item i_work if heads are taken in turn: see schedule.heads_in_turn.
+def find_line(records_ptr, i_work, n_lines, n_batch_heads, n_in_turn):
+    """(batch_head, line in launch order) of work item i_work.
+
+    The N_LONG longest lines of a plan come first, those of all heads in turn. For the others, see find_line_in_turn.
+    """
+    if records_ptr is None:
+        return find_line_in_turn(i_work, n_lines, n_batch_heads, n_in_turn)
+    else:
+        n_long = gl.load(records_ptr + N_LONG)
+        n_first = n_long * n_batch_heads
+        batch_head, i_line = find_line_in_turn(i_work - n_first, n_lines - n_long, n_batch_heads, n_in_turn)
+        is_long = i_work < n_first
+        return (
+            gl.where(is_long, i_work % n_batch_heads, batch_head),
+            gl.where(is_long, i_work // n_batch_heads, n_long + i_line),
+        )
+
+
+@gluon.jit
+def find_line_in_turn(i_work, n_lines, n_batch_heads, n_in_turn):
+    """(batch_head, line) of work item i_work if heads are taken in turn: see schedule.heads_in_turn.
 
     The last group has n_in_turn to 2 * n_in_turn - 1 heads: a smaller one would leave SMs idle.
     """

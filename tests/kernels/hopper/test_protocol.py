@@ -53,6 +53,17 @@ def mixed(tile: int) -> BlockLayout:
 MIXED_FINE = cases.Case("mixed-fine", lambda: mixed(FINE_TILE))
 
 
+def long_lines() -> BlockLayout:
+    """Another long tile row and tile column in each of 4 heads."""
+    mask = torch.eye(6, dtype=torch.bool).repeat(1, 4, 1, 1)
+    for head in range(4):
+        mask[0, head, 5 - head], mask[0, head, :, head] = True, True
+    return BlockLayout.from_block_mask(mask, 6 * TILE_SIDE - 9, 6 * TILE_SIDE, block_size=TILE_SIDE)
+
+
+LONG_LINES = cases.Case("long-lines", long_lines)
+
+
 def options_of(call: zoo.Call) -> set[Any]:
     """What a call has: head dimensions, data types and the values of numbers do not count."""
     named = dataclasses.asdict(call)
@@ -312,6 +323,18 @@ def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
         for module in (simulation.hopper_forward, simulation.hopper_backward):
             module.heads_in_turn = lambda *_, is_uneven: n_in_turn
         check(simulation, (300, 270), dataclasses.replace(CAUSAL_LENGTHS_GQA, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("layout", [zoo.PER_HEAD, LONG_LINES], ids=zoo.name_of)
+@pytest.mark.parametrize("n_in_turn", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("has_separate_dq", [False, True])
+def test_heads_in_turn_with_a_layout_are_accurate(check, layout, n_in_turn, has_separate_dq):
+    """Each head has a launch order of its own, and long tile rows and columns before the others, or none."""
+    simulation = Simulation(seed=n_in_turn)
+    simulation.hopper_backward.is_dq_separate = lambda *_, **_options: has_separate_dq
+    for module in (simulation.hopper_forward, simulation.hopper_backward, simulation.hopper_dq):
+        module.heads_in_turn = lambda *_, is_uneven: n_in_turn
+    check(simulation, layout, CAUSAL)
 
 
 @pytest.mark.parametrize(("head_dim", "has_kv_lengths", "n_in_turn"), [(64, False, 3), (80, True, 1)])

@@ -17,7 +17,16 @@ from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.plan_format import FINE_TILE, PIECE
 from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
-from tests.kernels.hopper.test_protocol import BFLOAT16, CAUSAL, LARGE_SCORES, MIXED_FINE, WINDOW, mixed, split
+from tests.kernels.hopper.test_protocol import (
+    BFLOAT16,
+    CAUSAL,
+    LARGE_SCORES,
+    LONG_LINES,
+    MIXED_FINE,
+    WINDOW,
+    mixed,
+    split,
+)
 from tests.support import cases
 from tests.support.gluon_machine import ProtocolError
 from tests.support.gluon_simulator import Change, Simulation
@@ -366,6 +375,7 @@ class Run(NamedTuple):
     n_sms              SMs of the simulated GPU
     splits             (num_splits, split tile rows and columns of each head), None without splits
     has_backward       False: the forward only
+    n_in_turn          heads whose tile rows and columns are taken in turn; None: as the launch chooses
     """
 
     seed: int
@@ -377,6 +387,7 @@ class Run(NamedTuple):
     splits: tuple[int, int] | None = None
     has_backward: bool = True
     tile: int = TILE_SIDE
+    n_in_turn: int | None = None
 
 
 def staircase() -> BlockLayout:
@@ -736,6 +747,18 @@ TAILS = [
     ),
 ]  # fmt: skip
 # (faults, runs): each fault must be detected in one of the runs
+WORK_TILES = "hopper.work_tiles"
+IN_TURN_FAULTS = {
+    "long lines counted among the others": Change(
+        WORK_TILES, "n_lines - n_long, n_batch_heads", "n_lines, n_batch_heads"
+    ),
+    "first long lines taken twice": Change(WORK_TILES, "n_long + i_line)", "i_line)"),
+    "other lines start after one long line": Change(WORK_TILES, "n_first = n_long * n_batch_heads", "n_first = n_long"),
+    "as many heads in the last group as in the others": Change(
+        WORK_TILES, "n_batch_heads - first, n_in_turn", "n_in_turn, n_in_turn"
+    ),
+}
+IN_TURN = [Run(0, LONG_LINES, CAUSAL, n_in_turn=2), Run(1, (300, 270), CAUSAL, n_in_turn=3)]
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
     "backward": (BACKWARD_FAULTS, DENSE),
@@ -757,6 +780,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "by query head": (BY_HEAD_FAULTS, BY_HEAD),
     "wide heads": (WIDE_FAULTS, WIDE),
     "tails": (TAIL_FAULTS, TAILS),
+    "heads in turn": (IN_TURN_FAULTS, IN_TURN),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -776,6 +800,7 @@ CORRECT_RUNS = {
     "by query head": BY_HEAD,
     "wide heads": WIDE,
     "tails": TAILS,
+    "heads in turn": IN_TURN,
 }
 
 
@@ -789,6 +814,9 @@ def check_run(check, monkeypatch):
         monkeypatch.setattr(forward, "config", lambda *_, **__: run.config)
         monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
+        if run.n_in_turn is not None:
+            for module in (forward, backward):
+                monkeypatch.setattr(module, "heads_in_turn", lambda *_, is_uneven: run.n_in_turn)
         if run.splits is not None:
             split(simulation, *run.splits)
         check(simulation, run.layout, run.call, backward=run.has_backward, tile=run.tile)
@@ -815,6 +843,7 @@ def test_seeded_faults_are_detected(check_run, group, fault):
     # faults of the forward are detected without the backward, which takes longer
     concerns_backward = change.module in (
         BACKWARD, BACKWARD_CONSUMER, COLS, TILE, FINE_BACKWARD, FINE_TILES, MODS, TMA, WIDE_DKDV, WIDE_DQ,
+        WORK_TILES,
     )  # fmt: skip
     with pytest.raises((ProtocolError, AssertionError)):
         for run in runs:
