@@ -254,3 +254,21 @@ def test_maxima_that_grow_around_the_rescale_threshold_are_accurate(
     """Scores have a standard deviation of 11.4 in base 2; the rescale threshold is 8."""
     call = zoo.Call(head_dim=head_dim, dtype=dtype, scale=scale)
     zoo.assert_backend_is_accurate("hopper", layout, call, torch.device("cuda"))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("lengths", [(700, 700), (300, 2049)], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        zoo.Call(head_dim=192, scale=0.6, dtype=torch.bfloat16),
+        zoo.Call(head_dim=192, scale=0.6, causal=True, kv_heads=2, dtype=torch.float16),
+        zoo.Call(head_dim=256, scale=0.5, has_kv_lengths=True, dtype=torch.bfloat16),
+        zoo.Call(head_dim=256, scale=0.5, has_kv_lengths=True, causal=True, kv_heads=2, dtype=torch.float16),
+        zoo.Call(head_dim=256, scale=0.5, softcap=60.0, has_sinks=True, dtype=torch.bfloat16),
+        zoo.Call(head_dim=256, scale=0.5, has_slopes=True, are_slopes_fixed=True, causal=True, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_maxima_around_the_threshold_without_a_layout_are_accurate(lengths: tuple[int, int], call: zoo.Call) -> None:
+    zoo.assert_backend_is_accurate("hopper", lengths, call, torch.device("cuda"))

@@ -450,12 +450,11 @@ def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
     of_rows_dims = [*HOPPER_DIMS, (96, 64), (96, 96), (192, 128), (192, 192)]
     of_cols_dims = [*HOPPER_DIMS[:2], (96, 64), (96, 96), (96, 128), (128, 96)]
-    of_options = itertools.product(of_rows_dims, flags, flags, flags, flags)
-    for dim, has_layout, has_lengths, three_warpgroups, has_mods in of_options:
+    for dim, has_layout, has_lengths, three_warpgroups in itertools.product(of_rows_dims, flags, flags, flags):
         if three_warpgroups and (has_layout or has_lengths):
             continue
         columns = dim if isinstance(dim, tuple) else (dim, dim)
-        of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups, has_mods=has_mods)
+        of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
         yield from (("hopper_forward", dim, word) for word in ("split", "queued", "one round", "cap", "no cap", "bias"))

@@ -81,30 +81,20 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def config(
-    dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_warpgroups: bool, *, has_mods: bool = False
-) -> Config:
+def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_warpgroups: bool) -> Config:
     """The launch table; TUNING.md has the candidates that lost.
 
     dims  forward_columns
     three_warpgroups  whether tile rows of 192 queries, 64 of each warpgroup, are possible and pay
-    has_mods  whether the call has score mods
 
     Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Options set to BEFORE_TRITON_3_9 are off from Triton 3.9 on, where
     they spill.
     """
     columns = max(dims)
     if columns == 256:
-        # out takes 128 registers per thread, and shared memory has no room for it beside q. At 8,192 tokens dense 742,
-        # without the threshold and `pin` 677; causal 654 and 603. With causal slopes, both would spill up to 204 bytes
-        is_plain = not has_lengths and not has_mods
-        return Config(
-            block_kv=64,
-            rescale_threshold=8.0 if is_plain else 0.0,
-            out_in_q=True,
-            early_bitmask=BEFORE_TRITON_3_9,
-            pin=is_plain and BEFORE_TRITON_3_9,
-        )
+        # out takes 128 registers per thread, and shared memory has no room for it beside q. At 8,192 tokens dense 726,
+        # without the threshold 677; causal 650 and 603
+        return Config(block_kv=64, rescale_threshold=8.0, out_in_q=True, early_bitmask=BEFORE_TRITON_3_9)
     if columns == 64 and three_warpgroups and BEFORE_TRITON_3_9:
         # dense 545, 2 warpgroups 473
         return Config(stages=4, warpgroups=3, consumer_registers=160, producer_registers=32)
@@ -114,8 +104,9 @@ def config(
     if columns == 96:
         # dense 553, padded to 128 columns 515; random 493 and 457. A rescale threshold and `pin` cost 1 to 3 % each
         return Config(q_stages=2, out_in_q=True)
-    # with a layout butterfly 561, without the threshold 546; without a layout dense 662, with the threshold 600
-    rescale_threshold = 8.0 if has_layout and not has_lengths else 0.0
+    # with a layout butterfly 561, without the threshold 546; without a layout dense 662, with the threshold 600, but
+    # with 192 columns of q and v causal 698 (8,192 tokens), without the threshold 641
+    rescale_threshold = 8.0 if (has_layout or dims == (192, 192)) and not has_lengths else 0.0
     # with 192 columns, shared memory has no room for a second stage of q, nor for out beside q; with 192 of v too, it
     # has none for steps of 128 keys
     return Config(
@@ -298,7 +289,7 @@ def forward_launches(
     # tile rows that are split have 128 queries
     has_whole_rows = not (has_layout or has_lengths or split.num_splits > 1)
     three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, n_batch_heads, n_sms)
-    chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups, has_mods=mods != PLAIN)
+    chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
     assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
     )
@@ -315,10 +306,6 @@ def forward_launches(
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
         "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
-    width, out_width = block_columns(columns), block_columns(columns_v)
-    if chosen.out_in_q:
-        # the buffers of q are swizzled by the columns of its blocks
-        out_width = min(width, out_width)
         **mods.arguments(scale, is_forward=True),
         "bias_strides": mods.bias_strides(0),
         "CAUSAL": causal,
@@ -328,9 +315,13 @@ def forward_launches(
         "num_warps": 4,
     }
     out = memory_in_order_of(q, v_dim, row=-(-v_dim // 8) * 8)
+    width, out_width = block_columns(columns), block_columns(columns_v)
+    if chosen.out_in_q:
+        # the buffers of q are swizzled by the columns of its blocks
+        out_width = min(width, out_width)
     descriptor_factories = {
-        "q_desc": DescriptorFactory(q, (1, 1, rows, block_columns(columns))),
-        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, block_columns(columns))),
+        "q_desc": DescriptorFactory(q, (1, 1, rows, width)),
+        "k_desc": DescriptorFactory(k, (1, 1, chosen.block_kv, width)),
         "v_desc": DescriptorFactory(v, (1, 1, chosen.block_kv, block_columns(columns_v))),
         "out_desc": DescriptorFactory(out.spec, (1, 1, rows, out_width)),
     }
