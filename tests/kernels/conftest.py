@@ -1,11 +1,25 @@
-"""The fixture that runs a GPU test on one backend with tiles of one size."""
+"""Fixtures of the tests of kernels: a backend with tiles of one size; GPU memory for tests that run side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from blocksparse_flash import dispatch
 from blocksparse_flash.plan_format import PIECE, TILE
+
+# bytes; references in float64 of a few thousand tokens take more
+MOST_CACHED = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def shared_gpu_memory() -> Iterator[None]:
+    """Returns cached GPU memory after a test that needed much: with a process per core, other tests need it."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

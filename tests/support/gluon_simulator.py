@@ -87,6 +87,12 @@ class Descriptor:
         n_bytes = self.dtype.itemsize * torch.Size(self.block_shape).numel()
         return types.SimpleNamespace(shape=list(self.block_shape), nbytes=n_bytes)
 
+    def check(self, memory: Shared) -> None:
+        """Raises ProtocolError if a block does not lie in shared memory as the descriptor says."""
+        expected, found = ((each.dtype, each.layout) for each in (self, memory))
+        if expected != found or self.block_shape != memory.shape:
+            raise ProtocolError(f"TMA copies {self.block_shape} {expected}, shared memory has {memory.shape} {found}")
+
     def inside(self, start: list[Any]) -> tuple[Tensor, tuple[slice, ...]]:
         """The part of the block at `start` that is inside the tensor: as a view, and as slices of the block."""
         sides = [(int(i), n, size) for i, n, size in zip(start, self.block_shape, self.shape, strict=True)]
@@ -302,7 +308,7 @@ class Language:
         if not pred:
             return
         self._partition.pause("the issue of a TMA load")
-        assert descriptor.block_shape == target.shape and descriptor.dtype == target.dtype
+        descriptor.check(target)
         target.begin_load()
         barrier.has_loads = True
 
@@ -319,7 +325,7 @@ class Language:
     def tma_store(self, descriptor: Descriptor, start: list[Any], source: Shared, *, add: bool = False) -> None:
         partition = self._partition
         partition.pause("the issue of a TMA store")
-        assert descriptor.block_shape == source.shape and descriptor.dtype == source.dtype
+        descriptor.check(source)
         source.begin_read()
         view, slices = descriptor.inside(start)
         values = source.values[slices].clone()
