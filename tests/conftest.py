@@ -1,7 +1,7 @@
 """Settings of all tests: poisoned memory, Triton's interpreter where there is no GPU, hypothesis profiles, the device.
 
 Options: --hypothesis-profile=thorough (2000 examples), --zoo=full (every combination of test_zoo.py), --part=1/2 (half
-of the tests marked thorough or compilers).
+of the tests marked thorough or compilers), --launch-tables=few (on a GPU: every kernel configuration once).
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="K/N: of tests marked thorough or compilers, part K (from 0) of N that make up all",
     )
     parser.addoption("--zoo", choices=("spread", "full"), default="spread", help="which combinations test_zoo.py runs")
+    parser.addoption(
+        "--launch-tables",
+        choices=("all", "few"),
+        default="all",
+        help="calls of test_launch_tables.py on a GPU: all, or few, which reach every configuration once",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,16 @@ from tests.support.launch_runs import assert_is_accurate, run
 from tests.support.launch_tables import A10, A100, B200, H200, Call, Gpu
 
 HAS_CUDA = torch.cuda.is_available()
-CALLS = launch_tables.cover(launch_tables.this_gpu()) if HAS_CUDA else ()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is not test_every_configuration_is_accurate:
+        return
+    calls: tuple[Call, ...] = ()
+    if HAS_CUDA:
+        chosen = {"all": launch_tables.cover, "few": launch_tables.few}[metafunc.config.getoption("--launch-tables")]
+        calls = chosen(launch_tables.this_gpu())
+    metafunc.parametrize(("call", "is_first"), [(call, call == calls[0]) for call in calls], ids=map(str, calls))
 
 
 @pytest.mark.parametrize(
@@ -35,16 +44,23 @@ def test_calls_reach_every_configuration_with_every_sign_of_scale(gpu: Gpu) -> N
     assert {key for key, seen in signs.items() if seen != {-1, 0, 1}} == set()
 
 
+def test_few_calls_reach_every_configuration() -> None:
+    few = launch_tables.few(H200)
+    reached = set().union(*(launch_tables.chosen(call, H200) for call in few))
+    assert reached == launch_tables.known(H200) and 8 * len(few) < len(launch_tables.cover(H200))
+
+
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_every_configuration_is_accurate(call: Call, record_property: Callable[[str, object], None]) -> None:
+def test_every_configuration_is_accurate(
+    call: Call, is_first: bool, record_property: Callable[[str, object], None]
+) -> None:
     gpu = launch_tables.this_gpu()
     with launch_tables.recorded(runs=True) as found:
         actual = run(call)
     assert found == launch_tables.chosen(call, gpu), "`cover` predicted other launches"
     assert_is_accurate(call, actual)
     record_property("configurations", sorted(map(str, found)))
-    if call == CALLS[0]:
+    if is_first:
         record_property("configurations known", sorted(map(str, launch_tables.known(gpu))))
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -561,4 +562,16 @@ def cover(gpu: Gpu) -> tuple[Call, ...]:
             scales.append(0.0)
         reached |= pairs
         calls += [replace(call, scale=scale) for scale in scales]
+    return tuple(calls)
+
+
+def few(gpu: Gpu) -> tuple[Call, ...]:
+    """Calls of `cover` that reach every configuration once: greedily, those that reach most others first."""
+    reached = {call: chosen(call, gpu) for call in cover(gpu)}
+    left = set().union(*reached.values())
+    calls: list[Call] = []
+    while left:
+        # of equals the smallest
+        calls.append(max(reached, key=lambda call: (len(reached[call] & left), -math.prod(call.shape))))
+        left -= reached[calls[-1]]
     return tuple(calls)
