@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     bitmasks     (distinct, 64)  one word for each token of the long side, in tiles of both kinds: bits 0-15 are its
                  pairs with the 16 tokens of the short side, and bits 16-31 repeat them
 
-    n_split_rows and n_split_cols are read from tensor shapes, so that no call waits for the device.
+    n_split_rows, n_split_cols and is_lower_triangular are read from tensor shapes: no call waits for the device.
     """
 
     row_records: Tensor
@@ -96,6 +96,11 @@ class Plan(NamedTuple):
     def n_split_cols(self) -> int:
         """Tile columns worth splitting, of the head that has most."""
         return n_split_of(self.col_indices.shape[0], self.col_bitmask_ids.shape[0])
+
+    @property
+    def is_lower_triangular(self) -> bool:
+        """Whether all tiles are known to lie on the diagonal or below it, as those of causal masks."""
+        return is_lower_of(self.row_indices.shape[0], self.row_bitmask_ids.shape[0])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Plan:
         """The same plan on another device."""
@@ -250,22 +255,28 @@ def side_of(tile: int) -> int:
     return max(tile, FINE_TILE)
 
 
-def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool) -> tuple[int, int]:
+def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, is_lower: bool = False) -> tuple[int, int]:
     """(length of indices, length of bitmask_ids) of a list of n_tiles entries.
 
-    n_split  records at the front that are worth splitting
+    n_split   records at the front that are worth splitting: fewer than LONG
+    is_lower  `Plan.is_lower_triangular`
 
     At least one entry of padding: kernels read one index ahead. The lengths of a plan have different residues mod 8:
     torch.compile takes equal lengths for one symbol, and would recompile for the next layout, where they differ.
     """
     # 1 mod 8, and at least 9
     n_indices = 8 * max(1, -(-n_tiles // 8)) + 1
-    return n_indices, n_indices + 8 * n_split + (2 if of_rows else 4)
+    return n_indices, n_indices + 8 * (n_split + LONG * is_lower) + (2 if of_rows else 4)
 
 
 def n_split_of(n_indices: int, n_bitmask_ids: int) -> int:
     """`n_split` of `list_lengths`."""
-    return (n_bitmask_ids - n_indices) // 8
+    return (n_bitmask_ids - n_indices) // 8 % LONG
+
+
+def is_lower_of(n_indices: int, n_bitmask_ids: int) -> bool:
+    """`is_lower` of `list_lengths`."""
+    return (n_bitmask_ids - n_indices) // 8 >= LONG
 
 
 def mark_dynamic(tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import dispatch as backends
-from ..kernels.schedule import heads_in_turn, padded_dim
+from ..kernels.schedule import are_uneven, heads_in_turn, padded_dim
 from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
@@ -188,7 +188,7 @@ def _calibrations(call: Call, device: Device, table: tuple[Calibration, ...]) ->
 def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
     """Tiles of the programs of the forward and of the backward on a GPU with n_sms SMs. `hopper` splits long lines."""
 
-    by_head = memory.sums_dkdv(call, n_sms)
+    by_head, is_uneven = memory.sums_dkdv(call, n_sms), are_uneven(call.plan or (), call.causal)
 
     def programs_of(lines: Lines, first: int, n_batch_heads: int) -> Lines:
         chosen = memory.split(call, first, n_sms)
@@ -196,7 +196,7 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
             return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
         n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
         n_in_turn = heads_in_turn(
-            n_lines, n_batch_heads, n_sms, *lengths, is_uneven=call.causal or (first > 0 and by_head)
+            n_lines, n_batch_heads, n_sms, *lengths, is_uneven=is_uneven or (first > 0 and by_head)
         )
         return taken_in_turn(lines, n_batch_heads, n_in_turn, call.n_long(first))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import TILE, n_split_of, side_of, tile_of
+from ..plan_format import TILE, is_lower_of, n_split_of, side_of, tile_of
 
 # programs of the kernels for tiles of 64 x 64 that share an SM, on average over the kernels
 PROGRAMS_PER_SM = 4
@@ -27,7 +27,7 @@ MAX_WAVES = 4
 # cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
 # estimates, checked on an H200: see triton/TUNING.md
 SPLIT_COST, COMBINE_COST = 2, 4
-# most heads whose lines causal calls take in turn: their keys and values must fit into L2
+# most heads whose lines are taken in turn: their keys and values must fit into L2
 MAX_HEADS_IN_TURN = 16
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
@@ -165,6 +165,14 @@ def _of_shapes(
     return split if split == WHOLE else split._replace(side=side)
 
 
+def are_uneven(plan: Sequence[torch.Tensor], causal: bool) -> bool:
+    """Whether the lines differ in length as in causal calls: in these, and if no tile lies above the diagonal.
+
+    plan  the tensors of a Plan; empty without a layout
+    """
+    return causal or (len(plan) > 0 and is_lower_of(plan[1].shape[0], plan[2].shape[0]))
+
+
 def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, is_uneven: bool) -> int:
     """Number of heads whose lines are taken in turn, the longest of all of them first; 1: head after head.
 
@@ -172,7 +180,7 @@ def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_l
     head would begin late, and all other SMs would wait for it. Heads in turn have at least as much work for each SM as
     one such line.
 
-    is_uneven  whether the lines differ in length: in causal calls, and with sums over heads
+    is_uneven  whether the lines differ in length: are_uneven, and with sums over heads
     """
     if not is_uneven or kv_len > 2 * q_len:
         # the shortest line has more than half as many tiles as the longest

@@ -42,9 +42,10 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     by_rows, by_cols = _sides(tiles, frame, work, col_line)
     ids, partial = _with_edges(by_rows, by_cols, tiles.ids, len(bitmasks), frame)
     most, long = count_long(work, nnz, frame)
+    is_lower = is_lower_triangular(tiles, frame)
     shapes: list[tuple[int, ...]] = []
     for side, (_, n_split) in zip((by_rows, by_cols), long, strict=True):
-        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows)
+        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, is_lower=is_lower)
         shapes += (frame.batch, frame.heads, side.n_lines // frame.batch_heads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(bitmasks) + 3, tile, tile // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
@@ -104,6 +105,15 @@ def count_tiles(tiles: BlockRows, frame: Frame) -> tuple[Array, Array]:
     np.subtract(indptr[:, 1:], indptr[:, :-1], out=work[:n_of_rows].reshape(batch_heads, frame.n_rows))
     work[n_of_rows:] = np.bincount(col_line, minlength=n_of_cols)
     return work, col_line
+
+
+def is_lower_triangular(tiles: BlockRows, frame: Frame) -> bool:
+    """Whether no tile has only keys after its queries, which are the last q_len of kv_len tokens."""
+    first, stop = tiles.indptr[:, :-1], tiles.indptr[:, 1:]
+    has_tiles = stop > first
+    last, row = tiles.cols[stop[has_tiles] - 1], has_tiles.nonzero()[1]
+    side = frame.block_size[0]
+    return not len(row) or int((last - row).max()) <= (side - 1 + frame.kv_len - frame.q_len) // side
 
 
 def _sides(tiles: BlockRows, frame: Frame, work: Array, col_line: Array) -> tuple[Side, Side]:

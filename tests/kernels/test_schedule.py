@@ -13,7 +13,16 @@ from torch import Tensor
 
 import masks
 from blocksparse_flash import BlockLayout
-from blocksparse_flash.kernels.schedule import TILE, WHOLE, Split, choose, heads_in_turn, split_of, sums_over_heads
+from blocksparse_flash.kernels.schedule import (
+    TILE,
+    WHOLE,
+    Split,
+    are_uneven,
+    choose,
+    heads_in_turn,
+    split_of,
+    sums_over_heads,
+)
 from blocksparse_flash.plan_format import N_LONG, Plan, n_split_of
 
 # H200
@@ -101,7 +110,7 @@ def test_different_lists_of_a_plan_never_have_equal_lengths(kind: str) -> None:
         assert [length % 8 for length in lengths] == [1, 3, 1, 5]
         # row_indices and col_indices always have equal lengths, with at least one value of padding
         assert lengths[0] == lengths[2] > int(plan.row_records[..., 2].sum())
-        assert all(length <= lengths[0] + 8 * 63 + 4 for length in lengths)
+        assert all(length <= lengths[0] + 8 * (63 + 64) + 4 for length in lengths)
 
 
 # ---- the choice of splits ----
@@ -244,6 +253,23 @@ def test_causal_heads_in_turn_keep_all_sms_busy_to_the_end(n_lines, n_heads, exp
 
 def test_causal_heads_after_each_other_leave_sms_idle():
     assert time_of_causal(64, 8, 1) > 1.2
+
+
+def test_lines_of_causal_calls_and_of_layouts_below_the_diagonal_are_uneven() -> None:
+    """The number of lines worth splitting is counted as in other layouts."""
+    window, both_sides = masks.local(4096, window=(511, 0)), masks.local(4096, window=511)
+    bigbird = masks.bigbird(16384, seed=0)
+    for layout, expected in (
+        (window, True),
+        (both_sides, False),
+        (bigbird, False),
+        (bigbird & masks.causal(16384), True),
+    ):
+        plan = layout.plan("cpu")
+        assert are_uneven(list(plan), False) == plan.is_lower_triangular == expected
+        assert are_uneven(list(plan), True)
+    assert are_uneven([], True) and not are_uneven([], False)
+    assert counted((bigbird & masks.causal(16384)).plan("cpu")) == [0, 2]
 
 
 def test_heads_follow_each_other_if_their_lines_are_equal_or_few():

@@ -98,7 +98,11 @@ def check_side(
     if capacity is not None:
         begin, is_long = capacity * n_lines * len(axes), np.zeros_like(is_long)
     assert len(indices) % 8 == 1 and len(indices) > begin and not indices[begin:].any() and not ids[begin:].any()
-    assert len(ids) == len(indices) + 8 * is_long.sum(1).max() + (2 if of_rows else 4)
+    # a causal call has pairs in tiles whose first key is at or before the position of their last query
+    ahead = masks.shape[3] - masks.shape[2]
+    is_lower = all(col * side < (row + 1) * side + ahead for tiles in axes for row, col in tiles) and capacity is None
+    assert plan.is_lower_triangular == is_lower
+    assert len(ids) == len(indices) + 8 * (is_long.sum(1).max() + LONG * is_lower) + (2 if of_rows else 4)
     assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_long.sum(1).max()
 
 

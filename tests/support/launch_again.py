@@ -215,7 +215,9 @@ def main() -> None:
         # without a tile counter; with one, because there are more tile rows than programs; with splits
         for split, n_sms in ((WHOLE, 132), (WHOLE, 3), (Split(1, 3), 132)):
             with mock.patch.object(hopper_forward, "num_sms", lambda _, n=n_sms: n):
-                hopper = hopper_forward.forward_launches.__wrapped__(specs, plan_specs, None, split, 0.125, False, None)
+                hopper = hopper_forward.forward_launches.__wrapped__(
+                    specs, plan_specs, None, split, 0.125, False, None, is_uneven=False
+                )
             assert hopper.has_tile_counter == (n_sms == 3)
             tile_counter = torch.zeros(1, dtype=torch.int32) if hopper.has_tile_counter else None
             splits = torch.empty(hopper.n_split_floats) if hopper.combine else None
@@ -226,7 +228,7 @@ def main() -> None:
         # more tile columns than programs
         with mock.patch.object(hopper_backward, "num_sms", lambda _: 1):
             columns = hopper_backward.backward_launches.__wrapped__(
-                specs_of(*[out] * 4), plan_specs, WHOLE, None, options
+                specs_of(*[out] * 4), plan_specs, WHOLE, None, options, is_uneven=False
             )
         assert columns.workspaces[2] is not None and not columns.adds_by_tma
         lse_delta, tile_counter = torch.empty(2, 512), torch.empty(1, dtype=torch.int32)

@@ -58,6 +58,7 @@ from ..schedule import (
     MAX_JOINT_HEAD_DIM,
     WHOLE,
     Split,
+    are_uneven,
     backward_columns,
     heads_in_turn,
     is_dq_separate,
@@ -319,6 +320,7 @@ def backward_launches(
     options: Options,
     mods: ModSpecs = PLAIN,
     *,
+    is_uneven: bool,
     by_head: bool = False,
 ) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
@@ -328,6 +330,7 @@ def backward_launches(
     split        of the tile columns
     of_rows      the plan's tile rows and their split, if dq has launches of its own; else None
     mods         score mods
+    is_uneven    see schedule.are_uneven
     by_head      see schedule.sums_over_heads
     """
     q, k, v, dout = specs.tensors
@@ -358,7 +361,7 @@ def backward_launches(
     n_sms, n_programs = num_sms(options.device), split.n_programs(n_tile_cols, n_batch_heads)
     postprocess = dq_sum = alone = None
     if of_rows is not None:
-        alone = dq_launches(specs, (columns, columns_v), *of_rows, options, mods)
+        alone = dq_launches(specs, (columns, columns_v), *of_rows, options, mods, is_uneven=is_uneven)
     else:
         # whole tiles, so that additions need no mask
         dq_sum = contiguous(torch.float32, batch * heads, n_padded, columns)
@@ -382,9 +385,7 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(
-            n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=options.causal or by_head
-        ),
+        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven or by_head),
         **mods.arguments(scale, is_forward=False),
         "bias_strides": mods.bias_strides(1, bias_sums),
         "scale": scale,
@@ -467,7 +468,16 @@ def backward(
     slopes = None if scores is None else scores.alibi_slopes
     tables = bias_table(scores, 0) if of_rows else None, bias_table(scores, 1)
     mods = mod_specs_of(scores, *tables, wanted=wanted)
-    ready = backward_launches(specs, plan_specs_of(by_cols), split, of_rows, options, mods, by_head=by_head)
+    ready = backward_launches(
+        specs,
+        plan_specs_of(by_cols),
+        split,
+        of_rows,
+        options,
+        mods,
+        is_uneven=are_uneven(plan, causal),
+        by_head=by_head,
+    )
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     dq, dq_sum, tile_counter, splits, sums_dk, sums_dv = [memory and empty(*memory) for memory in ready.workspaces]
     flat_lse, flat_delta = lse_delta.unbind()

@@ -423,13 +423,21 @@ class DqLaunches(NamedTuple):
 
 
 def dq_launches(
-    specs: TensorSpecs, columns: tuple[int, int], lists: PlanSpecs, split: Split, options: Options, mods: ModSpecs
+    specs: TensorSpecs,
+    columns: tuple[int, int],
+    lists: PlanSpecs,
+    split: Split,
+    options: Options,
+    mods: ModSpecs,
+    *,
+    is_uneven: bool,
 ) -> DqLaunches:
     """Prepares the launches for dq.
 
     specs    of q, k, v and dout
     columns  of q and k, and of v and dout, padded
     lists, split  of the plan's tile rows
+    is_uneven  see schedule.are_uneven
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q.shape, k.shape
@@ -465,7 +473,7 @@ def dq_launches(
         "n_padded": n_rows * TILE_SIDE,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
+        "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
         "group": heads // kv_heads,
         **mods.arguments(options.scale, is_forward=False),
         "bias_strides": mods.bias_strides(0, bias_sums),

@@ -40,7 +40,7 @@ from ...runtime.tensor_spec import TensorSpecs, in_order_of, new_in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
-from ..schedule import Split, forward_columns, heads_in_turn, split_of
+from ..schedule import Split, are_uneven, forward_columns, heads_in_turn, split_of
 from ..triton.combine_splits import combine_rows
 from .barriers import allocate_pipeline
 from .forward_consumer import mma
@@ -271,6 +271,8 @@ def forward_launches(
     causal: bool,
     index: int | None,
     mods: ModSpecs = PLAIN,
+    *,
+    is_uneven: bool,
 ) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
 
@@ -279,6 +281,7 @@ def forward_launches(
     lengths  cache key of kv_lengths
     index    of the device
     mods     score mods
+    is_uneven  see schedule.are_uneven
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -305,7 +308,7 @@ def forward_launches(
         "group": heads // kv_heads,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
+        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
         **mods.arguments(scale, is_forward=True),
         "bias_strides": mods.bias_strides(0),
         "CAUSAL": causal,
@@ -366,5 +369,7 @@ def forward(
     split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
     bias = bias_table(scores, 0)
     lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores, bias)
-    launches = forward_launches(specs, plan_specs_of(lists), lengths, split, scale, causal, index, mods)
+    launches = forward_launches(
+        specs, plan_specs_of(lists), lengths, split, scale, causal, index, mods, is_uneven=are_uneven(plan, causal)
+    )
     return launches.run(q, k, v, lists, kv_lengths, scores, bias)

@@ -25,7 +25,7 @@ from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, backward_columns, heads_in_turn, split_of
+from ..schedule import Split, are_uneven, backward_columns, heads_in_turn, split_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from .backward_dq import DqLaunches, dq_launches
@@ -61,12 +61,15 @@ def backward_launches(
     of_cols: Split,
     options: Options,
     mods: ModSpecs = PLAIN,
+    *,
+    is_uneven: bool,
 ) -> BackwardLaunches:
     """Prepares the launches of calls with these specs and options.
 
     specs             of q, k, v and dout
     by_rows, by_cols  of the plan
     of_rows, of_cols  splits of its tile rows and tile columns
+    is_uneven         see schedule.are_uneven
     """
     q, k, v, dout = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
@@ -99,7 +102,7 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": of_cols.n_split_lines,
         "num_splits": of_cols.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=causal),
+        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
         **mods.arguments(scale, is_forward=False),
         "bias_strides": mods.bias_strides(1),
         "scale": scale,
@@ -118,7 +121,7 @@ def backward_launches(
         preprocess=preprocess_launch(dout, options.out_strides, n_padded),
         dkdv=Launch(wide_dkdv_kernel, (min(n_work, n_sms),), arguments, descriptor_factories),
         sum_cols=sum_splits(of_cols, by_cols[0], dk_spec, dv_spec, arguments, columns),
-        dq=dq_launches(specs, columns, by_rows, of_rows, options, mods),
+        dq=dq_launches(specs, columns, by_rows, of_rows, options, mods, is_uneven=is_uneven),
         outputs=(dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
             contiguous(torch.int32, 1) if n_work > n_sms else None,
@@ -149,7 +152,7 @@ def backward(
     tables = bias_table(scores, 0), bias_table(scores, 1)
     mods = mod_specs_of(scores, *tables, wanted=wanted)
     of_lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
-    ready = backward_launches(specs, *of_lists, of_rows, of_cols, options, mods)
+    ready = backward_launches(specs, *of_lists, of_rows, of_cols, options, mods, is_uneven=are_uneven(plan, causal))
     dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     tile_counter, splits = [memory and empty(*memory) for memory in ready.workspaces]
     flat_lse, flat_delta = lse_delta.unbind()

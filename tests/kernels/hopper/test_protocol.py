@@ -210,7 +210,9 @@ def test_no_tile_counter_with_a_program_per_work_tile(check, layout):
     simulation = Simulation(seed=8, n_sms=99)
     launches = []
     forward_launches = simulation.hopper_forward.forward_launches
-    simulation.hopper_forward.forward_launches = lambda *key: launches.append(forward_launches(*key)) or launches[-1]
+    simulation.hopper_forward.forward_launches = lambda *key, is_uneven: (
+        launches.append(forward_launches(*key, is_uneven=is_uneven)) or launches[-1]
+    )
     check(simulation, layout, CALLS[0], backward=False)
     assert launches and not any(launch.has_tile_counter for launch in launches)
 
