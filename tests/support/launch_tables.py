@@ -450,7 +450,7 @@ def _known_portable(gpu: Gpu) -> Iterator[Key]:
 def _known_hopper() -> Iterator[Key]:
     flags = (False, True)
     of_rows_dims = [*HOPPER_DIMS, (96, 64), (96, 96), (192, 128), (192, 192)]
-    of_cols_dims = [*HOPPER_DIMS[:2], (96, 64), (96, 96), (96, 128), (128, 96)]
+    of_cols_dims = [*HOPPER_DIMS[:2], (96, 64), (64, 96), (96, 96), (96, 128), (128, 96)]
     for dim, has_layout, has_lengths, three_warpgroups in itertools.product(of_rows_dims, flags, flags, flags):
         if three_warpgroups and (has_layout or has_lengths):
             continue
@@ -537,7 +537,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
             continue
         yield Call("hopper", shape, dim, HALF, variant)
     # 96 columns in either direction, in the backward alone, 192
-    dims = ((96, 96), (80, 80), (72, 40), (80, 128), (128, 72), (192, 192), (160, 160), (192, 128))
+    dims = ((96, 96), (80, 80), (72, 40), (40, 72), (80, 128), (128, 72), (192, 192), (160, 160), (192, 128))
     for (dim, v_dim), shape, variant in itertools.product(dims, small, HOPPER):
         if variant.tile == TILE:
             yield Call("hopper", shape, dim, HALF, replace(variant, name=f"{variant.name}-{dim}-{v_dim}", v_dim=v_dim))
