@@ -445,8 +445,26 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan_format.py",
-            "n_indices + 8 * n_split +",
-            "n_indices + 8 * min(n_split, 1) +",
+            "n_indices + 8 * (n_split +",
+            "n_indices + 8 * (min(n_split, 1) +",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan_format.py",
+            "// 8 % LONG",
+            "// 8",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "(side - 1 + frame.kv_len - frame.q_len) // side",
+            "(frame.kv_len - frame.q_len) // side",
+            "tests/plan/test_host_builder.py",
+        ),
+        (
+            "plan/host_builder.py",
+            "(last - row).max()",
+            "(last - row).min()",
             "tests/plan/test_host_builder.py",
         ),
         (
