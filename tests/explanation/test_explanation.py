@@ -265,7 +265,7 @@ def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int, layout: str
 
 
 def test_sums_over_heads_with_a_layout_count_its_tiles() -> None:
-    """Of each query head, in turn since that order was measured."""
+    """The tiles of the layout, by tile column of each query head, not those of a call without a layout."""
     layout = masks.build("local(window=2048)", 8192, block_size=128)
     grouped = call((1, 32, 8192, 128), backend="hopper", layout=layout, kv_heads=8)
     assert memory.sums_dkdv(grouped, 132)

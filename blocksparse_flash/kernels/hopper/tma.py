@@ -47,7 +47,7 @@ def bytes_of_rows(block_bytes, has_tail):
 @gluon.jit
 def load_rows(desc, full, buffer, tail, i_batch, i_head, start):
     """Loads a block of rows with all its columns. tail: buffer of the last third, or None."""
-    gl.static_assert(buffer.layout == desc.layout, "TMA swizzles a block unlike the buffer")
+    gl.static_assert(buffer.layout == desc.layout, "a block of TMA and the buffer must be swizzled alike")
     COLS: gl.constexpr = buffer.shape[3]
     LOAD_COLS: gl.constexpr = desc.block_type.shape[3]
     for column in gl.static_range(0, COLS, LOAD_COLS):
@@ -59,7 +59,7 @@ def load_rows(desc, full, buffer, tail, i_batch, i_head, start):
 @gluon.jit
 def store_rows(desc, buffer, tail, i_batch, i_head, start):
     """Stores a block of rows with all its columns. tail: buffer of the last third, or None."""
-    gl.static_assert(buffer.layout == desc.layout, "the buffer is swizzled unlike a block of TMA")
+    gl.static_assert(buffer.layout == desc.layout, "a block of TMA and the buffer must be swizzled alike")
     COLS: gl.constexpr = buffer.shape[3]
     STORE_COLS: gl.constexpr = desc.block_type.shape[3]
     for column in gl.static_range(0, COLS, STORE_COLS):
