@@ -274,7 +274,7 @@ def tracked_text() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for path in paths
-        if path.is_file() and path.suffix != ".png"
+        if path.is_file() and path.suffix not in (".png", ".ckpt")
     }
 
 

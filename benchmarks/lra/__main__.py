@@ -4,6 +4,7 @@ generate   makes the sets of a task by its rules, with many workers; resumes aft
 floors     accuracy of a task's shortcut on its generated test set
 recipe     trains a configuration of configs/ours (such as path256) and its earlier stages, for one or several seeds,
            tests it and writes a report; `recipe ablation` compares masks. Resumes; --minutes limits the time of a call
+keep       keeps the weights of a trained run beside its results, for tests and later stages
 fit, validate, test   train and test a model: --config benchmarks/lra/configs/ours/pathx.yaml
 speed      times training steps of the tasks, and attention alone at 128 to 65,536 tokens, with several implementations
 report     tables and plots of the results of `test` and `speed`
@@ -297,10 +298,10 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     import jsonargparse
 
-    from . import recipe, reporting
+    from . import recipe, reporting, weights
 
     own: dict[str, Any] = {"generate": generate, "floors": floors, "speed": speed}
-    own |= {"recipe": recipe.run, "report": reporting.report}
+    own |= {"recipe": recipe.run, "keep": weights.keep, "report": reporting.report}
     commands = [*own, *TRAINER_COMMANDS]
     if arguments[0] not in commands and not arguments[0].startswith("-"):
         near = difflib.get_close_matches(arguments[0], commands, n=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
 GROUPS = {"ablation": ("pathx",)}
 RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
+# has the folders of RUNS, with the tests of each and, of some, the weights that `keep` wrote
+RESULTS, WEIGHTS = Path("benchmarks/results/lra"), "weights.ckpt"
 # share of the loss of a guess from which on a stage counts as one that has learned nothing
 GUESS = 0.99
 # seconds in which a stage imports, compiles and trains a step
@@ -66,6 +69,10 @@ class Stage:
     @property
     def checkpoint(self) -> Path:
         return self.root / "checkpoints" / "last.ckpt"
+
+    def kept(self, results: Path) -> Path:
+        """Where `keep` puts the weights."""
+        return results / self.root.relative_to(RUNS) / WEIGHTS
 
     def trained_steps(self) -> int:
         """Steps of the checkpoint; 0 without one."""
@@ -160,6 +167,21 @@ def _members(group: str) -> list[Path]:
     return sorted((CONFIGS / group).glob("*.yaml"))
 
 
+def _lay_out_kept(chain: Sequence[Stage], results: Path) -> None:
+    """Copies the kept weights of the last earlier stage that has some to its run, unless that has a checkpoint."""
+    kept = [stage for stage in chain[:-1] if stage.kept(results).exists()]
+    if not kept:
+        names = ", ".join(stage.config.stem for stage in chain[:-1])
+        raise ValueError(
+            f"begins_with_kept needs a {WEIGHTS} of an earlier stage of {chain[-1].config.stem} with seed "
+            f"{chain[-1].seed} in {results}, got none of {names or 'any, since it has no earlier stage'}; leave it out "
+            "to train from random weights"
+        )
+    if not kept[-1].checkpoint.exists():
+        kept[-1].checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept[-1].kept(results), kept[-1].checkpoint)
+
+
 def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool:
     """Trains the stages from the last one that has a checkpoint: those before it are no longer needed.
 
@@ -188,7 +210,15 @@ def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool
     return not is_first
 
 
-def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None, minutes: float | None = None) -> None:
+def run(
+    name: str,
+    *,
+    seeds: Sequence[int] = (0,),
+    test_seed: int | None = None,
+    minutes: float | None = None,
+    begins_with_kept: bool = False,
+    results: Path = RESULTS,
+) -> None:
     """Train configurations and the stages they begin with, test them, and write a report. Run it again to resume.
 
     Args:
@@ -196,6 +226,9 @@ def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None,
         seeds: for each seed in turn, all stages are trained; runs of seeds other than 0 are in folders seed-N
         test_seed: seed of the generated test set; default as in the configuration. A new number gives a new set
         minutes: training stops after this time with exit status 75; the same command continues it
+        begins_with_kept: whether the weights of the last earlier stage that are kept in the folder of results replace
+            the training of the stages up to it, except where a run has a checkpoint
+        results: the folder of results
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]
@@ -203,6 +236,8 @@ def run(name: str, *, seeds: Sequence[int] = (0,), test_seed: int | None = None,
     for seed in seeds:
         for each in names:
             chain = stages(each, seed)
+            if begins_with_kept:
+                _lay_out_kept(chain, results)
             is_first = not _train(chain, end, is_first=is_first)
             option = [] if test_seed is None else ["--data.test_seed", str(test_seed)]
             if not chain[-1].is_tested(chain[-1].test_seed if test_seed is None else test_seed):

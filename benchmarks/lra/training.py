@@ -322,7 +322,8 @@ class Experiment(lightning.LightningModule):
                     f"the checkpoint to resume was trained with other settings in its {step} steps: {'; '.join(odd)}. "
                     "Set these, or choose another trainer.default_root_dir, or remove the checkpoint to begin anew"
                 )
-        self._streams, self.record = checkpoint["streams"], checkpoint["record"]
+            self._streams = checkpoint["streams"]
+        self.record = checkpoint["record"]
         self.trained_steps, self._goes_on = checkpoint["global_step"], True
 
     def on_train_start(self) -> None:

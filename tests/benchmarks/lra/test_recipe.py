@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import recipe
+from benchmarks.lra import recipe, reporting, weights
 from benchmarks.run import measure
 
 CHAIN = ["pathfinder32", "pathx-64", "pathx", "path256-128", "path256"]
@@ -216,6 +217,69 @@ def test_a_recipe_that_is_cut_at_every_step_ends_as_one_that_is_not(trained: lis
         assert line["device_hours"] > 0 and line["device_hours_before"] > 0 and len(line["start"]) == 12
     written = {path.name for path in (tmp_path / "out/lra/report").iterdir()}
     assert written == {"report.md", "accuracy.png", "learning-curves.png"}
+
+
+def test_a_recipe_begins_with_kept_weights(trained: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    message = r"needs a weights\.ckpt of an earlier stage of second with seed 1 .*none of first;"
+    with pytest.raises(ValueError, match=message):
+        recipe.run("second", seeds=[1], begins_with_kept=True, results=results)
+    with pytest.raises(ValueError, match=r"earlier stage of first .*none of any, since it has no earlier stage"):
+        recipe.run("first", begins_with_kept=True, results=results)
+    assert trained == []
+    recipe.run("second", seeds=[1])
+    for name in ("first", "second"):
+        weights.keep(name, seed=1, results=results)
+    first, second = recipe.stages("second", 1)
+    whole, kept = (torch.load(path) for path in (second.checkpoint, second.kept(results)))
+    assert kept["checkpoint"] == recipe.digest(second.checkpoint) and "optimizer_states" in whole.keys() - kept.keys()
+    for name, weight in kept["state_dict"].items():
+        rounding = 2**-8 if weight.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(weight.float(), whole["state_dict"][name], rtol=rounding, atol=0.0)
+    assert {weight.dtype for weight in kept["state_dict"].values()} == {torch.bfloat16, torch.float32}
+    (tmp_path / "out").rename(tmp_path / "whole")
+    trained.clear()
+    recipe.run("second", seeds=[1], begins_with_kept=True, results=results)
+    assert trained == ["fit", "test"]
+    (line,) = measure.read(second.root / "test.jsonl")
+    assert (line["samples"], line["samples_before"], line["start"]) == (8, 8, recipe.digest(first.kept(results)))
+    assert line["device_hours_before"] > 0
+    # kept weights of the last stage can be tested, and a run's own checkpoint is left alone
+    second.command("test", "--ckpt_path", str(second.kept(results)))
+    assert measure.read(second.root / "test.jsonl")[1]["checkpoint"] == recipe.digest(second.kept(results))
+    own = torch.load(first.checkpoint)
+    torch.save({**own, "epoch": 7}, first.checkpoint)
+    trained.clear()
+    recipe.run("second", seeds=[1], begins_with_kept=True, results=results)
+    assert trained == [] and torch.load(first.checkpoint)["epoch"] == 7
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_unfinished_weights_are_not_kept(trained: list[str], tmp_path: Path, steps: int) -> None:
+    (stage,) = recipe.stages("first")
+    if steps:
+        save(str(stage.config), steps)
+    with pytest.raises(
+        ValueError, match=f"all of its 2 steps, got 'first' with {steps} in .*: train it with `recipe first`"
+    ):
+        weights.keep("first", results=tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_kept_weights_have_the_settings_and_steps_of_their_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = recipe.RESULTS.absolute()
+    monkeypatch.chdir(tmp_path)
+    kept = sorted(path.parent.relative_to(results).as_posix() for path in results.rglob(recipe.WEIGHTS))
+    assert kept
+    for run in kept:
+        name, seed = reporting.seed_of(run)
+        stage = recipe.stages(name.removeprefix("ours/"), seed)[-1]
+        stage.checkpoint.parent.mkdir(parents=True)
+        shutil.copyfile(stage.kept(results), stage.checkpoint)
+        stage.check_settings()
+        assert stage.trained_steps() == stage.steps
 
 
 def test_a_failed_stage_stops_the_recipe(
