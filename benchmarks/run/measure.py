@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+# runs of a call that estimate its time
+TRIAL = 5
+# of a GPU at 2 GHz; at a lower clock it sleeps longer
+CYCLES_PER_MS = 2_000_000
 # errors with which a peer may refuse a call; ours may not
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 # keys of a result line, in order
@@ -38,22 +42,55 @@ def percentiles(times: Sequence[float]) -> dict[str, float]:
     return dict(zip(("ms", "ms_p20", "ms_p80"), np.quantile(times, [0.5, 0.2, 0.8]).tolist(), strict=True))
 
 
-def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 120) -> dict[str, float]:
-    """Median, 20th and 80th percentile of a call's time on the GPU, the L2 cache emptied before each run."""
-    import triton
+def runs_on_gpu(call: Callable[[], Any], *, warmup_ms: float, measure_ms: float) -> list[float]:
+    """Milliseconds of a call's runs on the GPU, the L2 cache emptied before each.
 
-    return percentiles(triton.testing.do_bench(call, warmup=warmup_ms, rep=measure_ms, return_mode="all"))
+    As triton.testing.do_bench, whose times include the wait of the GPU where the host takes longer to launch a call
+    than the GPU to run it. Here the GPU sleeps first, until the host is ahead.
+    """
+    from triton.runtime import driver
+
+    cache = driver.active.get_empty_cache_for_benchmark()
+
+    def run(times: int) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+        for start, end in events:
+            driver.active.clear_cache(cache)
+            start.record()
+            call()
+            end.record()
+        return events
+
+    call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    tried = run(TRIAL)
+    of_host = 1000 * (time.perf_counter() - begin) / TRIAL
+    torch.cuda.synchronize()
+    # from one end to the next: with the emptying of the cache and, if the host is slow, the wait for it
+    of_both = tried[0][1].elapsed_time(tried[-1][1]) / (TRIAL - 1)
+    n_runs = max(1, int(measure_ms / of_both))
+    for _ in range(max(1, int(warmup_ms / of_both))):
+        call()
+    if 2 * of_host > of_both:
+        torch.cuda._sleep(int(CYCLES_PER_MS * n_runs * of_host))
+    events = run(n_runs)
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def milliseconds(call: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 120) -> dict[str, float]:
+    """Median, 20th and 80th percentile of `runs_on_gpu`."""
+    return percentiles(runs_on_gpu(call, warmup_ms=warmup_ms, measure_ms=measure_ms))
 
 
 def milliseconds_in_turns(calls: Sequence[Callable[[], Any]], *, n_rounds: int = 4) -> list[dict[str, float]]:
     """`milliseconds` of each call. They take turns, each round in another order: a clock that changes changes all."""
-    import triton
-
     times: list[list[float]] = [[] for _ in calls]
     for n_round in range(n_rounds):
         for place in range(len(calls)):
             which = (n_round + place) % len(calls)
-            times[which] += triton.testing.do_bench(calls[which], warmup=10, rep=40, return_mode="all")
+            times[which] += runs_on_gpu(calls[which], warmup_ms=10, measure_ms=40)
     return [percentiles(each) for each in times]
 
 
