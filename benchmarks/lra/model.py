@@ -27,7 +27,8 @@ class Architecture:
     block_size  tokens per side of the mask's blocks
     hidden_dim  features of the dense layers
     head_dim    None is embed_dim // num_heads
-    positions   "rope": rotary, by index or by row and column of an image; "learned": a vector per position; "none"
+    positions   "rope": rotary, by index or by row and column of an image; "alibi": scores fall with the distance of
+                indices; "rope+alibi"; "learned": a vector per position; "none"
     rope_base   base of the rotary positions
     rope_scale  factor on rotary positions: below 1 for images with larger strokes than those of the initial weights
     pooling     "mean", "max" or "mean+max" over the real tokens, "cls": an extra token in front, "first": the first
@@ -45,7 +46,7 @@ class Architecture:
     head_dim: int | None = None
     mask: str | list[str] | None = None
     block_size: int = 128
-    positions: Literal["rope", "learned", "none"] = "rope"
+    positions: Literal["rope", "alibi", "rope+alibi", "learned", "none"] = "rope"
     rope_base: float = 100.0
     rope_scale: float = 1.0
     pooling: Literal["mean", "max", "mean+max", "cls", "first", "padded mean"] = "mean+max"
@@ -157,11 +158,12 @@ class Classifier(nn.Module):
         self.positions = LearnedPositions(task.length + has_cls, width) if architecture.positions == "learned" else None
         # images have a fixed length; documents are cut to the longest of their batch
         layout = layout_of(architecture, task.length + has_cls if task.grid is not None else None)
-        rope = architecture.rope_base if architecture.positions == "rope" else None
+        rope = architecture.rope_base if "rope" in architecture.positions else None
+        alibi = "alibi" in architecture.positions
         blocks = []
         for _ in range(architecture.n_layers):
             options: dict[str, Any] = {"dropout_p": architecture.attention_dropout_p, "head_dim": architecture.head_dim}
-            attention = SelfAttention(width, architecture.num_heads, layout, rope=rope, **options)
+            attention = SelfAttention(width, architecture.num_heads, layout, rope=rope, alibi=alibi, **options)
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
         self.head_dim = blocks[0].attention.head_dim
         self.encoder = Encoder(blocks * architecture.repeats)
@@ -179,7 +181,7 @@ class Classifier(nn.Module):
             if task.grid is None:
                 raise ValueError(f"order must be raster for {task.name!r}, which is no image, got 'morton'")
             order = torch.as_tensor(masks.morton_order(task.grid))
-        if architecture.positions == "rope":
+        if "rope" in architecture.positions:
             places = torch.arange(task.length + n_extra)
             if task.grid is not None:
                 rows_and_columns = torch.cartesian_prod(*map(torch.arange, task.grid))

@@ -34,7 +34,7 @@ def tokens(task: Task, batch: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize("task", [WORDS, PAIRS], ids=["one", "two"])
 @pytest.mark.parametrize("pooling", ["mean", "max", "mean+max", "cls", "first"])
-@pytest.mark.parametrize("positions", ["rope", "learned", "none"])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "rope+alibi", "learned", "none"])
 def test_padding_is_not_seen(task: Task, pooling: str, positions: str) -> None:
     classifier = model(task, pooling=pooling, positions=positions)
     x = tokens(task)
@@ -90,6 +90,20 @@ def test_scaled_positions_are_those_of_larger_strokes() -> None:
     # the pixel at (2, 4) is where (1, 2) was
     torch.testing.assert_close(halved.cos[2 * 8 + 4], plain.cos[8 + 2])
     assert not torch.allclose(halved.cos[1], plain.cos[1])
+
+
+@pytest.mark.parametrize("task", [WORDS, PICTURE], ids=["words", "picture"])
+@pytest.mark.parametrize("positions", ["rope", "alibi", "rope+alibi", "learned", "none"])
+def test_positions_tell_apart_what_differs_in_order_alone(task: Task, positions: str) -> None:
+    """Only "none" cannot, and "alibi", which sees distances alone, cannot tell a document from its reverse."""
+    classifier = model(task, mask=None, pooling="mean", positions=positions)
+    assert classifier.encoder.blocks[0].attention.alibi == ("alibi" in positions)
+    x, lengths = tokens(task), torch.full((3, 1), 64, dtype=torch.int32)
+    swapped = x.clone()
+    swapped[..., [3, 40]] = x[..., [40, 3]]
+    logits = classifier(x, lengths)
+    for other, is_same in ((swapped, positions == "none"), (x.flip(-1), positions in ("none", "alibi"))):
+        assert torch.allclose(logits, classifier(other, lengths), atol=1e-5) is is_same
 
 
 def test_the_order_of_pixels_changes_nothing_but_what_the_mask_keeps() -> None:
