@@ -71,7 +71,7 @@ class Stage:
         return self.root / "checkpoints" / "last.ckpt"
 
     def kept(self, results: Path) -> Path:
-        """Where `keep` puts the weights."""
+        """The file of its kept weights in a folder of results, whether or not there is one."""
         return results / self.root.relative_to(RUNS) / WEIGHTS
 
     def trained_steps(self) -> int:
@@ -167,13 +167,13 @@ def _members(group: str) -> list[Path]:
     return sorted((CONFIGS / group).glob("*.yaml"))
 
 
-def _lay_out_kept(chain: Sequence[Stage], results: Path) -> None:
+def _copy_kept_weights(chain: Sequence[Stage], results: Path) -> None:
     """Copies the kept weights of the last earlier stage that has some to its run, unless that has a checkpoint."""
     kept = [stage for stage in chain[:-1] if stage.kept(results).exists()]
     if not kept:
         names = ", ".join(stage.config.stem for stage in chain[:-1])
         raise ValueError(
-            f"begins_with_kept needs a {WEIGHTS} of an earlier stage of {chain[-1].config.stem} with seed "
+            f"from_kept_weights needs a {WEIGHTS} of an earlier stage of {chain[-1].config.stem} with seed "
             f"{chain[-1].seed} in {results}, got none of {names or 'any, since it has no earlier stage'}; leave it out "
             "to train from random weights"
         )
@@ -216,7 +216,7 @@ def run(
     seeds: Sequence[int] = (0,),
     test_seed: int | None = None,
     minutes: float | None = None,
-    begins_with_kept: bool = False,
+    from_kept_weights: bool = False,
     results: Path = RESULTS,
 ) -> None:
     """Train configurations and the stages they begin with, test them, and write a report. Run it again to resume.
@@ -226,7 +226,7 @@ def run(
         seeds: for each seed in turn, all stages are trained; runs of seeds other than 0 are in folders seed-N
         test_seed: seed of the generated test set; default as in the configuration. A new number gives a new set
         minutes: training stops after this time with exit status 75; the same command continues it
-        begins_with_kept: whether the weights of the last earlier stage that are kept in the folder of results replace
+        from_kept_weights: whether the weights of the last earlier stage that are kept in the folder of results replace
             the training of the stages up to it, except where a run has a checkpoint
         results: the folder of results
     """
@@ -236,8 +236,8 @@ def run(
     for seed in seeds:
         for each in names:
             chain = stages(each, seed)
-            if begins_with_kept:
-                _lay_out_kept(chain, results)
+            if from_kept_weights:
+                _copy_kept_weights(chain, results)
             is_first = not _train(chain, end, is_first=is_first)
             option = [] if test_seed is None else ["--data.test_seed", str(test_seed)]
             if not chain[-1].is_tested(chain[-1].test_seed if test_seed is None else test_seed):

@@ -72,6 +72,7 @@ def runs_on_gpu(call: Callable[[], Any], *, warmup_ms: float, measure_ms: float)
     n_runs = max(1, int(measure_ms / of_both))
     for _ in range(max(1, int(warmup_ms / of_both))):
         call()
+    # a host that is twice as fast as the GPU stays ahead by itself
     if 2 * of_host > of_both:
         torch.cuda._sleep(int(CYCLES_PER_MS * n_runs * of_host))
     events = run(n_runs)

@@ -223,9 +223,9 @@ def test_a_recipe_begins_with_kept_weights(trained: list[str], tmp_path: Path) -
     results = tmp_path / "results"
     message = r"needs a weights\.ckpt of an earlier stage of second with seed 1 .*none of first;"
     with pytest.raises(ValueError, match=message):
-        recipe.run("second", seeds=[1], begins_with_kept=True, results=results)
+        recipe.run("second", seeds=[1], from_kept_weights=True, results=results)
     with pytest.raises(ValueError, match=r"earlier stage of first .*none of any, since it has no earlier stage"):
-        recipe.run("first", begins_with_kept=True, results=results)
+        recipe.run("first", from_kept_weights=True, results=results)
     assert trained == []
     recipe.run("second", seeds=[1])
     for name in ("first", "second"):
@@ -239,7 +239,7 @@ def test_a_recipe_begins_with_kept_weights(trained: list[str], tmp_path: Path) -
     assert {weight.dtype for weight in kept["state_dict"].values()} == {torch.bfloat16, torch.float32}
     (tmp_path / "out").rename(tmp_path / "whole")
     trained.clear()
-    recipe.run("second", seeds=[1], begins_with_kept=True, results=results)
+    recipe.run("second", seeds=[1], from_kept_weights=True, results=results)
     assert trained == ["fit", "test"]
     (line,) = measure.read(second.root / "test.jsonl")
     assert (line["samples"], line["samples_before"], line["start"]) == (8, 8, recipe.digest(first.kept(results)))
@@ -250,7 +250,7 @@ def test_a_recipe_begins_with_kept_weights(trained: list[str], tmp_path: Path) -
     own = torch.load(first.checkpoint)
     torch.save({**own, "epoch": 7}, first.checkpoint)
     trained.clear()
-    recipe.run("second", seeds=[1], begins_with_kept=True, results=results)
+    recipe.run("second", seeds=[1], from_kept_weights=True, results=results)
     assert trained == [] and torch.load(first.checkpoint)["epoch"] == 7
 
 
@@ -278,6 +278,8 @@ def test_kept_weights_have_the_settings_and_steps_of_their_configurations(
         stage = recipe.stages(name.removeprefix("ours/"), seed)[-1]
         stage.checkpoint.parent.mkdir(parents=True)
         shutil.copyfile(stage.kept(results), stage.checkpoint)
+        # without settings there is nothing to check
+        assert torch.load(stage.checkpoint, weights_only=True)["settings"]
         stage.check_settings()
         assert stage.trained_steps() == stage.steps
 
