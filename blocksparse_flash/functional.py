@@ -154,16 +154,45 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
             options |= {"causal": spec.causal, "scale": spec.scale, "kv_lengths": kv_lengths}
             return reference.attention(q, k, v, mask, **options)
     call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
-    if layout is not None and dispatch.can_reorder(
+    if layout is None:
+        return _run_planned(call, [])
+    reordered, plan = _prepared(call, layout)
+    return _run_planned(call, plan) if reordered is None else _run_reordered(call, reordered)
+
+
+class _Prepared(NamedTuple):
+    """What a layout gives to a call: the order of tokens in which it has fewer tiles, or the tensors of its plan."""
+
+    reordered: Reordered | None
+    plan: list[Tensor]
+
+
+def _prepared(call: _Call, layout: BlockLayout) -> _Prepared:
+    """What the layout gives to the call. Cached if the call has no score mods and torch does not trace it."""
+    specs, spec = call.specs, call.spec
+    if specs is None or call.scores is not None:
+        return _prepare(call, layout)
+    found: dict[Any, _Prepared] = layout._cache["calls"]
+    # all that `_prepare` reads of such a call
+    key = specs, call.q.device, spec.backend, spec.causal, call.kv_lengths is None, call.seed is None
+    prepared = found.get(key)
+    if prepared is None:
+        prepared = found[key] = _prepare(call, layout)
+    return prepared
+
+
+def _prepare(call: _Call, layout: BlockLayout) -> _Prepared:
+    q, spec, scores = call.q, call.spec, call.scores
+    if dispatch.can_reorder(
         spec.backend,
-        has_dropout=seed is not None,
-        has_kv_lengths=kv_lengths is not None,
+        has_dropout=call.seed is not None,
+        has_kv_lengths=call.kv_lengths is not None,
         has_positions=scores is not None and scores.has_positions,
     ):
-        reordered = layout._reordered(_plan_device(q), spec.causal, k.shape[1])
+        reordered = layout._reordered(_plan_device(q), spec.causal, call.k.shape[1])
         if reordered is not None:
-            return _run_reordered(call, reordered)
-    return _run_planned(call)
+            return _Prepared(reordered, [])
+    return _Prepared(None, _plan_tensors(call, layout))
 
 
 def _run_reordered(call: _Call, reordered: Reordered) -> tuple[Tensor, Tensor]:
@@ -178,7 +207,9 @@ def _run_reordered(call: _Call, reordered: Reordered) -> tuple[Tensor, Tensor]:
         k, v = (gathering.gathered(tensor, by_kv, is_direct=is_direct) for tensor in (k, v))
     # the layout has only the pairs that causal=True keeps
     spec, specs = call.spec._replace(causal=False), specs and specs_of(q, k, v)
-    out, lse = _run_planned(call._replace(q=q, k=k, v=v, layout=reordered.layout, spec=spec, specs=specs))
+    layout = reordered.layout
+    call = call._replace(q=q, k=k, v=v, layout=layout, spec=spec, specs=specs)
+    out, lse = _run_planned(call, _plan_tensors(call, layout))
     if by_q is None:
         return out, lse
     back = TokenOrder(by_q.inverse, by_q.order)
@@ -186,28 +217,31 @@ def _run_reordered(call: _Call, reordered: Reordered) -> tuple[Tensor, Tensor]:
     return out, lse.squeeze(3)
 
 
-def _run_planned(call: _Call) -> tuple[Tensor, Tensor]:
-    """Plan the layout, and call the operator."""
+def _plan_tensors(call: _Call, layout: BlockLayout) -> list[Tensor]:
+    """The tensors of the plan that the layout has for the call."""
+    q, v, spec, scores = call.q, call.v, call.spec, call.scores
+    device = _plan_device(q)
+    tile = TILE
+    slopes, bias = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
+    if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=bias is not None):
+        shares = layout._tile_shares(device, spec.causal)
+        is_trained = dispatch.has_gradient(slopes)
+        tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
+    has_options = call.kv_lengths is not None or call.seed is not None or scores is not None
+    found: Plan | SelectedPlan
+    if dispatch.takes_key_blocks(spec.backend, q.shape[3], v.shape[3], has_options=has_options) and (
+        layout._lists_key_blocks(device, q.shape[:2])
+    ):
+        found = layout._selected_plan(spec.causal)
+    else:
+        found = layout.plan(device, causal=spec.causal, tile=tile)
+    return _constants(found, q, call.specs)
+
+
+def _run_planned(call: _Call, plan: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Call the operator. plan: the tensors of the layout's plan, [] without a layout."""
     q, k, v, layout, kv_lengths, seed, spec, scores, specs = call
     assert not isinstance(seed, int)
-    plan: list[Tensor] = []
-    if layout is not None:
-        device = _plan_device(q)
-        tile = TILE
-        slopes, bias = (None, None) if scores is None else (scores.alibi_slopes, scores.block_bias)
-        if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=bias is not None):
-            shares = layout._tile_shares(device, spec.causal)
-            is_trained = dispatch.has_gradient(slopes)
-            tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
-        has_options = kv_lengths is not None or seed is not None or scores is not None
-        found: Plan | SelectedPlan
-        if dispatch.takes_key_blocks(spec.backend, q.shape[3], v.shape[3], has_options=has_options) and (
-            layout._lists_key_blocks(device, q.shape[:2])
-        ):
-            found = layout._selected_plan(spec.causal)
-        else:
-            found = layout.plan(device, causal=spec.causal, tile=tile)
-        plan = _constants(found, q, specs)
     if scores is None:
         return ops.attention(q, k, v, plan, kv_lengths, seed, spec, specs)
     bias_index: list[Tensor] = []

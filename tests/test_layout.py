@@ -158,6 +158,7 @@ def test_copies_are_equal_and_hash_alike(case: cases.Case, way: str) -> None:
         "bias_indices",
         "gather_indices",
         "orders",
+        "calls",
         "axes",
         "rows",
         "number",

@@ -281,3 +281,54 @@ def test_compiled_calls_are_reordered_if_the_order_was_made_before(causal, devic
     # sums in another order would have other last bits
     for name, *pair in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert torch.equal(*pair), name
+
+
+def scattered_blocks() -> BlockLayout:
+    """Blocks of 16 that fill few of their tiles, so that the plans of all tile sizes differ in worth."""
+    attends = drawn(32 * 32, 0.1).view(32, 32)
+    return BlockLayout.from_block_mask(attends, 500, 500, block_size=16)
+
+
+@pytest.mark.parametrize("build", [global_tokens, scattered_blocks])
+def test_calls_of_a_layout_get_what_a_new_one_would_give_them(build, monkeypatch):
+    """What a layout has prepared for one call is used by calls of the same kind alone."""
+    monkeypatch.undo()
+    monkeypatch.setattr(reordering, "GATHER_TILES", 0.0)
+    monkeypatch.setattr(reordering, "WORTH", 0.95)
+    # kernels for GPUs, which get the plans of a CPU here
+    monkeypatch.setattr(dispatch, "_choose_by_specs", lambda backend, *_: backend)
+    monkeypatch.setattr(dispatch, "choose", lambda backend, *_: backend)
+    given: list[list[Tensor]] = []
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        given.append(plan)
+        return q, q[..., 0].float()
+
+    monkeypatch.setattr("blocksparse_flash.ops.launch_forward", launch)
+    lengths = torch.tensor([400])
+    kinds = [
+        {"backend": backend, "causal": causal, **options}
+        for backend in ("hopper", "triton")
+        for causal in (False, True)
+        for options in ({}, {"kv_lengths": lengths}, {"dropout_p": 0.5, "seed": 0})
+    ]
+
+    def plans_of(layout: BlockLayout, kind: dict[str, object], head_dim: int) -> list[Tensor]:
+        q = torch.zeros(1, 2, 500, head_dim, dtype=torch.bfloat16)
+        given.clear()
+        attention(q, q, q, layout, **kind)
+        (plan,) = given
+        return plan
+
+    expected = {
+        (number, head_dim): plans_of(build(), kind, head_dim)
+        for number, kind in enumerate(kinds)
+        for head_dim in (64, 128, 256)
+    }
+    # else the test would not notice calls that share
+    assert len({tuple(map(tuple, (tensor.shape for tensor in plan))) for plan in expected.values()}) > 2
+    shared = build()
+    for (number, head_dim), plan in [*expected.items(), *reversed(expected.items())]:
+        found = plans_of(shared, kinds[number], head_dim)
+        assert len(found) == len(plan), (number, head_dim)
+        assert all(torch.equal(a, b) for a, b in zip(found, plan, strict=True)), (number, head_dim)

@@ -43,7 +43,8 @@ class StoredBlocks:
         q_len: int
         kv_len: int
         block_size: Size
-        # axes, NumPy arrays, hash, number, Selection, and what LayoutPlans makes; no part of the value
+        # axes, NumPy arrays, hash, number, Selection, and what LayoutPlans and functional.py make; no part of
+        # the value
         _cache: dict[str, Any]
 
         @property
@@ -73,7 +74,7 @@ class StoredBlocks:
             object.__setattr__(self, name, value)
         # no number while torch.compile traces: it cannot follow weak references
         number = -1 if torch.compiler.is_compiling() else next(_NUMBERS)
-        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}, "orders": {}}
+        cache: dict[str, Any] = {"plans": {}, "bias_indices": {}, "gather_indices": {}, "orders": {}, "calls": {}}
         cache.update(axes=axes, rows=None, number=number)
         object.__setattr__(self, "_cache", cache)
         if number >= 0:

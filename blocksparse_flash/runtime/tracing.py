@@ -39,10 +39,12 @@ def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *othe
 
     others  lengths and a seed: tensors, numbers or None
     """
+    for other in others:
+        if other is not None and isinstance(other, torch.Tensor) and type(other) not in PLAIN_TYPES:
+            return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return (
         not has_observers()
-        and all(type(other) in PLAIN_TYPES or not isinstance(other, torch.Tensor) for other in others)
         and type(q) in PLAIN_TYPES
         and type(k) in PLAIN_TYPES
         and type(v) in PLAIN_TYPES
