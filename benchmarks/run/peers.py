@@ -29,6 +29,9 @@ class Shape(NamedTuple):
     device: str
 
 
+# scores of SDPA's math: its backward takes 103 GB for 2^33 of them
+MAX_SCORES = 1 << 29
+
 # makes the mask of a pattern on the device, and returns the call
 Prepare = Callable[[Pattern, Shape], Call]
 
@@ -71,6 +74,10 @@ SQUARE_BLOCKS = _unless(
 )
 OTHER_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == BLOCK, f"takes blocks of {BLOCK} only")
 BATCHES = _unless(lambda pattern, shape: shape.batch == 1, "takes one sequence, not a batch")
+FEW_SCORES = _unless(
+    lambda pattern, shape: shape.batch * shape.heads * pattern.length**2 <= MAX_SCORES,
+    f"keeps all scores in memory: timed with up to 2^{MAX_SCORES.bit_length() - 1} of them only",
+)
 BUT_NEIGHBORHOODS = _unless(lambda pattern, shape: pattern.name == "neighborhood", "has neighborhoods only")
 
 
@@ -120,7 +127,10 @@ def sdpa(provider: str, backend: str, kernel: str) -> Peer:
     def prepare(pattern: Pattern, _shape: Shape) -> Call:
         return sdpa_call(kernel, is_causal=pattern.causal)
 
-    return Peer(provider, backend, BUT_DENSE, prepare)
+    def refuses(pattern: Pattern, shape: Shape) -> str | None:
+        return BUT_DENSE(pattern, shape) or (FEW_SCORES(pattern, shape) if kernel == "MATH" else None)
+
+    return Peer(provider, backend, refuses, prepare)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import types
@@ -231,7 +232,7 @@ def test_the_matrix_product_is_a_line(tmp_path: Path) -> None:
     assert [*line] == measure.KEYS and line["tflops"] == pytest.approx(2 * 64**3 * 0.5e-9)
 
 
-def test_calls_take_turns_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_take_turns_in_drawn_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     def timed(call: Any, **options: Any) -> list[float]:
@@ -239,10 +240,21 @@ def test_calls_take_turns_in_rotating_order(monkeypatch: pytest.MonkeyPatch) -> 
         return [float(len(done))]
 
     monkeypatch.setattr(measure, "runs_on_gpu", timed)
+    monkeypatch.setattr(measure, "orders", lambda n_calls, n_rounds: [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]])
     found = measure.milliseconds_in_turns([lambda name=name: done.append(name) for name in "abc"], n_rounds=4)
     assert "".join(done) == "abcbcacababc"
     # a was the first, sixth, eighth and tenth
     assert found[0] == pytest.approx({"ms": 7.0, "ms_p20": 4.0, "ms_p80": 8.8})
+
+
+@pytest.mark.parametrize("n_calls", range(3, 9))
+def test_no_call_always_follows_the_same_one(n_calls: int) -> None:
+    orders = measure.orders(n_calls, 5)
+    assert orders == measure.orders(n_calls, 5)
+    assert all(sorted(order) == list(range(n_calls)) for order in orders)
+    row = [which for order in orders for which in order]
+    for which in range(n_calls):
+        assert len({before for before, after in itertools.pairwise(row) if after == which}) > 1
 
 
 class Counter:
@@ -319,7 +331,7 @@ def test_wall_clock_is_median_and_percentiles(monkeypatch: pytest.MonkeyPatch) -
 
 def test_results_are_lines_of_these_keys() -> None:
     path = Path(benchmark.__file__).parents[1] / "results" / "attention.jsonl"
-    assert all([*line] == measure.KEYS for line in written(path))
+    assert all([*line] in (measure.KEYS, measure.KEYS_WITH_ENERGY) for line in written(path))
 
 
 @pytest.mark.usefixtures("untimed")

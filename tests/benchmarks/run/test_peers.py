@@ -73,6 +73,16 @@ def test_kernels_of_sdpa_refuse_block_layouts() -> None:
         torch.testing.assert_close(peer.prepare(case.pattern, shape)(q, k, v), plain(q, k, v, mask_of(case.pattern)))
 
 
+def test_math_is_timed_with_few_scores() -> None:
+    """Its backward does not fit into a GPU with 2^33 scores, and would end the whole run."""
+    math, cudnn = peers.sdpa("math", "sdpa", "MATH"), peers.sdpa("cudnn", "cudnn", "CUDNN_ATTENTION")
+    dense, longer = (patterns.Pattern("dense", np.ones((side, side), dtype=bool)) for side in (32, 128))
+    few, many = Shape(1, 32, 64, "cuda"), Shape(2, 32, 64, "cuda")
+    assert math.refuses(dense, few) is None and cudnn.refuses(longer, many) is None
+    assert math.refuses(dense, many) == "keeps all scores in memory: timed with up to 2^29 of them only"
+    assert math.refuses(longer, few) is not None
+
+
 def test_hopper_is_compared_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "is_installed", lambda package: package == "natten")
     there, absent = peers.peers((9, 0))
