@@ -51,8 +51,8 @@ def shapes(lines: pd.DataFrame) -> str:
     where = "" if plans.empty else f"{plans['device'].iloc[0]}, commits {commits}"
     return joined(
         *(_shapes_of_run(lines, found) for _, found in runs),
-        f"Making the layout and plan of packed documents on the GPU, from their boundaries there, took {times}: "
-        f"{where}."
+        "Making the layout and plan of packed documents on the GPU, from their boundaries there, took the GPU "
+        f"{times}: {where}."
         if times
         else "",
     )
