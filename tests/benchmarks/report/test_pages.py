@@ -472,7 +472,7 @@ def test_shapes_are_compared_with_the_best_of_the_others() -> None:
         "| tiny | `triton` | 90 / - | - | - | - |",
     ]
     assert "A matrix product of 8192 x 8192 x 8192 ran at 700 TFLOP/s." in section
-    assert "from their boundaries there, took 0.12 ms (8 packed documents): " in section
+    assert "from their boundaries there, took the GPU 0.12 ms (8 packed documents): " in section
     assert "joules" not in section
     assert models.shapes(frame([])) == ""
     for each, energy in zip(found, (3.0, 1.0, 4.0, 6.0, 5.0, None), strict=False):
