@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.run import overhead
+from blocksparse_flash import attention, ops
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -43,6 +44,31 @@ def test_a_call_is_timed_by_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     assert overhead.microseconds(lambda: calls.append(None), runs=3) == pytest.approx(3.0)
     assert len(waited) == 3 and len(calls) == 23
+
+
+def test_the_parts_of_a_step_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that the parts set: each takes as long as is set for it."""
+    now = [0.0]
+
+    def after(seconds: float, result: Any) -> Any:
+        now[0] += seconds
+        return result
+
+    x, dout = torch.zeros(1, 1, 16, 8, requires_grad=True), torch.zeros(1, 1, 16, 8)
+    monkeypatch.setattr(overhead.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ops, "launch_backward", lambda *_: after(3e-6, (dout, dout, dout)))
+    real = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *at: after(5e-6, real(*(after(2e-6, each) for each in at))))
+    found = overhead.parts_of_step(lambda *at: after(1e-6, attention(*at)), [x, x, x], dout, steps=3)
+    assert found == pytest.approx(
+        {
+            "forward": 1.0,
+            "until the backward begins": 6.0,
+            "backward": 3.0,
+            "until autograd returns": 5.0,
+            "until all is freed": 0.0,
+        }
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
