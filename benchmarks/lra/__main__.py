@@ -9,8 +9,8 @@ fit, validate, test   train and test a model: --config benchmarks/lra/configs/ou
 speed      times training steps of the tasks, and attention alone at 128 to 65,536 tokens, with several implementations
 report     tables and plots of the results of `test` and `speed`
 
-Exit status 75: a time limit (--minutes of fit and recipe) ended the training after saving its last step. The same
-command continues it; for fit, add --ckpt_path last.
+Exit status 75: a time limit (--minutes of fit and recipe) ended the training after saving its last step. Exit status
+130: an interrupt (Ctrl-C) did. The same command continues it; for fit, add --ckpt_path last.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import difflib
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import sys
 import time
@@ -176,18 +177,18 @@ def order_seed(seed: bool | int) -> int:
     return seed
 
 
-def experiment(arguments: Sequence[str] | None) -> None:
-    """Lightning's commands fit, validate and test. None reads the command line."""
+def experiment(arguments: Sequence[str] | None, began: float) -> None:
+    """Lightning's commands fit, validate and test. None reads the command line; began: from when --minutes counts."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from ..run.checkpoints import WholeCheckpoints, locked
     from .data import LraData
-    from .recipe import LATER
+    from .recipe import INTERRUPTED, LATER
     from .scoring import TEST, append_test, check_is_whole
-    from .training import Deadline, Experiment
+    from .training import EarlyEnd, Experiment
 
-    checkpoints, began = functools.partial(_folder, name="checkpoints"), time.monotonic()
+    checkpoints = functools.partial(_folder, name="checkpoints")
 
     class Command(LightningCLI):
         def before_fit(self) -> None:
@@ -204,18 +205,21 @@ def experiment(arguments: Sequence[str] | None) -> None:
                 folder = self._keepers()[0].dirpath
                 sys.exit(f"{folder} has a checkpoint: add --ckpt_path last to continue, or remove it to begin anew")
             minutes = self._get(self.config_init, "minutes")
-            self._deadline = None if minutes is None else Deadline(began + 60 * minutes)
-            if self._deadline is not None:
-                self.trainer.callbacks.insert(0, self._deadline)  # type: ignore[attr-defined]
+            self._end = EarlyEnd(math.inf if minutes is None else began + 60 * minutes)
+            self.trainer.callbacks.insert(0, self._end)  # type: ignore[attr-defined]
 
         def after_fit(self) -> None:
-            if self._deadline and self._deadline.has_passed and self.trainer.global_step < self.trainer.max_steps:
+            is_early = self._end.is_late or self._end.is_interrupted
+            if is_early and self.trainer.global_step < self.trainer.max_steps:
                 # Lightning kills the main process when one of the others exits with another status than 0
                 if not self.trainer.is_global_zero:
                     sys.exit(0)
                 where = f"step {self.trainer.global_step} of {self.trainer.max_steps}"
-                print(f"stopped by --minutes after {where}; --ckpt_path last continues", file=sys.stderr)
-                sys.exit(LATER)
+                why, code = "stopped by --minutes", LATER
+                if self._end.is_interrupted:
+                    why, code = "interrupted", INTERRUPTED
+                print(f"{why} after {where}; --ckpt_path last continues", file=sys.stderr)
+                sys.exit(code)
 
         def before_validate(self) -> None:
             if self._get(self.config_init, "minutes") is not None:
@@ -289,6 +293,8 @@ def experiment(arguments: Sequence[str] | None) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
+    # before the imports below, which take seconds
+    began = time.monotonic()
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             sys.exit(f"python -m benchmarks.lra needs {package}: pip install '.[lra]'")
@@ -308,7 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
         hint = f"; did you mean {near[0]}?" if near else ""
         sys.exit(f"unknown command {arguments[0]!r}{hint}\ncommands: {', '.join(commands)}")
     if arguments[0] not in own:
-        experiment(given)
+        experiment(given, began)
         return
     try:
         jsonargparse.auto_cli(own, args=list(arguments), prog="python -m benchmarks.lra")
@@ -316,7 +322,7 @@ def main(given: Sequence[str] | None = None) -> None:
         sys.exit(f"{arguments[0]}: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to continue", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(recipe.INTERRUPTED)
 
 
 if __name__ == "__main__":

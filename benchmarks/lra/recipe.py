@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,8 +30,8 @@ RESULTS, WEIGHTS = Path("benchmarks/results/lra"), "weights.ckpt"
 GUESS = 0.99
 # seconds in which a stage imports, compiles and trains a step
 SET_UP = 90
-# exit status after a time limit: run the same command again (EX_TEMPFAIL of sysexits.h)
-LATER = 75
+# exit statuses after a time limit (EX_TEMPFAIL of sysexits.h) and after Ctrl-C: run the same command again
+LATER, INTERRUPTED = 75, 130
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,22 @@ class Stage:
         if self.seed:
             command += ["--seed_everything", str(self.seed), "--trainer.default_root_dir", str(self.root)]
             command += [] if self.start is None else ["--model.start", str(self.start)]
-        code = subprocess.run(command, check=False).returncode
+        code = _run(command)
         if code:
-            problem = "reached the time limit and saved its last step" if code == LATER else f"{name} failed"
+            why = {LATER: "reached the time limit", INTERRUPTED: "was interrupted"}
+            problem = f"{why[code]} and saved its last step" if code in why else f"{name} failed"
             print(f"{self.config.stem}: {problem}; run the same command again to continue", file=sys.stderr)
             sys.exit(code)
+
+
+def _run(command: Sequence[str]) -> int:
+    """The exit status of a command. An interrupt is passed on: training then ends after a step, which it saves."""
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
 
 
 def _warn_if_at_chance(stage: Stage) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +29,9 @@ from .floors import pair_accuracy
 from .model import Architecture, Classifier, keys_per_query, load_fitting
 from .scoring import Result, belongs, digest, score
 from .tasks import find
+
+# seconds within which a second interrupt is the first one, sent to several processes
+SAME_INTERRUPT = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,23 +94,50 @@ def compile_around_attention(block: EncoderBlock) -> None:
     block.forward = forward  # type: ignore[method-assign]
 
 
-class Deadline(Callback):
-    """Ends the training after the first step that ends past `at`, a time of time.monotonic(); that step is saved.
+class EarlyEnd(Callback):
+    """Ends the training after a step, which is saved: past a time, and when it is interrupted (Ctrl-C).
 
-    Lightning would validate first, and compile for that. Only the end of the whole training is validated.
+    at  a time of time.monotonic(); math.inf for none
+
+    A second interrupt ends it at once. Lightning would validate first, and compile for that. Only the end of the whole
+    training is validated.
     """
 
     def __init__(self, at: float) -> None:
-        self.at = at
+        self.at, self.interrupted_at = at, math.inf
+        self._handler: Any = None
 
     @property
-    def has_passed(self) -> bool:
+    def is_late(self) -> bool:
         return time.monotonic() >= self.at
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.interrupted_at < math.inf
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ARG002
+        # Python allows handlers in its main thread only
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ARG002
+        if self._handler is not None and signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if not self.is_interrupted:
+            self.interrupted_at = now
+            print("\ninterrupted: this step is the last, and is saved; a second time ends it at once", file=sys.stderr)
+        # a terminal interrupts `recipe` too, which passes it on
+        elif now > self.interrupted_at + SAME_INTERRUPT:
+            signal.default_int_handler(number, frame)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         is_whole_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        is_due = self.is_late or self.is_interrupted
         # all processes stop at the same step
-        if is_whole_step and trainer.strategy.reduce_boolean_decision(self.has_passed, all=False):
+        if is_whole_step and trainer.strategy.reduce_boolean_decision(is_due, all=False):
             trainer.should_stop = True
             if trainer.global_step < trainer.max_steps:
                 trainer.limit_val_batches = 0

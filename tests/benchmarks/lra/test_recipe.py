@@ -35,14 +35,14 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     monkeypatch.chdir(tmp_path)
     made: list[list[str]] = []
 
-    def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str]) -> int:
         _, _, _, verb, _, config, *more = command
         made.append([verb, name_of(config), *more])
         if verb == "fit":
             save(config, recipe.Stage.read(Path(config)).steps)
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(recipe.subprocess, "run", run)
+    monkeypatch.setattr(recipe, "_run", run)
     monkeypatch.setattr(recipe.reporting, "report", lambda **_: None)
     return made
 
@@ -168,22 +168,18 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
         text = TINY.replace("NAME", name).replace("START", start)
         (tmp_path / "configs" / "ours" / f"{name}.yaml").write_text(text)
 
-    of_git = subprocess.run
-
-    def run(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        if arguments[0] == "git":
-            return of_git(arguments, **options)
+    def run(arguments: list[str]) -> int:
         made.append(arguments[3])
         try:
             command.main(arguments[3:])
         except SystemExit as stop:
-            return subprocess.CompletedProcess(arguments, int(stop.code or 0))
-        return subprocess.CompletedProcess(arguments, 0)
+            return int(stop.code or 0)
+        return 0
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["benchmarks.lra"])
     monkeypatch.setattr(recipe, "CONFIGS", tmp_path / "configs")
-    monkeypatch.setattr(recipe.subprocess, "run", run)
+    monkeypatch.setattr(recipe, "_run", run)
     with torch.random.fork_rng():
         yield made
     signal.signal(signal.SIGINT, before)
@@ -287,15 +283,40 @@ def test_kept_weights_have_the_settings_and_steps_of_their_configurations(
 def test_a_failed_stage_stops_the_recipe(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recipe.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 3))
+    monkeypatch.setattr(recipe, "_run", lambda command: 3)
     with pytest.raises(SystemExit) as stop:
         recipe.run("pathx")
     assert stop.value.code == 3
     assert "pathfinder32: fit failed; run the same command again to continue" in capsys.readouterr().err
 
 
+def test_an_interrupt_is_passed_on_and_waited_for(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process interrupts its parent alone, and gets it back, as if it had saved its step."""
+    monkeypatch.undo()
+    code = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(0.5), sys.exit(130)))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert recipe._run([sys.executable, "-c", code]) == recipe.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(recipe, "_run", lambda command: recipe.INTERRUPTED)
+    (stage,) = recipe.stages("pathfinder32")
+    with pytest.raises(SystemExit) as stop:
+        stage.command("fit")
+    assert stop.value.code == 130
+    said = "pathfinder32: was interrupted and saved its last step; run the same command again to continue\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_stage_that_stops_early_stops_the_recipe(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe.subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 0))
+    monkeypatch.setattr(recipe, "_run", lambda command: 0)
     with pytest.raises(SystemExit, match="pathfinder32 stopped before its last step"):
         recipe.run("pathx")
 

@@ -268,6 +268,47 @@ def test_a_time_limit_is_of_training(
     assert last(tmp_path)["global_step"] == 8
 
 
+def interrupted(at: dict[int, int]) -> Any:
+    """An Experiment.on_train_batch_start that interrupts the process before steps: step -> how often."""
+
+    def interrupt(experiment: Experiment, batch: object, batch_idx: int) -> None:
+        for _ in range(at.get(experiment.global_step, 0)):
+            signal.raise_signal(signal.SIGINT)
+
+    return interrupt
+
+
+def test_an_interrupt_saves_the_step(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once a second time, as a terminal and `recipe` send it: still the same interrupt."""
+    run(tmp_path / "whole", root)
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(Experiment, "on_train_batch_start", interrupted({4: 2}))
+        patch.setattr(Experiment, "validation_step", lambda *_: None)
+        run(tmp_path / "parts", root)
+    assert stop.value.code == 130 and signal.getsignal(signal.SIGINT) is handler
+    said = capsys.readouterr().err
+    assert said.count("interrupted: this step is the last, and is saved; a second time ends it at once") == 1
+    assert "interrupted after step 5 of 8; --ckpt_path last continues" in said
+    # checkpoints are due after every third step
+    assert last(tmp_path / "parts")["global_step"] == 5
+    run(tmp_path / "parts", root, "fit", "--ckpt_path", "last")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_second_interrupt_ends_the_training_at_once(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SAME_INTERRUPT", -1.0)
+    monkeypatch.setattr(Experiment, "on_train_batch_start", interrupted({4: 2}))
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, root)
+    assert stop.value.code == 1
+    assert last(tmp_path)["global_step"] == 3
+
+
 def test_of_several_processes_only_the_main_one_exits_with_75(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
