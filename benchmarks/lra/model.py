@@ -29,6 +29,7 @@ class Architecture:
     head_dim    None is embed_dim // num_heads
     positions   "rope": rotary, by index or by row and column of an image; "alibi": scores fall with the distance of
                 indices; "rope+alibi"; "learned": a vector per position; "none"
+    slopes      of "alibi", one for each head; None has the published ones
     rope_base   base of the rotary positions
     rope_scale  factor on rotary positions: below 1 for images with larger strokes than those of the initial weights
     pooling     "mean", "max" or "mean+max" over the real tokens, "cls": an extra token in front, "first": the first
@@ -47,6 +48,7 @@ class Architecture:
     mask: str | list[str] | None = None
     block_size: int = 128
     positions: Literal["rope", "alibi", "rope+alibi", "learned", "none"] = "rope"
+    slopes: tuple[float, ...] | None = None
     rope_base: float = 100.0
     rope_scale: float = 1.0
     pooling: Literal["mean", "max", "mean+max", "cls", "first", "padded mean"] = "mean+max"
@@ -160,10 +162,15 @@ class Classifier(nn.Module):
         layout = layout_of(architecture, task.length + has_cls if task.grid is not None else None)
         rope = architecture.rope_base if "rope" in architecture.positions else None
         alibi = "alibi" in architecture.positions
+        if architecture.slopes is not None and not alibi:
+            raise ValueError(
+                f"slopes must be None with positions {architecture.positions!r}, got {architecture.slopes}"
+            )
+        slopes = alibi if architecture.slopes is None else architecture.slopes
         blocks = []
         for _ in range(architecture.n_layers):
             options: dict[str, Any] = {"dropout_p": architecture.attention_dropout_p, "head_dim": architecture.head_dim}
-            attention = SelfAttention(width, architecture.num_heads, layout, rope=rope, alibi=alibi, **options)
+            attention = SelfAttention(width, architecture.num_heads, layout, rope=rope, alibi=slopes, **options)
             blocks.append(EncoderBlock(attention, hidden_dim=architecture.hidden_dim, dropout_p=architecture.dropout_p))
         self.head_dim = blocks[0].attention.head_dim
         self.encoder = Encoder(blocks * architecture.repeats)

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ..blocks.checks import check_tensor as check_tensor
 from ..layout import BlockLayout
 from ..plan import block_selection
-from ..validation import MAX_HEAD_DIM, check_device
+from ..validation import MAX_HEAD_DIM, MAX_SCALE, check_device
 
 # what a module holds, and what it takes: a specification becomes a LayoutByLength
 HeldLayout = BlockLayout | Callable[[int], BlockLayout] | None
@@ -47,6 +47,30 @@ def probability(name: str, value: Any, *, below_one: bool = False) -> float:
         allowed = "at least 0 and below 1" if below_one else "from 0 to 1"
         raise ValueError(f"{name} must be {allowed}, got {value}; 0.0 drops nothing")
     return value
+
+
+def checked_alibi(alibi: Any, num_heads: int) -> bool | tuple[float, ...]:
+    """Whether there are slopes, or the slopes of the heads."""
+    if isinstance(alibi, bool):
+        return alibi
+    if not isinstance(alibi, list | tuple):
+        kind = type(alibi).__name__
+        raise TypeError(f"alibi must be True, False or a list of numbers, got {kind}; alibi.tolist() makes one")
+    if len(alibi) != num_heads:
+        raise ValueError(
+            f"alibi must have num_heads={num_heads} slopes, one for each head, got {len(alibi)}; alibi=True has the "
+            "published ones"
+        )
+    for slope in alibi:
+        if isinstance(slope, bool) or not isinstance(slope, int | float):
+            raise TypeError(f"alibi must be True, False or a list of numbers, got one with {slope!r}")
+        # also refuses NaN
+        if not abs(slope) <= MAX_SCALE:
+            raise ValueError(
+                f"alibi must have slopes that are finite as float32, got {slope}; 0.0 leaves the scores of a head as "
+                "they are"
+            )
+    return tuple(float(slope) for slope in alibi)
 
 
 def check_input(x: Any, embed_dim: int) -> None:

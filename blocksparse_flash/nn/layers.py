@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,16 @@ from ..blocks.checks import boolean
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import check_device, checked_softcap
-from .arguments import Heads, Layout, check_input, check_positions, checked_layout, positive_int, probability
+from .arguments import (
+    Heads,
+    Layout,
+    check_input,
+    check_positions,
+    checked_alibi,
+    checked_layout,
+    positive_int,
+    probability,
+)
 from .document_blocks import document_table
 from .kv_cache import KVCache, check_is_cache, check_layout, layout_of_step
 from .layout_buffers import HoldsLayout
@@ -44,7 +53,8 @@ class SelfAttention(HoldsLayout):
                learns it)
     softcap    c > 0: a score s becomes c * tanh(s / c) (Gemma 2, section 2); None means no cap
     alibi      True subtracts slope * |q_pos - kv_pos| from the scores, in token indices, with the slopes
-               `alibi_slopes(num_heads)`, which are not learned and stay float32
+               `alibi_slopes(num_heads)`; a list of numbers has other slopes, one for each head. Slopes are not learned
+               and stay float32
     raises     TypeError, ValueError
 
     The `state_dict` holds the projections and sinks but not the layout, so it loads into a module with another layout
@@ -72,7 +82,7 @@ class SelfAttention(HoldsLayout):
         head_dim: int | None = None,
         sinks: bool = False,
         softcap: float | None = None,
-        alibi: bool = False,
+        alibi: bool | Sequence[float] = False,
     ) -> None:
         super().__init__()
         sizes = Heads.of(embed_dim, num_heads, kv_heads, head_dim, rope)
@@ -90,17 +100,23 @@ class SelfAttention(HoldsLayout):
         learns_sinks = boolean(sinks, "sinks", "a layout of first tokens that all attend to is masks.sink_window")
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if learns_sinks else None
         self.softcap = checked_softcap(softcap)
-        self.alibi = boolean(alibi, "alibi", "slopes of your own are for `attention`")
+        self.alibi = checked_alibi(alibi, num_heads)
         # a buffer, so that it moves with the weights
-        self.register_buffer("alibi_slopes", alibi_slopes(num_heads) if alibi else None, persistent=False)
+        self.register_buffer("alibi_slopes", self._slopes(), persistent=False)
         self._place_layout()
 
     def _place_layout(self) -> None:
         """Also restores the slopes, which a dtype conversion rounds and `to_empty` discards."""
         super()._place_layout()
-        device = self.qkv.weight.device
-        if self.alibi and device.type != "meta":
-            self.alibi_slopes = alibi_slopes(self.num_heads).to(device)
+        device, slopes = self.qkv.weight.device, self._slopes()
+        if slopes is not None and device.type != "meta":
+            self.alibi_slopes = slopes.to(device)
+
+    def _slopes(self) -> Tensor | None:
+        """The slopes of the heads, on the CPU."""
+        if isinstance(self.alibi, bool):
+            return alibi_slopes(self.num_heads) if self.alibi else None
+        return torch.tensor(self.alibi, dtype=torch.float32, device="cpu")
 
     def _table(self, rope: float, positions: Tensor | RotaryTable | None, x: Tensor, first: int) -> RotaryTable:
         """The rotary table of the input, after checks."""

@@ -57,7 +57,8 @@ def spelled_out(self: SelfAttention, x: Tensor, layout: BlockLayout | None) -> T
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.alibi:
             index = torch.arange(x.shape[1])
-            scores = scores - published_slopes(self.num_heads)[head] * (index[:, None] - index).abs()
+            slopes = published_slopes(self.num_heads) if self.alibi is True else self.alibi
+            scores = scores - slopes[head] * (index[:, None] - index).abs()
         attends = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool) if layout is None else layout.to_dense()[0, 0]
         if self.causal:
             attends = attends.tril()
@@ -107,6 +108,7 @@ OPTIONS = [
     {"alibi": True, "num_heads": 6, "embed_dim": 36, "causal": True},
     {"sinks": True, "softcap": 2, "alibi": True, "kv_heads": 2, "rope": 100.0, "causal": True},
     {"sinks": True, "alibi": True, "layout": None},
+    {"alibi": [1.0, 0.5, 0, -0.25], "rope": 100.0},
 ]
 
 
@@ -159,6 +161,9 @@ def test_slopes_are_no_weights_and_stay_as_they_are() -> None:
         empty = module(alibi=True)
     empty.load_state_dict(module().state_dict(), assign=True)
     assert torch.equal(empty(tokens()), module(alibi=True)(tokens()))
+    layer = module(alibi=(1, 0.3, 0.1, 0.0)).bfloat16()
+    assert torch.equal(layer.alibi_slopes, torch.tensor([1, 0.3, 0.1, 0.0])) and layer.alibi_slopes.is_cpu
+    assert "alibi=(1.0, 0.3, 0.1, 0.0)" in repr(layer)
 
 
 def test_a_module_that_changes_scores_compiles_and_is_copied() -> None:
@@ -363,7 +368,14 @@ def test_the_module_uses_what_attention_computes() -> None:
         ({"head_dim": 257}, ValueError, "head_dim must be at most 256, got 257"),
         ({"layout": BlockLayout.from_blocks([], [], 80, 64, block_size=16)}, ValueError, "as many queries as keys"),
         ({"sinks": 4}, TypeError, r"sinks must be True or False, got 4 \(int\); .* masks\.sink_window"),
-        ({"alibi": torch.ones(4)}, TypeError, "alibi must be True or False, got tensor"),
+        ({"alibi": torch.ones(4)}, TypeError, r"alibi must be True, False or a list of numbers, got Tensor; .*tolist"),
+        (
+            {"alibi": [1.0, True, 0.5, 0.1]},
+            TypeError,
+            "alibi must be .* a list of numbers, got one with True",
+        ),
+        ({"alibi": [1.0, 0.5]}, ValueError, "alibi must have num_heads=4 slopes, one for each head, got 2"),
+        ({"alibi": [1.0, 0.5, 1e39, 0.0]}, ValueError, r"alibi must have slopes .* finite as float32, got 1e\+39"),
         ({"softcap": 0}, ValueError, "softcap must be above 0 and finite, got 0.0; softcap=None caps nothing"),
         ({"softcap": True}, TypeError, r"softcap must be a float or an int, got True \(bool\)"),
         ({"layout": 3}, TypeError, r"layout must be a BlockLayout, a specification such as 'local\(window=256\)', a "),

@@ -106,6 +106,14 @@ def test_positions_tell_apart_what_differs_in_order_alone(task: Task, positions:
         assert torch.allclose(logits, classifier(other, lengths), atol=1e-5) is is_same
 
 
+def test_slopes_replace_those_of_alibi() -> None:
+    slopes = tuple(2.0**-head for head in range(model(WORDS).encoder.blocks[0].attention.num_heads))
+    classifier = model(WORDS, positions="rope+alibi", slopes=slopes)
+    assert all(block.attention.alibi_slopes.tolist() == [*slopes] for block in classifier.encoder.blocks)
+    with pytest.raises(ValueError, match="slopes must be None with positions 'rope', got"):
+        model(WORDS, positions="rope", slopes=slopes)
+
+
 def test_the_order_of_pixels_changes_nothing_but_what_the_mask_keeps() -> None:
     """Dense attention with positions that go along does not see an order."""
     x, lengths = tokens(PICTURE), torch.full((3, 1), 64, dtype=torch.int32)
