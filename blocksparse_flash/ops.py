@@ -283,9 +283,8 @@ class _DirectAttention(torch.autograd.Function):
             and tracing.can_launch_directly(q, k, v, dout, dlse, kv_lengths, seed)
             and not (dout.is_neg() or (dlse is not None and dlse.is_neg()))
         ):
-            return *launch_backward(
-                BackwardInputs(dout, dlse, q, k, v, out, lse), plan, kv_lengths, seed, ctx.spec
-            ), None
+            inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+            return *launch_backward(inputs, plan, kv_lengths, seed, ctx.spec), None
         none, wanted = (None,) * 4, [False] * 4
         arguments = (q, k, v, *none, out, lse, plan, [], kv_lengths, seed, *ctx.spec, wanted)
         return *_attention_backward(dout, dlse, *arguments)[:3], None
