@@ -169,12 +169,12 @@ class _Prepared(NamedTuple):
 
 def _prepared(call: _Call, layout: BlockLayout) -> _Prepared:
     """What the layout gives to the call. Cached if the call has no score mods and torch does not trace it."""
-    specs, spec = call.specs, call.spec
-    if specs is None or call.scores is not None:
+    if call.specs is None or call.scores is not None:
         return _prepare(call, layout)
     found: dict[Any, _Prepared] = layout._cache["calls"]
-    # all that `_prepare` reads of such a call
-    key = specs, call.q.device, spec.backend, spec.causal, call.kv_lengths is None, call.seed is None
+    # all that `_prepare` reads of such a call; its specs would be compared by identity, and pile up if they are evicted
+    q, spec, kv_heads, v_dim = call.q, call.spec, call.k.shape[1], call.v.shape[3]
+    key = q.device, q.shape, kv_heads, v_dim, spec.backend, spec.causal, call.kv_lengths is None, call.seed is None
     prepared = found.get(key)
     if prepared is None:
         prepared = found[key] = _prepare(call, layout)

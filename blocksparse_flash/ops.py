@@ -267,9 +267,7 @@ class _DirectAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, kv_lengths, seed, *plan)
         return out, lse
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_forward_mode()
+    jvp = staticmethod(_Attention.jvp)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:

@@ -289,7 +289,12 @@ def scattered_blocks() -> BlockLayout:
     return BlockLayout.from_block_mask(attends, 500, 500, block_size=16)
 
 
-@pytest.mark.parametrize("build", [global_tokens, scattered_blocks])
+def two_heads() -> BlockLayout:
+    """Other columns for each head: query heads that share keys have one order."""
+    return vertical_slash(500, 500, (0, 1), heads=2)
+
+
+@pytest.mark.parametrize("build", [global_tokens, scattered_blocks, two_heads])
 def test_calls_of_a_layout_get_what_a_new_one_would_give_them(build, monkeypatch):
     """What a layout has prepared for one call is used by calls of the same kind alone."""
     monkeypatch.undo()
@@ -313,22 +318,26 @@ def test_calls_of_a_layout_get_what_a_new_one_would_give_them(build, monkeypatch
         for options in ({}, {"kv_lengths": lengths}, {"dropout_p": 0.5, "seed": 0})
     ]
 
-    def plans_of(layout: BlockLayout, kind: dict[str, object], head_dim: int) -> list[Tensor]:
-        q = torch.zeros(1, 2, 500, head_dim, dtype=torch.bfloat16)
+    def plans_of(layout: BlockLayout, kind: dict[str, object], sizes: tuple[int, int, int]) -> list[Tensor]:
+        head_dim, v_dim, kv_heads = sizes
+        q, k, v = (
+            torch.zeros(1, heads, 500, dim, dtype=torch.bfloat16)
+            for heads, dim in ((2, head_dim), (kv_heads, head_dim), (kv_heads, v_dim))
+        )
         given.clear()
-        attention(q, q, q, layout, **kind)
+        attention(q, k, v, layout, **kind)
         (plan,) = given
         return plan
 
     expected = {
-        (number, head_dim): plans_of(build(), kind, head_dim)
+        (number, sizes): plans_of(build(), kind, sizes)
         for number, kind in enumerate(kinds)
-        for head_dim in (64, 128, 256)
+        for sizes in ((64, 64, 2), (64, 64, 1), (128, 128, 2), (256, 256, 2), (64, 256, 2), (256, 64, 2))
     }
     # else the test would not notice calls that share
     assert len({tuple(map(tuple, (tensor.shape for tensor in plan))) for plan in expected.values()}) > 2
     shared = build()
-    for (number, head_dim), plan in [*expected.items(), *reversed(expected.items())]:
-        found = plans_of(shared, kinds[number], head_dim)
-        assert len(found) == len(plan), (number, head_dim)
-        assert all(torch.equal(a, b) for a, b in zip(found, plan, strict=True)), (number, head_dim)
+    for (number, sizes), plan in [*expected.items(), *reversed(expected.items())]:
+        found = plans_of(shared, kinds[number], sizes)
+        assert len(found) == len(plan), (number, sizes)
+        assert all(torch.equal(a, b) for a, b in zip(found, plan, strict=True)), (number, sizes)
