@@ -24,9 +24,9 @@ BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
 AUTO_ON_GPU = ("hopper", "triton")
 # Gluon, the language of the Hopper kernels, changes from release to release
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
-# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. At 2^24 a
-# dense forward takes 201 us on `hopper`, 264 us on `triton`; at 2^23, 77 and 68 us (H200, 16 heads of 128, bf16)
-MIN_HOPPER_ELEMENTS = 1 << 24
+# "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. At 2^23 a
+# dense forward takes 58 us on `hopper`, 76 us on `triton`; at 2^22, 21 and 24 us (H200, 16 heads of 128, bf16)
+MIN_HOPPER_ELEMENTS = 1 << 23
 # of the kernels that iterate over tiles of 64 x 64
 MAX_FINE_HEAD_DIM = 128
 # "auto" also leaves calls with at most this many queries to `triton`, which splits their keys among programs

@@ -160,8 +160,8 @@ def test_traced_calls_leave_auto_to_the_operator(on_gpu, large):
 
 @pytest.mark.parametrize(
     ("length", "stride", "expected"),
-    # 2 * 131072 rows of 64 are just enough; one row less; rows that are not aligned to 16 bytes
-    [(131072, 64, "hopper"), (131071, 64, "triton"), (131072, 65, "triton")],
+    # 2 * 65536 rows of 64 are just enough; one row less; rows that are not aligned to 16 bytes
+    [(65536, 64, "hopper"), (65535, 64, "triton"), (65536, 65, "triton")],
 )
 def test_auto_chooses_hopper_where_it_pays(on_gpu, large, length, stride, expected):
     q = large.as_strided((1, 1, length, 64), (0, 0, stride, 1))
