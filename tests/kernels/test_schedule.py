@@ -243,7 +243,7 @@ def time_of_causal(n_lines: int, n_heads: int, n_in_turn: int) -> float:
 
 @pytest.mark.parametrize(
     ("n_lines", "n_heads", "expected"),
-    [(64, 8, 8), (64, 32, 8), (64, 9, 8), (64, 15, 8), (32, 32, 16), (128, 16, 4), (16, 128, 16), (512, 8, 1)],
+    [(64, 8, 8), (64, 32, 8), (64, 9, 8), (64, 15, 8), (32, 32, 16), (128, 16, 4), (16, 128, 32), (512, 8, 1)],
 )
 def test_causal_heads_in_turn_keep_all_sms_busy_to_the_end(n_lines, n_heads, expected):
     n_in_turn = heads_in_turn(n_lines, n_heads, N_SMS, 128 * n_lines, 128 * n_lines, is_uneven=True)
@@ -275,7 +275,7 @@ def test_lines_of_causal_calls_and_of_layouts_below_the_diagonal_are_uneven() ->
 def test_heads_follow_each_other_if_their_lines_are_equal_or_few():
     assert heads_in_turn(64, 8, N_SMS, 8192, 8192, is_uneven=False) == 1
     assert heads_in_turn(64, 1, N_SMS, 8192, 8192, is_uneven=True) == 1
-    assert heads_in_turn(1, 999, N_SMS, 100, 100, is_uneven=True) == 16
+    assert heads_in_turn(1, 999, N_SMS, 100, 100, is_uneven=True) == 32
     assert heads_in_turn(10**6, 8, N_SMS, 1 << 27, 1 << 27, is_uneven=True) == 1
     # a chunk of queries over a long cache
     assert heads_in_turn(8, 8, N_SMS, 1024, 8192, is_uneven=True) == 1

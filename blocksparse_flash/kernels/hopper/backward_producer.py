@@ -40,7 +40,14 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import load_int
 from .tma import bytes_of_rows, load_rows, tma_load
-from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
+from .work_tiles import (
+    WORK_TILE_STAGES,
+    find_line,
+    next_work_item,
+    steps_before_next,
+    write_end,
+    write_work_tile,
+)
 
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(7)
@@ -55,7 +62,7 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  tile columns of the plan; None without a layout
     kv_lengths_ptr    (batch,) keys of each batch element; None: kv_len
-    tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
+    tile_counter_ptr  counter of the tile scheduler; None: see next_work_item
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
     slopes_ptr, bias_ptr  see score_mods.ScoreMods
     bias_sums_ptr     (batch | 1, heads | 1, listed tiles + 1, TILE / BLOCK_Q, CONSUMER_WARPS) float32 sums of ds, for
@@ -357,11 +364,6 @@ def load(
     while i_work < n_work:
         work_tile = find_work_tile(ptrs, record_strides, i_work, sizes, GROUP, KEYS)
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
-        # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
-        if ptrs.tile_counter_ptr is None:
-            i_work = n_work
-        else:
-            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // n_heads
         i_kv_head = batch_head % n_heads
@@ -376,7 +378,10 @@ def load(
             i_head = i_kv_head * GROUP + i_group_head
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
             q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
+            n_before_next = gl.where(i_group_head == GROUP - 1, steps_before_next(steps.n_steps), -1)
             for i in range(steps.n_steps):
+                if i == n_before_next:
+                    i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
                 next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i + 1, BLOCK_Q)
                 load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
@@ -386,6 +391,9 @@ def load(
                         load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
                 n_loaded += 1
                 q_start = next_q_start
+            if n_before_next == steps.n_steps:
+                # the last head has no step
+                i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
         if KV_STAGES == 1:  # noqa: SIM102
             if n_loaded == n_before:
                 load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)

@@ -40,7 +40,7 @@ from ...runtime.tensor_spec import TensorSpecs, in_order_of, new_in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
-from ..schedule import Split, are_uneven, forward_columns, heads_in_turn, split_of
+from ..schedule import Split, are_uneven, forward_columns, heads_in_turn, needs_tile_counter, split_of
 from ..triton.combine_splits import combine_rows
 from .barriers import allocate_pipeline
 from .forward_consumer import mma
@@ -51,6 +51,10 @@ from .tma import DescriptorFactory, allocate_rows, allocate_tail, block_columns,
 from .work_tiles import WORK_TILE_STAGES
 
 # ---- configuration ----
+
+# least queries of causal tile rows of 192. H200, 32 heads of 64, us with 128 and 192: 4,096 tokens 165 and 180, 8,192
+# tokens 568 and 549
+MIN_CAUSAL_THREE_WARPGROUPS = 8192
 
 
 class Config(NamedTuple):
@@ -120,11 +124,14 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_war
     )
 
 
-def three_warpgroups_pay(q_len: int, n_batch_heads: int, n_programs: int) -> bool:
+def three_warpgroups_pay(q_len: int, n_batch_heads: int, n_programs: int, *, causal: bool) -> bool:
     """Whether tile rows of 192 queries finish no later than those of 128; few of them leave SMs idle.
 
-    A tile row of 192 queries takes 1.30 (dense) to 1.42 (causal) times as long, by the table in TUNING.md.
+    A tile row of 192 queries takes 1.30 (dense) to 1.42 (causal) times as long, by the table in TUNING.md. Causal ones
+    also compute more of what the mask removes: they pay from 8,192 tokens on.
     """
+    if causal and q_len < MIN_CAUSAL_THREE_WARPGROUPS:
+        return False
     of_three, of_two = (-(-(-(-q_len // side) * n_batch_heads) // n_programs) for side in (192, 128))
     return 4 * of_three <= 3 * of_two
 
@@ -223,7 +230,7 @@ class ForwardLaunches(NamedTuple):
     kernel            the launch of hopper_forward_kernel
     combine           the launch that combines the splits; None: no tile row is split
     n_split_floats    float32 values of the workspace of the splits
-    has_tile_counter  whether there are more work tiles than programs, which then take them from a counter
+    has_tile_counter  see needs_tile_counter
     """
 
     out: Memory
@@ -291,7 +298,7 @@ def forward_launches(
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
     has_whole_rows = not (has_layout or has_lengths or split.num_splits > 1)
-    three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, n_batch_heads, n_sms)
+    three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, n_batch_heads, n_sms, causal=causal)
     chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
     assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
@@ -337,7 +344,7 @@ def forward_launches(
         kernel=Launch(hopper_forward_kernel, (n_programs,), arguments, descriptor_factories),
         combine=combine_rows(split, records_shape, out.spec, arguments, columns_v),
         n_split_floats=split.floats(columns_v + 1, n_batch_heads),
-        has_tile_counter=n_work_tiles > n_sms,
+        has_tile_counter=needs_tile_counter(n_work_tiles, n_sms, are_fixed=not (has_layout or has_lengths)),
     )
 
 

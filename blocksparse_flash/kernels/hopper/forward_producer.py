@@ -44,7 +44,14 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, load_int
 from .tma import bytes_of_rows, load_rows
-from .work_tiles import WORK_TILE_STAGES, find_line, write_end, write_work_tile
+from .work_tiles import (
+    WORK_TILE_STAGES,
+    find_line,
+    next_work_item,
+    steps_before_next,
+    write_end,
+    write_work_tile,
+)
 
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(5)
@@ -60,7 +67,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr    number of keys of each batch element; None: kv_len
     sinks_ptr, slopes_ptr, bias_ptr  see score_mods.ScoreMods
     lse_ptr           output (batch, heads, q_len)
-    tile_counter_ptr  counter of the tile scheduler; None: one program per work tile
+    tile_counter_ptr  counter of the tile scheduler; None: see next_work_item
     splits_ptr        float32 workspace of split tile rows; None: no tile row is split
     """
 
@@ -258,11 +265,6 @@ def load(
     n_loaded = 0
     while i_work < n_work:
         batch_head, work_tile = find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL=CAUSAL, CONFIG=CONFIG)
-        # issued early, since the atomic has the latency of a load; without a counter this is the only work tile
-        if ptrs.tile_counter_ptr is None:
-            i_work = n_work
-        else:
-            i_work = gl.atomic_add(ptrs.tile_counter_ptr, 1) + gl.num_programs(0)
         write_work_tile(pipelines.work_tiles, i_tile, work_tile, WORK_TILE_INTS, WORK_TILE_STRIDE)
         i_batch = batch_head // sizes.n_heads
         i_head = batch_head % sizes.n_heads
@@ -272,12 +274,17 @@ def load(
             load_q(dout_desc, pipelines.dout, pipelines.dout_tails, i_tile, i_batch, i_head, q_start, CONFIG)
         i_kv_head = i_head // sizes.group
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
+        n_before_next = steps_before_next(work_tile.n_steps)
         for i_step in range(work_tile.n_steps):
+            if i_step == n_before_next:
+                i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)
             load_kv(k_desc, pipelines.k, pipelines.k_tails, n_loaded, i_batch, i_kv_head, kv_start)
             load_kv(v_desc, pipelines.v, pipelines.v_tails, n_loaded, i_batch, i_kv_head, kv_start)
             n_loaded += 1
             kv_start = next_kv_start
+        if work_tile.n_steps == 0:
+            i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
         i_tile += 1
     write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

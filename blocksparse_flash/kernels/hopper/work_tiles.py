@@ -14,6 +14,9 @@ from .registers import store_int
 
 # the consumers read one work tile while the producer writes the next
 WORK_TILE_STAGES = gl.constexpr(2)
+# steps of a work tile that are still to be loaded when the program takes its next one. If it did so at the start, the
+# programs with the longest would also take the longest of those left; at the end, the loads would wait for the counter
+STEPS_LEFT = gl.constexpr(2)
 # first value of a work tile that ends the consumers' loop
 END = gl.constexpr(-1)
 
@@ -35,6 +38,28 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
     producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
     store_int(work_tiles.buffers.index(stage * STRIDE), END)
     producer_commit(work_tiles, stage)
+
+
+@gluon.jit
+def steps_before_next(n_steps):
+    """Steps that a program loads of a work tile before it calls next_work_item."""
+    return gl.maximum(n_steps - STEPS_LEFT, 0)
+
+
+@gluon.jit
+def next_work_item(tile_counter_ptr, i_tile):
+    """The work item of this program after its i_tile-th.
+
+    Without a counter, rounds alternate in direction: programs with the longest items of one have the shortest of the
+    next.
+    """
+    n_programs = gl.num_programs(0)
+    if tile_counter_ptr is None:
+        i_round = i_tile + 1
+        i_program = gl.program_id(0)
+        return i_round * n_programs + gl.where(i_round % 2 == 0, i_program, n_programs - 1 - i_program)
+    else:
+        return gl.atomic_add(tile_counter_ptr, 1, sem="relaxed") + n_programs
 
 
 @gluon.jit

@@ -205,16 +205,21 @@ def test_wide_heads_are_accurate(check, layout, call):
     check(Simulation(seed=1), layout, call)
 
 
-@pytest.mark.parametrize("layout", [WINDOW, (113, 203)], ids=zoo.name_of)
-def test_no_tile_counter_with_a_program_per_work_tile(check, layout):
-    simulation = Simulation(seed=8, n_sms=99)
+# a program per work tile, and without a layout up to four
+@pytest.mark.parametrize(
+    ("layout", "n_sms", "expected"),
+    [(WINDOW, 99, False), (WINDOW, 7, True), ((113, 203), 99, False), ((300, 203), 6, False), ((300, 203), 2, True)],
+    ids=str,
+)
+def test_programs_take_work_tiles_from_a_counter_if_there_are_many(check, layout, n_sms, expected):
+    simulation = Simulation(seed=8, n_sms=n_sms)
     launches = []
     forward_launches = simulation.hopper_forward.forward_launches
     simulation.hopper_forward.forward_launches = lambda *key, is_uneven: (
         launches.append(forward_launches(*key, is_uneven=is_uneven)) or launches[-1]
     )
     check(simulation, layout, CALLS[0], backward=False)
-    assert launches and not any(launch.has_tile_counter for launch in launches)
+    assert launches and all(launch.has_tile_counter == expected for launch in launches)
 
 
 # of which deterministic calls at head_dim 64 take steps of 64 queries
@@ -449,7 +454,7 @@ def test_every_forward_configuration_is_accurate(check, monkeypatch, config, lay
 def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatch, config, lengths, call):
     simulation = Simulation(seed=5)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
-    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_: True)
+    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_, causal: True)
     check(simulation, lengths, call, backward=False)
 
 
@@ -477,7 +482,12 @@ def test_three_warpgroups_are_rejected_with_a_layout_or_kv_lengths(check, monkey
     ],
 )
 def test_wide_tile_rows_are_chosen_if_they_finish_first(q_len, n_batch_heads, expected):
-    assert three_warpgroups_pay(q_len, n_batch_heads, 132) == expected
+    assert three_warpgroups_pay(q_len, n_batch_heads, 132, causal=False) == expected
+
+
+def test_wide_tile_rows_are_chosen_for_long_causal_calls():
+    assert not three_warpgroups_pay(8191, 132, 132, causal=True)
+    assert three_warpgroups_pay(8192, 132, 132, causal=True)
 
 
 # scales at which the running maximum grows by more than the rescale threshold

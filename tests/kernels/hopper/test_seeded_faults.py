@@ -758,6 +758,26 @@ IN_TURN_FAULTS = {
         WORK_TILES, "n_batch_heads - first, n_in_turn", "n_in_turn, n_in_turn"
     ),
 }
+# of a program's next work tile, with and without a counter
+NEXT_ITEM_FAULTS = {
+    "rounds of programs overlap": Change(WORK_TILES, "n_programs - 1 - i_program", "n_programs - i_program"),
+    "a round left out": Change(WORK_TILES, "i_round = i_tile + 1", "i_round = i_tile + 2"),
+    "two work tiles taken during a tile row of one step": Change(
+        ROWS, "if work_tile.n_steps == 0:", "if work_tile.n_steps <= 1:"
+    ),
+    "two work tiles taken during a tile column of one step": Change(
+        COLS, "if n_before_next == steps.n_steps:", "if n_before_next >= steps.n_steps - 1:"
+    ),
+    "a work tile taken for each head of a group": Change(
+        COLS,
+        "gl.where(i_group_head == GROUP - 1, steps_before_next(steps.n_steps), -1)",
+        "steps_before_next(steps.n_steps)",
+    ),
+}
+NEXT_ITEM = [
+    Run(0, (300, 400), CAUSAL, n_sms=9, has_backward=False),
+    Run(1, zoo.PER_HEAD, zoo.Call(head_dim=64, dtype=BFLOAT16, kv_heads=1)),
+]
 IN_TURN = [Run(0, LONG_LINES, CAUSAL, n_in_turn=2), Run(1, (300, 270), CAUSAL, n_in_turn=3)]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
@@ -781,6 +801,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "wide heads": (WIDE_FAULTS, WIDE),
     "tails": (TAIL_FAULTS, TAILS),
     "heads in turn": (IN_TURN_FAULTS, IN_TURN),
+    "next work tile": (NEXT_ITEM_FAULTS, NEXT_ITEM),
 }
 # runs that must be accurate without a fault
 CORRECT_RUNS = {
@@ -812,7 +833,7 @@ def check_run(check, monkeypatch):
         simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
         forward, backward = simulation.hopper_forward, simulation.hopper_backward
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
-        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_: run.config.warpgroups == 3)
+        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_, causal: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
         if run.n_in_turn is not None:
             for module in (forward, backward):
