@@ -15,6 +15,7 @@ from blocksparse_flash.plan.layout_plans import Reordered
 from blocksparse_flash.plan_format import FINE_TILE, TILE
 from tests import test_zoo as zoo
 from tests.support.cases import Case
+from tests.support.forced_tiles import force_tile
 
 pytest.importorskip("triton", reason="needs Triton")
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def order_of(layout: BlockLayout, call: zoo.Call, device: torch.device = CPU) ->
 @pytest.mark.parametrize(("case", "call"), CASES, ids=[f"{case}-{call}" for case, call in CASES])
 def test_it_is_as_accurate_as_the_reference(case, call, tile, device, monkeypatch):
     assert order_of(case.build(), call) is not None
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+    force_tile(monkeypatch, tile)
     zoo.assert_backend_is_accurate("triton", case, call, device)
 
 
@@ -110,7 +111,7 @@ def test_it_is_as_accurate_as_the_reference(case, call, tile, device, monkeypatc
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, _ in CASES), ids=str)
 def test_hopper_is_as_accurate(case, call, tile, device, monkeypatch):
     assert order_of(case.build(), call) is not None
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+    force_tile(monkeypatch, tile)
     zoo.assert_backend_is_accurate("hopper", case, call, device)
 
 

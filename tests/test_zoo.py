@@ -26,6 +26,7 @@ from blocksparse_flash.functional import attention_with_lse
 from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
 from tests.support import cases, plain
 from tests.support.closeness import as_rows, assert_as_accurate, assert_in_input_order, buried, buried_inputs
+from tests.support.forced_tiles import force_tile
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 BACKENDS = ("eager", "triton", *(["hopper"] if HAS_HOPPER else []))
@@ -426,7 +427,7 @@ def assert_accurate(actual: list[Tensor], layout: Layout, call: Call, device: to
 @pytest.fixture(autouse=True)
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of 128 x 128 tiles, whatever the layout."""
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: TILE)
+    force_tile(monkeypatch, TILE)
 
 
 def values_of(backend: str, layout: Layout, call: Call) -> set[Any]:
@@ -484,7 +485,7 @@ ON_HOPPER = [("hopper", FINE_TILE), ("hopper", PIECE)] if HAS_HOPPER else []
 @pytest.mark.parametrize("index", range(len(cases.LAYOUTS)), ids=[str(layout) for layout in cases.LAYOUTS])
 def test_smaller_tiles_are_as_accurate(name, tile, index, device, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+    force_tile(monkeypatch, tile)
     calls = fine_calls(name, tile)
     # a step that shares no divisor with their number reaches every call; the interpreter is slow
     step = next(step for step in (7, 11, 13) if math.gcd(step, len(calls)) == 1)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from blocksparse_flash import dispatch
 from blocksparse_flash.plan_format import PIECE, TILE
+from tests.support.forced_tiles import force_tile
 
 # bytes; references in float64 of a few thousand tokens take more
 MOST_CACHED = 1 << 30
@@ -28,5 +28,5 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name, _, tile = request.param.partition("-")
     # a call with dropout runs on `triton`, which has no gathered tiles
     side = int(tile or TILE)
-    monkeypatch.setattr(dispatch, "tile_of", lambda by, *_, **__: TILE if (by, side) == ("triton", PIECE) else side)
+    force_tile(monkeypatch, lambda by, *_, **__: TILE if (by, side) == ("triton", PIECE) else side)
     return str(name)

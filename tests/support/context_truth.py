@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import masks
-from blocksparse_flash import BlockLayout, attention_with_lse, dispatch
+from blocksparse_flash import BlockLayout, attention_with_lse
 from blocksparse_flash import distributed as bd
 from blocksparse_flash.distributed import communication
 from blocksparse_flash.plan_format import TILE
 from tests.support import closeness
+from tests.support.forced_tiles import forced_tile
 
 # seven tiles of 128, the last one ragged; no number of ranks divides them
 LENGTH = 820
@@ -138,7 +138,7 @@ def interpreted(name: str, length: int) -> Whole:
     wide = whole(name, length, (2, 1))
     inputs, douts = [t.float() for t in wide[:3]], [t.float() for t in wide[3:5]]
     # several GPUs have no tiles of 64 x 64, which would sum in another order
-    with mock.patch.object(dispatch, "tile_of", lambda *_, **__: TILE):
+    with forced_tile(TILE):
         same = results_of_one_process(layout_of(name, length), inputs, douts, "triton")
     return Whole(*inputs, *douts, wide.truth, same)
 

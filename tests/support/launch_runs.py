@@ -15,6 +15,7 @@ from torch import Tensor
 from blocksparse_flash import attention_with_lse, dispatch
 from tests.support import plain
 from tests.support.closeness import as_rows, assert_as_accurate, assert_in_input_order, buried_inputs
+from tests.support.forced_tiles import forced_tile
 from tests.support.launch_tables import Call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +76,7 @@ def run(call: Call) -> list[Tensor]:
     layout, variant = call.layout(), call.variant
     # by the variant, not by the layout, whose tokens keep their order
     with (
-        mock.patch.object(dispatch, "tile_of", lambda *_, **__: variant.tile),
+        forced_tile(variant.tile),
         mock.patch.object(dispatch, "can_reorder", lambda *_, **__: False),
     ):
         out, lse = attention_with_lse(

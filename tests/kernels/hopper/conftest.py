@@ -14,6 +14,7 @@ from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.support import cases
 from tests.support.closeness import assert_as_accurate, buried_inputs
+from tests.support.forced_tiles import force_tile
 
 if TYPE_CHECKING:
     # imports Triton
@@ -40,11 +41,8 @@ def check(monkeypatch):
             kernels = simulation.fine_forward.forward, simulation.fine_backward.backward
             # the gradient of slopes needs tiles of 128
             call = dataclasses.replace(call, are_slopes_fixed=call.has_slopes)
-        if isinstance(layout, cases.Case):
-            # a layout keeps the plan of a kind of call, whose tile `tile_of` below changes
-            layout.build()._cache["calls"].clear()
         monkeypatch.setattr(ops, "_kernels", lambda *_: kernels)
-        monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+        force_tile(monkeypatch, tile)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         tensors = zoo.inputs(layout, call)
         tensors = buried_inputs(tensors)

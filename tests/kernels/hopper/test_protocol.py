@@ -26,6 +26,7 @@ from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.kernels.triton import test_combine_splits
 from tests.support import cases
+from tests.support.forced_tiles import force_tile
 from tests.support.gluon_simulator import Simulation
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter: a GPU runs the kernels")
@@ -308,7 +309,7 @@ def test_splits_give_the_same_bits_under_every_order_of_events(monkeypatch):
     for seed in range(3):
         simulation = split(Simulation(seed=seed, n_sms=1 + seed), 3, 2)
         monkeypatch.setattr(ops, "_kernels", lambda *_, s=simulation: (s.forward, s.backward))
-        monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: TILE_SIDE)
+        force_tile(monkeypatch, TILE_SIDE)
         monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
         call = zoo.Call(head_dim=64, kv_heads=1, dtype=BFLOAT16)
         out, lse, _, *rest = zoo.run("hopper", WINDOW, call, zoo.inputs(WINDOW, call), CPU)

@@ -14,12 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 import masks
-from blocksparse_flash import attention_with_lse, dispatch
+from blocksparse_flash import attention_with_lse
 from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.triton import combine_splits
 from blocksparse_flash.plan_format import FINE_TILE, PIECE, side_of, tile_of
 from blocksparse_flash.runtime.tensor_spec import spec_of
 from tests import test_zoo as zoo
+from tests.support.forced_tiles import force_tile
 
 needs_hopper = pytest.mark.skipif(not zoo.HAS_HOPPER, reason="needs compute capability 9.0")
 
@@ -185,7 +186,7 @@ def test_split_lines_are_as_accurate_as_the_reference(
 def test_split_lines_of_smaller_tiles_are_as_accurate(
     index: int, n_lines: int, tile: int, split_lines: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+    force_tile(monkeypatch, tile)
     split_lines(forced(3, n_lines))
     calls = zoo.fine_calls("hopper", tile)
     call = calls[(7 * index + n_lines) % len(calls)]
@@ -201,7 +202,7 @@ def test_runs_with_splits_are_bitwise_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Three runs; dq only with deterministic=True."""
-    monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+    force_tile(monkeypatch, tile)
     length = 2000
     layout = masks.bigbird(length, seed=1) | masks.local(length, window=77)
     torch.manual_seed(0)
@@ -241,7 +242,7 @@ def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, tile:
 
     modules = forward, backward, fine_forward, fine_backward
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dispatch, "tile_of", lambda *_, **__: tile)
+        force_tile(patched, tile)
         for module in modules:
             patched.setattr(module, "split_of", lambda *args: chosen.append(split_of(*args)) or chosen[-1])
         split = run()

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blocksparse_flash import dispatch
 from blocksparse_flash.kernels import arguments
 from blocksparse_flash.kernels.arguments import Tuning
 from blocksparse_flash.kernels.triton import backward, forward
@@ -20,6 +19,7 @@ from blocksparse_flash.plan_format import TILE
 from blocksparse_flash.runtime import launch
 from tests import test_zoo as zoo
 from tests.support import cases
+from tests.support.forced_tiles import force_tile
 
 # The joint launch runs 16-bit types up to head_dim 128, without dropout and without score mods other than sinks.
 # Float16: Triton's interpreter truncates bfloat16, which adds up in the gradient of sinks, a sum over all queries
@@ -66,7 +66,7 @@ def launched(monkeypatch):
             monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
         monkeypatch.setattr(launch.Launch, "__call__", record)
         # in tiles of 64 all blocks have 64 queries
-        monkeypatch.setattr(dispatch, "tile_of", lambda *_, **__: TILE)
+        force_tile(monkeypatch, TILE)
         return names
 
     return force
