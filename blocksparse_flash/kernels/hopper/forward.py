@@ -3,7 +3,8 @@
 Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, head_dim), lse (batch, heads, q_len).
 head_dim is padded to 64, 96, 128, 192 or 256 columns, and that of v and out too (schedule.forward_columns). Of 96 and
 192 columns, the last third is a tensor of its own, the tail (tma.py); DIM and DIM_V are the columns without it. The
-kernel is persistent: one program per SM.
+kernel is persistent: one program per SM, which takes work tiles from a counter, or has a few that are assigned in
+advance (work_tiles.next_work_item).
 
     producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
     tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
