@@ -237,17 +237,12 @@ def _other_gpus(lines: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def other_gpus_values(lines: pd.DataFrame) -> list[Value]:
-    """Rates on other GPUs relative to the first one, and speed-ups there."""
-    keys = [key for key in measurements.IDENTITY if key != "device"]
-    found = []
-    for each in _other_gpus(lines):
-        shown = main_lines(each)
-        both = select(shown, is_ours=True).merge(most(lines), on=keys, suffixes=("", "_first"))
-        for line in both.sort_values("by", kind="stable").itertuples():
-            ratio = line.tflops / line.tflops_first
-            found.append(Value(f"TFLOP/s on {line.device}", line.by, line.device_first, line.direction, "", ratio))
-        found += summaries.speedups(shown, f"{summaries.SPEEDUP} on {shown['device'].iloc[0]}")
-    return found
+    """Speed-ups on other GPUs than the first one."""
+    return [
+        value
+        for shown in map(main_lines, _other_gpus(lines))
+        for value in summaries.speedups(shown, f"{summaries.SPEEDUP} on {shown['device'].iloc[0]}")
+    ]
 
 
 def other_gpus_section(lines: pd.DataFrame) -> str:

@@ -111,19 +111,34 @@ def commits(lines: pd.DataFrame) -> str:
     return f"commit{'s' if len(found) > 1 else ''} {', '.join(found)}"
 
 
+def by_commit(lines: pd.DataFrame) -> str:
+    """`a1b2c3d: cuDNN 4; 91be004+: FlexAttention 12, cuDNN 8`: the figures of each library at each commit."""
+    found = []
+    for commit, at_commit in lines.groupby("commit", sort=False):
+        counts = at_commit["by"].value_counts(sort=False)
+        found.append(f"{commit}: {', '.join(f'{by} {counts[by]}' for by in providers(at_commit))}")
+    return "; ".join(found)
+
+
 def order_of_timing(lines: pd.DataFrame) -> str:
-    """Whether timing was interleaved across libraries, as a sentence that names the exceptions."""
+    """Sentences on whether timing was interleaved across libraries, and which commit measured what if several did."""
     alone = lines["commit"].isin(ONE_BY_ONE)
     if alone.all():
         return "The libraries were timed one after another."
-    whole = [by for by in providers(lines) if alone[lines["by"] == by].all()]
-    rest = lines[alone & ~lines["by"].isin(whole)]
-    cases = dict.fromkeys(
-        f"the {DIRECTIONS[line.direction]} of `{line.pattern}` at head dimension {line.head_dim}"
-        for line in rest.itertuples()
+    exceptions = []
+    for by in providers(lines):
+        of_library = alone[lines["by"] == by]
+        if of_library.all():
+            exceptions.append(by)
+        elif of_library.any():
+            exceptions.append(f"{of_library.sum()} of {len(of_library)} figures of {by}")
+    excepted = f", except {' and '.join(exceptions)}" if exceptions else ""
+    if lines["commit"].nunique() == 1:
+        return f"Timing was interleaved across libraries{excepted}."
+    return (
+        f"Timing was interleaved across the libraries that the same commit measured{excepted}. Number of figures by "
+        f"commit: {by_commit(lines)}."
     )
-    exceptions = " and ".join([*whole, *cases])
-    return f"Timing was interleaved across libraries{f', except {exceptions}' if exceptions else ''}."
 
 
 def matmul_rate(lines: pd.DataFrame, shown: pd.DataFrame) -> float | None:

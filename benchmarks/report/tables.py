@@ -101,9 +101,13 @@ def small_calls(lines: pd.DataFrame) -> str:
     """Speed-ups of small calls; "" without lines."""
     if lines.empty:
         return ""
+    by_clock = "; ".join(
+        f"{name}: {measurements.by_commit(select(lines, clock=clock))}" for clock, name in CLOCKS.items()
+    )
     return joined(
         f"{_small_caption(lines)} ([all of them](benchmarks/results/small.md)). Speed-up: time of the baseline divided "
-        "by our time; `slower` counts the cases in which ours takes longer.",
+        "by our time; `slower` counts the cases in which ours takes longer. Timing was interleaved across the "
+        f"libraries that the same commit measured. Number of figures by commit, {by_clock}.",
         ranges(small_values(lines), "measurement", "backend", "baseline"),
     )
 

@@ -207,10 +207,10 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     return split_of(call.plan or (), first, call.q_shape, call.k_shape, call.causal, n_sms)
 
 
-def _tile_counter(call: Call, first: int, n_sms: int, *, are_fixed: bool = False) -> int:
+def _tile_counter(call: Call, first: int, n_sms: int, *, is_plain_forward: bool = False) -> int:
     """Bytes of the counter from which `hopper` programs take tile rows (first = 0) or columns (3), if needed.
 
-    are_fixed  see needs_tile_counter
+    is_plain_forward  see needs_tile_counter
     """
     if call.is_fine:
         return 0
@@ -221,7 +221,7 @@ def _tile_counter(call: Call, first: int, n_sms: int, *, are_fixed: bool = False
     if first and _is_wide(call):
         # the kernel for wide heads has two work tiles per tile column
         n_programs *= 2
-    return FLOAT if needs_tile_counter(n_programs, n_sms, are_fixed=are_fixed) else 0
+    return FLOAT if needs_tile_counter(n_programs, n_sms, is_plain_forward=is_plain_forward) else 0
 
 
 def _parts(call: Call, first: int, n_sms: int) -> int:
@@ -346,8 +346,8 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the tile counter, and what the splits of rows write
         parts = _parts(call, 0, n_sms)
-        are_fixed = call.plan is None and not call.has_kv_lengths
-        workspace += _copies(call) + _tile_counter(call, 0, n_sms, are_fixed=are_fixed) + parts
+        is_plain = call.plan is None and not call.has_kv_lengths
+        workspace += _copies(call) + _tile_counter(call, 0, n_sms, is_plain_forward=is_plain) + parts
         if call.v_dim % 8:
             # the padding of the last row is not allocated
             filling = _padded(call.v_dim) - call.v_dim

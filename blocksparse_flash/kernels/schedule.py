@@ -1,8 +1,8 @@
 """Scheduling of the kernels, from shapes alone: splits of tile rows and columns, order of heads, how dQ is summed.
 
-A line is the work of one program: a tile row of the forward or of the kernel for dQ, or a tile column of the backward
-for all query heads of a group. Lines longer than an SM's fair share are split, since all other programs would wait for
-them.
+A line is the unit of scheduling: a tile row of the forward or of the kernel for dQ, or a tile column of the backward
+for all query heads of a group, or for one (sums_over_heads). Lines longer than an SM's fair share are split, since all
+other SMs would wait for them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ MAX_WAVES = 4
 # cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
 # estimates, checked on an H200: see triton/TUNING.md
 SPLIT_COST, COMBINE_COST = 2, 4
-# most heads whose lines are taken in turn: the memory of more does not fit into L2 in the backward
+# largest result of heads_in_turn, which only lines of at most eight tiles reach: with 128, what the heads of a backward
+# read does not fit into L2
 MAX_HEADS_IN_TURN = 32
-# most work tiles per program that are assigned in advance, in calls without a layout: zeroing a tile counter takes 2 to
-# 3 us of the GPU. With 16 per program, causal calls are slower without one: 290 us, with a counter 248 (H200)
-MAX_FIXED_ROUNDS = 4
+# most waves of a static tile scheduler: the counter of the dynamic one is zeroed by a launch, 2 to 3 us of the GPU. In
+# 16 waves, causal tile rows end too unevenly (8 x 2,048 tokens, 16 heads of 128, H200: static 290 us, dynamic 248)
+MAX_STATIC_WAVES = 4
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
 # dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
@@ -181,23 +182,23 @@ def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_l
 
     In causal calls lines get shorter, down to one tile if q_len == kv_len. Head after head, the first line of the last
     head would begin late, and all other SMs would wait for it. Heads in turn have at least as much work for each SM as
-    one such line.
+    one such line, unless there are too few heads or MAX_HEADS_IN_TURN is reached.
 
     is_uneven  whether the lines differ in length: are_uneven, and with sums over heads
     """
     if not is_uneven or kv_len > 2 * q_len:
-        # the shortest line has more than half as many tiles as the longest
+        # the shortest tile row has more than half as many tiles as the longest, and most tile columns are equal
         return 1
     needed = math.ceil(2 * n_sms / n_lines)
     return min(1 << (needed - 1).bit_length(), MAX_HEADS_IN_TURN, n_batch_heads)
 
 
-def needs_tile_counter(n_work_tiles: int, n_sms: int, *, are_fixed: bool) -> bool:
-    """Whether the programs of a forward, one per SM, take work tiles from a counter, which a launch sets to zero.
+def needs_tile_counter(n_work_tiles: int, n_sms: int, *, is_plain_forward: bool = False) -> bool:
+    """Whether the programs of a `hopper` launch, one per SM, take work tiles from a counter (a dynamic tile scheduler).
 
-    are_fixed  whether the host knows the lengths of all lines: no layout, no kv_lengths
+    is_plain_forward  a forward without layout and kv_lengths, whose tile rows get steadily shorter or are all equal
     """
-    return n_work_tiles > n_sms * (MAX_FIXED_ROUNDS if are_fixed else 1)
+    return n_work_tiles > n_sms * (MAX_STATIC_WAVES if is_plain_forward else 1)
 
 
 def split_of(

@@ -265,7 +265,7 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield name, dim, "cap" if rest["cap"] is not None else "no cap"
         yield from ((name, dim, word) for word in _features(rest, given))
         if given["tile_counter_ptr"] is None and rest["n_lines"] * rest["n_batch_heads"] > each._grid[0]:
-            yield name, dim, "rounds without a counter"
+            yield name, dim, "static waves"
     elif name == "hopper_backward":
         dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
@@ -460,7 +460,7 @@ def _known_hopper() -> Iterator[Key]:
         of_rows = hopper_forward.config(columns, has_layout, has_lengths, three_warpgroups)
         yield "hopper_forward", dim, has_layout, has_lengths, of_rows
     for dim in of_rows_dims:
-        words = "split", "queued", "one round", "rounds without a counter", "cap", "no cap", "bias"
+        words = "split", "queued", "one round", "static waves", "cap", "no cap", "bias"
         yield from (("hopper_forward", dim, word) for word in words)
         yield "combine_rows", dim[1] if isinstance(dim, tuple) else dim
         columns = dim if isinstance(dim, tuple) else (dim, dim)

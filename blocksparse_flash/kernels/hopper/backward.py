@@ -62,6 +62,7 @@ from ..schedule import (
     backward_columns,
     heads_in_turn,
     is_dq_separate,
+    needs_tile_counter,
     split_of,
     sums_over_heads,
 )
@@ -418,7 +419,7 @@ def backward_launches(
         workspaces=(
             None if alone else dq,
             dq_sum,
-            contiguous(torch.int32, 1) if n_programs > n_sms else None,
+            contiguous(torch.int32, 1) if needs_tile_counter(n_programs, n_sms) else None,
             splits,
             sums_dk,
             sums_dv,

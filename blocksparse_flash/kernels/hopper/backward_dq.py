@@ -30,7 +30,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, TileLists, strides_of_records
-from ..schedule import Split, heads_in_turn
+from ..schedule import Split, heads_in_turn, needs_tile_counter
 from ..triton.combine_splits import sum_splits
 from ..triton.tile import TILE, clamped_kv_len, head_base
 from .barriers import allocate_pipeline, consumer_release, consumer_wait
@@ -100,7 +100,7 @@ def dq_config(columns: int, *, has_sums_and_mods: bool = False) -> Config:
 
 # registers per thread of the consumers, and of the producer warp
 REGISTERS = gl.constexpr(240)
-PRODUCER_REGISTERS = gl.constexpr(24)
+PRODUCER_REGISTERS = gl.constexpr(32)
 
 
 class Pointers(NamedTuple):
@@ -491,7 +491,7 @@ def dq_launches(
         dq=dq,
         kernel=Launch(hopper_dq_kernel, (min(n_work, n_sms),), arguments, descriptor_factories),
         sum_rows=sum_splits(split, lists[0], dq_spec, None, summed, (cols, 16)),
-        tile_counter=contiguous(torch.int32, 1) if n_work > n_sms else None,
+        tile_counter=contiguous(torch.int32, 1) if needs_tile_counter(n_work, n_sms) else None,
         splits=contiguous(torch.float32, n_floats) if n_floats else None,
         bias_sums=bias_sums,
     )

@@ -5,13 +5,14 @@ tile column for one query head (schedule.sums_over_heads). Beyond head_dim 128, 
 (wide_dkdv.py).
 
     producer                                      consumers (two warpgroups)
-    scheduler: find the next work tile
+    tile scheduler: read the work tile
     work_tiles: acquire, write, commit        ->  wait, read, release
     kv:         acquire, TMA load of K, V     ->  wait, use in every step, release
     q:          acquire, TMA load of Q, LSE   ->  wait, wgmma, release               (once per step of BLOCK_Q queries)
     dout:       acquire, TMA load of dO, delta -> wait, wgmma, release               (once per step)
 
-The producer runs ahead: while the consumers finish one work tile, it already loads the next.
+The producer runs ahead: while the consumers finish one work tile, it already loads the next, whose index it asks the
+tile scheduler for two steps before the end of its loads (work_tiles.py).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from .tma import bytes_of_rows, load_rows, tma_load
 from .work_tiles import (
     WORK_TILE_STAGES,
     find_line,
+    is_before_last_steps,
     next_work_item,
-    steps_before_next,
     write_end,
     write_work_tile,
 )
@@ -378,9 +379,8 @@ def load(
             i_head = i_kv_head * GROUP + i_group_head
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
             q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
-            n_before_next = gl.where(i_group_head == GROUP - 1, steps_before_next(steps.n_steps), -1)
             for i in range(steps.n_steps):
-                if i == n_before_next:
+                if (i_group_head == GROUP - 1) & is_before_last_steps(steps.n_steps, i):
                     i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
                 next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i + 1, BLOCK_Q)
@@ -391,8 +391,7 @@ def load(
                         load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
                 n_loaded += 1
                 q_start = next_q_start
-            if n_before_next == steps.n_steps:
-                # the last head has no step
+            if (i_group_head == GROUP - 1) & (steps.n_steps == 0):
                 i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
         if KV_STAGES == 1:  # noqa: SIM102
             if n_loaded == n_before:

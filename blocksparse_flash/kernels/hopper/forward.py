@@ -3,8 +3,8 @@
 Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, head_dim), lse (batch, heads, q_len).
 head_dim is padded to 64, 96, 128, 192 or 256 columns, and that of v and out too (schedule.forward_columns). Of 96 and
 192 columns, the last third is a tensor of its own, the tail (tma.py); DIM and DIM_V are the columns without it. The
-kernel is persistent: one program per SM, which takes work tiles from a counter, or has a few that are assigned in
-advance (work_tiles.next_work_item).
+kernel is persistent: one program per SM, whose tile scheduler is dynamic, with an atomic counter, or static for a
+few work tiles (work_tiles.next_work_item).
 
     producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
     tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
@@ -345,7 +345,7 @@ def forward_launches(
         kernel=Launch(hopper_forward_kernel, (n_programs,), arguments, descriptor_factories),
         combine=combine_rows(split, records_shape, out.spec, arguments, columns_v),
         n_split_floats=split.floats(columns_v + 1, n_batch_heads),
-        has_tile_counter=needs_tile_counter(n_work_tiles, n_sms, are_fixed=not (has_layout or has_lengths)),
+        has_tile_counter=needs_tile_counter(n_work_tiles, n_sms, is_plain_forward=not (has_layout or has_lengths)),
     )
 
 

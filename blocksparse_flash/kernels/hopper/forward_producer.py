@@ -4,12 +4,13 @@ A program has one producer warp and two or three consumer warpgroups (forward.py
 head, or one split of it. For each work tile:
 
     producer                                consumers
-    scheduler: find the next work tile
+    tile scheduler: read the work tile
     work_tiles  acquire, write, commit  ->  wait, read, release
     q           acquire, TMA load       ->  wait, wgmma in every step, release
     k, v        acquire, TMA load       ->  wait, wgmma, release                  once per step of BLOCK_KV keys
 
-The producer runs ahead: while the consumers finish one work tile, it loads the next.
+The producer runs ahead: while the consumers finish one work tile, it loads the next, whose index it asks the tile
+scheduler for two steps before the end of its loads (work_tiles.py).
 
 Buffers in shared memory
     work_tiles  int32, two work tiles
@@ -47,8 +48,8 @@ from .tma import bytes_of_rows, load_rows
 from .work_tiles import (
     WORK_TILE_STAGES,
     find_line,
+    is_before_last_steps,
     next_work_item,
-    steps_before_next,
     write_end,
     write_work_tile,
 )
@@ -274,9 +275,8 @@ def load(
             load_q(dout_desc, pipelines.dout, pipelines.dout_tails, i_tile, i_batch, i_head, q_start, CONFIG)
         i_kv_head = i_head // sizes.group
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
-        n_before_next = steps_before_next(work_tile.n_steps)
         for i_step in range(work_tile.n_steps):
-            if i_step == n_before_next:
+            if is_before_last_steps(work_tile.n_steps, i_step):
                 i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)

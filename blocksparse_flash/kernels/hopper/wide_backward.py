@@ -25,7 +25,7 @@ from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, are_uneven, backward_columns, heads_in_turn, split_of
+from ..schedule import Split, are_uneven, backward_columns, heads_in_turn, needs_tile_counter, split_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from .backward_dq import DqLaunches, dq_launches
@@ -124,7 +124,7 @@ def backward_launches(
         dq=dq_launches(specs, columns, by_rows, of_rows, options, mods, is_uneven=is_uneven),
         outputs=(dk, dv, contiguous(torch.float32, 2, batch * heads * n_padded)),
         workspaces=(
-            contiguous(torch.int32, 1) if n_work > n_sms else None,
+            contiguous(torch.int32, 1) if needs_tile_counter(n_work, n_sms) else None,
             contiguous(torch.float32, n_floats) if n_floats else None,
         ),
     )

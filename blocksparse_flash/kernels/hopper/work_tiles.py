@@ -1,6 +1,7 @@
 """Work tiles in shared memory: the producer writes them, every consumer warpgroup reads them.
 
-A work tile is a NamedTuple of int32 values; the `work_tiles` pipeline holds its first values, one after the other.
+A work item is the index of a work tile in launch order. A work tile is a NamedTuple of int32 values; the `work_tiles`
+pipeline holds its first values, one after the other.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from .registers import store_int
 
 # the consumers read one work tile while the producer writes the next
 WORK_TILE_STAGES = gl.constexpr(2)
-# steps of a work tile that are still to be loaded when the program takes its next one. If it did so at the start, the
-# programs with the longest would also take the longest of those left; at the end, the loads would wait for the counter
+# steps of a work tile that are still to be loaded when the producer asks for the next work item. At the start, the
+# program with the longest work tile would also get one of the longest of those left, and the loads of its first would
+# wait for the atomic; after the last load, those of the next would
 STEPS_LEFT = gl.constexpr(2)
 # first value of a work tile that ends the consumers' loop
 END = gl.constexpr(-1)
@@ -41,23 +43,22 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def steps_before_next(n_steps):
-    """Steps that a program loads of a work tile before it calls next_work_item."""
-    return gl.maximum(n_steps - STEPS_LEFT, 0)
+def is_before_last_steps(n_steps, i_step):
+    """Whether a program calls next_work_item before it loads step i_step of a work tile, if that has any."""
+    return n_steps - i_step == gl.minimum(n_steps, STEPS_LEFT)
 
 
 @gluon.jit
 def next_work_item(tile_counter_ptr, i_tile):
-    """The work item of this program after its i_tile-th.
+    """The work item of this program after its i_tile-th: from the counter, or static if there is none.
 
-    Without a counter, rounds alternate in direction: programs with the longest items of one have the shortest of the
-    next.
+    Static waves alternate in direction: programs with the longest items of one have the shortest of the next.
     """
     n_programs = gl.num_programs(0)
     if tile_counter_ptr is None:
-        i_round = i_tile + 1
+        i_wave = i_tile + 1
         i_program = gl.program_id(0)
-        return i_round * n_programs + gl.where(i_round % 2 == 0, i_program, n_programs - 1 - i_program)
+        return i_wave * n_programs + gl.where(i_wave % 2 == 0, i_program, n_programs - 1 - i_program)
     else:
         return gl.atomic_add(tile_counter_ptr, 1, sem="relaxed") + n_programs
 

@@ -69,14 +69,13 @@ SWEPT = [
 
 
 def test_other_gpus_have_their_own_rows() -> None:
-    """Tables and pictures show the GPU with the most lines; the main benchmark on others is compared with it."""
+    """Tables and pictures show the GPU with the most lines; the main benchmark on others has a section."""
     here = [of(one, pattern=name, ms=ms) for one, ms in ((TRITON, 2.0), (FLEX, 4.0)) for name in ("local", "random")]
     there = [{**one, "device": "other", "tflops": 90.0 if one["pattern"] == "local" else 110.0} for one in here[:3]]
     swept = [{**one, "device": "other"} for one in SWEPT[:2]]
     lines = frame([*there, *here, *SWEPT, *swept])
     assert attention.most(lines)["ms"].tolist() == [one["ms"] for one in [*here, *SWEPT]]
     assert rows_of(summaries.ranges(attention.other_gpus_values(lines), "measurement", "backend", "baseline")) == [
-        "| TFLOP/s on other | blocksparse_flash, triton | GPU | 2 | 0.90 | 0.99 | 1.10 | - |",
         "| speed-up on other | blocksparse_flash, triton | FlexAttention | 1 | 2.00 | 2.00 | 2.00 | 0 |",
     ]
     section = attention.other_gpus_section(lines)
@@ -249,12 +248,15 @@ def test_what_was_not_timed_in_turns_is_named() -> None:
     old = measurements.ONE_BY_ONE[0]
     turns = [of(one, direction=way) for one in (TRITON, FLEX) for way in ("fwd", "bwd")]
     assert measurements.order_of_timing(frame(turns)) == "Timing was interleaved across libraries."
-    cudnn = of(CUDNN, commit=old)
+    cudnn, new = of(CUDNN, commit=old), turns[0]["commit"]
+    among = "Timing was interleaved across the libraries that the same commit measured"
+    ours = f"{new}: blocksparse_flash, triton 2, FlexAttention 2"
     assert measurements.order_of_timing(frame([*turns, cudnn])) == (
-        "Timing was interleaved across libraries, except cuDNN."
+        f"{among}, except cuDNN. Number of figures by commit: {ours}; {old}: cuDNN 1."
     )
     assert measurements.order_of_timing(frame([*turns, cudnn, of(FLEX, commit=old, pattern="random")])) == (
-        "Timing was interleaved across libraries, except cuDNN and the forward of `random` at head dimension 64."
+        f"{among}, except 1 of 3 figures of FlexAttention and cuDNN. Number of figures by commit: {ours}; {old}: "
+        "FlexAttention 1, cuDNN 1."
     )
     assert measurements.order_of_timing(frame([cudnn])) == "The libraries were timed one after another."
 

@@ -760,18 +760,16 @@ IN_TURN_FAULTS = {
 }
 # of a program's next work tile, with and without a counter
 NEXT_ITEM_FAULTS = {
-    "rounds of programs overlap": Change(WORK_TILES, "n_programs - 1 - i_program", "n_programs - i_program"),
-    "a round left out": Change(WORK_TILES, "i_round = i_tile + 1", "i_round = i_tile + 2"),
+    "static waves overlap": Change(WORK_TILES, "n_programs - 1 - i_program", "n_programs - i_program"),
+    "a static wave left out": Change(WORK_TILES, "i_wave = i_tile + 1", "i_wave = i_tile + 2"),
     "two work tiles taken during a tile row of one step": Change(
         ROWS, "if work_tile.n_steps == 0:", "if work_tile.n_steps <= 1:"
     ),
     "two work tiles taken during a tile column of one step": Change(
-        COLS, "if n_before_next == steps.n_steps:", "if n_before_next >= steps.n_steps - 1:"
+        COLS, "(steps.n_steps == 0)", "(steps.n_steps <= 1)"
     ),
     "a work tile taken for each head of a group": Change(
-        COLS,
-        "gl.where(i_group_head == GROUP - 1, steps_before_next(steps.n_steps), -1)",
-        "steps_before_next(steps.n_steps)",
+        COLS, "if (i_group_head == GROUP - 1) & is_before", "if is_before"
     ),
 }
 NEXT_ITEM = [
