@@ -142,7 +142,7 @@ KNOWN_SPILLS = {
     ("hopper_backward_kernel", 64, True, True): 116,
     ("hopper_backward_kernel", 128, False, False): 560,
     ("hopper_backward_kernel", 128, True, False): 400,
-    ("hopper_backward_kernel", 128, False, True): 888,
+    ("hopper_backward_kernel", 128, False, True): 732,
     ("hopper_backward_kernel", 128, True, True): 748,
     # up to three words, stored once per program and loaded once per tile row
     ("hopper_forward_kernel", 128, True, False): 44,

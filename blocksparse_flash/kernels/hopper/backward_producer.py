@@ -12,7 +12,7 @@ tile column for one query head (schedule.sums_over_heads). Beyond head_dim 128, 
     dout:       acquire, TMA load of dO, delta -> wait, wgmma, release               (once per step)
 
 The producer runs ahead: while the consumers finish one work tile, it already loads the next, whose index it asks the
-tile scheduler for two steps before the end of its loads (work_tiles.py).
+tile scheduler for after its loads (work_tiles.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,7 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import load_int
 from .tma import bytes_of_rows, load_rows, tma_load
-from .work_tiles import (
-    WORK_TILE_STAGES,
-    find_line,
-    is_before_last_steps,
-    next_work_item,
-    write_end,
-    write_work_tile,
-)
+from .work_tiles import WORK_TILE_STAGES, find_line, next_work_item, write_end, write_work_tile
 
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(7)
@@ -380,8 +373,6 @@ def load(
             head_start = (i_batch * n_heads * GROUP + i_head) * sizes.n_padded
             q_start = q_start_of(ptrs.indices_ptr, steps.first, BLOCK_Q)
             for i in range(steps.n_steps):
-                if (i_group_head == GROUP - 1) & is_before_last_steps(steps.n_steps, i):
-                    i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
                 # prefetch the index of the next step; the lists are padded, so reading one entry past the end is safe
                 next_q_start = q_start_of(ptrs.indices_ptr, steps.first + i + 1, BLOCK_Q)
                 load_step(descs, pipelines.q, pipelines.dout, i_batch, i_head, q_start, head_start, n_loaded)
@@ -391,10 +382,10 @@ def load(
                         load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
                 n_loaded += 1
                 q_start = next_q_start
-            if (i_group_head == GROUP - 1) & (steps.n_steps == 0):
-                i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
         if KV_STAGES == 1:  # noqa: SIM102
             if n_loaded == n_before:
                 load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
+        # not at the start: the program with the longest tile column would also get one of the longest of those left
+        i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
         i_tile += 1
     write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

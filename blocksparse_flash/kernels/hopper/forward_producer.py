@@ -45,15 +45,12 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, load_int
 from .tma import bytes_of_rows, load_rows
-from .work_tiles import (
-    WORK_TILE_STAGES,
-    find_line,
-    is_before_last_steps,
-    next_work_item,
-    write_end,
-    write_work_tile,
-)
+from .work_tiles import WORK_TILE_STAGES, find_line, next_work_item, write_end, write_work_tile
 
+# steps of a work tile that are still to be loaded when the producer asks for the next work item. At the start, the
+# program with the longest work tile would also get one of the longest of those left, and the loads of its first would
+# wait for the atomic; after the last load, those of the next would
+STEPS_LEFT = gl.constexpr(2)
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(5)
 WORK_TILE_STRIDE = gl.constexpr(6)
@@ -276,7 +273,7 @@ def load(
         i_kv_head = i_head // sizes.group
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
         for i_step in range(work_tile.n_steps):
-            if is_before_last_steps(work_tile.n_steps, i_step):
+            if work_tile.n_steps - i_step == gl.minimum(work_tile.n_steps, STEPS_LEFT):
                 i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)

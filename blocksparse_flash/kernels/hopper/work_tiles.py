@@ -15,10 +15,6 @@ from .registers import store_int
 
 # the consumers read one work tile while the producer writes the next
 WORK_TILE_STAGES = gl.constexpr(2)
-# steps of a work tile that are still to be loaded when the producer asks for the next work item. At the start, the
-# program with the longest work tile would also get one of the longest of those left, and the loads of its first would
-# wait for the atomic; after the last load, those of the next would
-STEPS_LEFT = gl.constexpr(2)
 # first value of a work tile that ends the consumers' loop
 END = gl.constexpr(-1)
 
@@ -40,12 +36,6 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
     producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
     store_int(work_tiles.buffers.index(stage * STRIDE), END)
     producer_commit(work_tiles, stage)
-
-
-@gluon.jit
-def is_before_last_steps(n_steps, i_step):
-    """Whether a program calls next_work_item before it loads step i_step of a work tile, if that has any."""
-    return n_steps - i_step == gl.minimum(n_steps, STEPS_LEFT)
 
 
 @gluon.jit

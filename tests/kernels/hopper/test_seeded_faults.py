@@ -765,11 +765,8 @@ NEXT_ITEM_FAULTS = {
     "two work tiles taken during a tile row of one step": Change(
         ROWS, "if work_tile.n_steps == 0:", "if work_tile.n_steps <= 1:"
     ),
-    "two work tiles taken during a tile column of one step": Change(
-        COLS, "(steps.n_steps == 0)", "(steps.n_steps <= 1)"
-    ),
-    "a work tile taken for each head of a group": Change(
-        COLS, "if (i_group_head == GROUP - 1) & is_before", "if is_before"
+    "a work tile left out after each tile column": Change(
+        COLS, "next_work_item(ptrs.tile_counter_ptr, i_tile)", "next_work_item(ptrs.tile_counter_ptr, i_tile) + 1"
     ),
 }
 NEXT_ITEM = [
