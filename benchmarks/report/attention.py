@@ -266,6 +266,16 @@ def _speedups(shown: pd.DataFrame, baseline: str) -> list[float]:
     return [value.value for value in found if (value.backend, value.baseline) == (HOPPER, baseline)]
 
 
+def _across_runs(shown: pd.DataFrame, baseline: str) -> str:
+    """How many of the ratios of `_speedups` compare different commits, as a sentence; "" if none does."""
+    commits = shown.pivot_table(
+        index=["pattern", "head_dim", "direction"], columns="by", values="commit", aggfunc="first", observed=True
+    )
+    both = commits[[HOPPER, baseline]].dropna()
+    n_across = int((both[HOPPER] != both[baseline]).sum())
+    return f" {n_across} of {len(both)} ratios compare runs of different commits." if n_across else ""
+
+
 def _against_flex(shown: pd.DataFrame) -> str:
     """How many times as fast as FlexAttention, over all masks of the chart; "" if it was not measured."""
     found = _speedups(shown, FLEX)
@@ -275,7 +285,7 @@ def _against_flex(shown: pd.DataFrame) -> str:
         f"- Over the {shown['pattern'].nunique()} masks of the chart, the backend for Hopper GPUs, `hopper`, is "
         f"{min(found):.2f} to {max(found):.2f} times as fast as compiled FlexAttention (geometric mean "
         f"{statistics.geometric_mean(found):.2f}). These masks consist of whole blocks of 128 x 128 pairs, except on "
-        "the causal diagonal."
+        f"the causal diagonal.{_across_runs(shown, FLEX)}"
     )
 
 
@@ -287,7 +297,7 @@ def _against_flash_4(shown: pd.DataFrame) -> str:
     return (
         f"- Compared with FlashAttention-4 on the same blocks, `hopper` is {min(found):.2f} to {max(found):.2f} times "
         f"as fast (geometric mean {statistics.geometric_mean(found):.2f}); it is slower in "
-        f"{sum(value < 1 for value in found)} of {len(found)} cases."
+        f"{sum(value < 1 for value in found)} of {len(found)} cases.{_across_runs(shown, FLASH_4)}"
     )
 
 

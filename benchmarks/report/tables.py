@@ -101,9 +101,8 @@ def small_calls(lines: pd.DataFrame) -> str:
     """Speed-ups of small calls; "" without lines."""
     if lines.empty:
         return ""
-    by_clock = "; ".join(
-        f"{name}: {measurements.by_commit(select(lines, clock=clock))}" for clock, name in CLOCKS.items()
-    )
+    of_clocks = [(name, select(lines, clock=clock)) for clock, name in CLOCKS.items()]
+    by_clock = "; ".join(f"{name}: {measurements.by_commit(shown)}" for name, shown in of_clocks if speedups(shown))
     return joined(
         f"{_small_caption(lines)} ([all of them](benchmarks/results/small.md)). Speed-up: time of the baseline divided "
         "by our time; `slower` counts the cases in which ours takes longer. Timing was interleaved across the "

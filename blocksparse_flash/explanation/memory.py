@@ -13,6 +13,7 @@ from ..kernels.schedule import (
     PROGRAMS_PER_SM,
     WHOLE,
     Split,
+    are_rows_sorted,
     backward_columns,
     forward_columns,
     is_dq_separate,
@@ -207,10 +208,10 @@ def split(call: Call, first: int, n_sms: int) -> Split:
     return split_of(call.plan or (), first, call.q_shape, call.k_shape, call.causal, n_sms)
 
 
-def _tile_counter(call: Call, first: int, n_sms: int, *, is_plain_forward: bool = False) -> int:
+def _tile_counter(call: Call, first: int, n_sms: int, *, is_sorted: bool = False) -> int:
     """Bytes of the counter from which `hopper` programs take tile rows (first = 0) or columns (3), if needed.
 
-    is_plain_forward  see needs_tile_counter
+    is_sorted  see needs_tile_counter
     """
     if call.is_fine:
         return 0
@@ -221,7 +222,7 @@ def _tile_counter(call: Call, first: int, n_sms: int, *, is_plain_forward: bool 
     if first and _is_wide(call):
         # the kernel for wide heads has two work tiles per tile column
         n_programs *= 2
-    return FLOAT if needs_tile_counter(n_programs, n_sms, is_plain_forward=is_plain_forward) else 0
+    return FLOAT if needs_tile_counter(n_programs, n_sms, is_sorted=is_sorted) else 0
 
 
 def _parts(call: Call, first: int, n_sms: int) -> int:
@@ -346,8 +347,12 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the tile counter, and what the splits of rows write
         parts = _parts(call, 0, n_sms)
-        is_plain = call.plan is None and not call.has_kv_lengths
-        workspace += _copies(call) + _tile_counter(call, 0, n_sms, is_plain_forward=is_plain) + parts
+        is_sorted = (
+            call.plan is None
+            and not call.has_kv_lengths
+            and are_rows_sorted(call.q_len, call.kv_len, call.batch * call.heads, n_sms, causal=call.causal)
+        )
+        workspace += _copies(call) + _tile_counter(call, 0, n_sms, is_sorted=is_sorted) + parts
         if call.v_dim % 8:
             # the padding of the last row is not allocated
             filling = _padded(call.v_dim) - call.v_dim

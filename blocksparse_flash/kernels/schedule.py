@@ -27,12 +27,12 @@ MAX_WAVES = 4
 # cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
 # estimates, checked on an H200: see triton/TUNING.md
 SPLIT_COST, COMBINE_COST = 2, 4
-# largest result of heads_in_turn, which only lines of at most eight tiles reach: with 128, what the heads of a backward
-# read does not fit into L2
+# heads of at most eight lines would need more to be taken in turn, but with 128 what they read in the backward does not
+# fit into L2
 MAX_HEADS_IN_TURN = 32
-# most waves of a static tile scheduler: the counter of the dynamic one is zeroed by a launch, 2 to 3 us of the GPU. In
-# 16 waves, causal tile rows end too unevenly (8 x 2,048 tokens, 16 heads of 128, H200: static 290 us, dynamic 248)
-MAX_STATIC_WAVES = 4
+# most waves of a static tile scheduler: the counter of the dynamic one is zeroed by a launch, 2 to 3 us of the GPU.
+# More would gain little, and wait longer for SMs that a kernel of another stream occupies
+MAX_STATIC_WAVES = 2
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
 # dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
@@ -193,12 +193,23 @@ def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_l
     return min(1 << (needed - 1).bit_length(), MAX_HEADS_IN_TURN, n_batch_heads)
 
 
-def needs_tile_counter(n_work_tiles: int, n_sms: int, *, is_plain_forward: bool = False) -> bool:
+def needs_tile_counter(n_work_tiles: int, n_sms: int, *, is_sorted: bool = False) -> bool:
     """Whether the programs of a `hopper` launch, one per SM, take work tiles from a counter (a dynamic tile scheduler).
 
-    is_plain_forward  a forward without layout and kv_lengths, whose tile rows get steadily shorter or are all equal
+    is_sorted  whether no work tile is longer than those before it
     """
-    return n_work_tiles > n_sms * (MAX_STATIC_WAVES if is_plain_forward else 1)
+    return n_work_tiles > n_sms * (MAX_STATIC_WAVES if is_sorted else 1)
+
+
+def are_rows_sorted(q_len: int, kv_len: int, n_batch_heads: int, n_sms: int, *, causal: bool) -> bool:
+    """Whether no tile row of a forward without layout and kv_lengths is longer than those launched before it.
+
+    Causal ones must be of one group of heads, see heads_in_turn. Counted in tile rows of 128 queries.
+    """
+    if not causal:
+        return True
+    n_rows = -(-q_len // TILE)
+    return n_batch_heads < 2 * heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=True)
 
 
 def split_of(

@@ -179,6 +179,39 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     assert reported.reads == sum(tensor.nbytes for tensor in (q, k, v, out, dout, lse, *lists))
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "causal", "has_kv_lengths", "expected"),
+    [
+        # one wave on 132 SMs; two, which are static unless lengths are on the GPU
+        (1, 16, 1000, True, False, 0),
+        (1, 32, 1000, False, False, 0),
+        (1, 32, 1000, True, False, 0),
+        (1, 32, 1000, False, True, 4),
+        # two with several groups of heads, which begin with the longest tile rows again; three
+        (1, 132, 200, True, False, 4),
+        (1, 132, 200, False, False, 0),
+        (1, 40, 1000, False, False, 4),
+    ],
+)
+def test_the_reported_counter_of_a_plain_forward_is_the_one_that_it_allocates(
+    launchers: dict[str, ModuleType],
+    batch: int,
+    heads: int,
+    length: int,
+    causal: bool,
+    has_kv_lengths: bool,
+    expected: int,
+) -> None:
+    q, k, v = (torch.empty(batch, heads, length, 128, dtype=torch.bfloat16) for _ in range(3))
+    kv_lengths = torch.full((batch,), length, dtype=torch.int32) if has_kv_lengths else None
+    call = Call(q, k, v, None, causal, has_kv_lengths, 0.0, False, q.dtype, "hopper")
+    existing = [q, k, v] if kv_lengths is None else [q, k, v, kv_lengths]
+    with Allocations(*existing) as allocations:
+        results = launchers["hopper_forward"].forward(q, k, v, [], kv_lengths, None, 0.1, causal, 0.0)
+    allocations.assert_reported(memory.forward(call), results)
+    assert memory.forward(call).workspace == expected
+
+
 # `hopper` leaves the gradient of slopes to `triton`
 @pytest.mark.sweep
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (64, 60)])

@@ -529,7 +529,7 @@ def candidates(gpu: Gpu) -> Iterator[Call]:
     # one round of programs and many; rows of 192 queries
     small = [
         (2, 4, 300, 300),
-        (4, 40, 300, 500),
+        (4, 20, 300, 500),
         (2, 66, 190, 700),
         (1, 4, 300, 17000),
         (1, 4, 4096, 4096),

@@ -261,6 +261,15 @@ def test_what_was_not_timed_in_turns_is_named() -> None:
     assert measurements.order_of_timing(frame([cudnn])) == "The libraries were timed one after another."
 
 
+def test_ratios_across_commits_are_counted() -> None:
+    found = [of(HOPPER, direction=way) for way in ("fwd", "bwd")]
+    flex = [of(FLEX, direction=way, commit=commit) for way, commit in (("fwd", found[0]["commit"]), ("bwd", "other"))]
+    assert attention._across_runs(frame([*found, *flex]), attention.FLEX) == (
+        " 1 of 2 ratios compare runs of different commits."
+    )
+    assert attention._across_runs(frame([*found, flex[0]]), attention.FLEX) == ""
+
+
 def test_speedups_are_over_what_both_measured() -> None:
     found = [of(TRITON, ms=1.0), of(TRITON, ms=2.0, direction="bwd"), of(TRITON, ms=9.0, pattern="dense")]
     found += [of(FLEX, ms=2.0), of(FLEX, ms=16.0, direction="bwd"), of(FLEX, ms=1.0, direction="mask")]

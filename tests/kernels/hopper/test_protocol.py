@@ -206,10 +206,10 @@ def test_wide_heads_are_accurate(check, layout, call):
     check(Simulation(seed=1), layout, call)
 
 
-# a program per work tile, and without a layout up to four
+# a program per work tile; without a layout for two, in causal calls of one group of heads
 @pytest.mark.parametrize(
     ("layout", "n_sms", "expected"),
-    [(WINDOW, 99, False), (WINDOW, 7, True), ((113, 203), 99, False), ((300, 203), 6, False), ((300, 203), 2, True)],
+    [(WINDOW, 99, False), (WINDOW, 7, True), ((113, 203), 99, False), ((300, 203), 13, False), ((300, 203), 6, True)],
     ids=str,
 )
 def test_programs_take_work_tiles_from_a_counter_if_there_are_many(check, layout, n_sms, expected):
@@ -455,7 +455,7 @@ def test_every_forward_configuration_is_accurate(check, monkeypatch, config, lay
 def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatch, config, lengths, call):
     simulation = Simulation(seed=5)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
-    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_, causal: True)
+    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_, is_triangular: True)
     check(simulation, lengths, call, backward=False)
 
 
@@ -483,12 +483,12 @@ def test_three_warpgroups_are_rejected_with_a_layout_or_kv_lengths(check, monkey
     ],
 )
 def test_wide_tile_rows_are_chosen_if_they_finish_first(q_len, n_batch_heads, expected):
-    assert three_warpgroups_pay(q_len, n_batch_heads, 132, causal=False) == expected
+    assert three_warpgroups_pay(q_len, n_batch_heads, 132, is_triangular=False) == expected
 
 
 def test_wide_tile_rows_are_chosen_for_long_causal_calls():
-    assert not three_warpgroups_pay(8191, 132, 132, causal=True)
-    assert three_warpgroups_pay(8192, 132, 132, causal=True)
+    assert not three_warpgroups_pay(8191, 132, 132, is_triangular=True)
+    assert three_warpgroups_pay(8192, 132, 132, is_triangular=True)
 
 
 # scales at which the running maximum grows by more than the rescale threshold

@@ -770,7 +770,7 @@ NEXT_ITEM_FAULTS = {
     ),
 }
 NEXT_ITEM = [
-    Run(0, (300, 400), CAUSAL, n_sms=9, has_backward=False),
+    Run(0, (300, 400), CAUSAL, n_sms=7, has_backward=False),
     Run(1, zoo.PER_HEAD, zoo.Call(head_dim=64, dtype=BFLOAT16, kv_heads=1)),
 ]
 IN_TURN = [Run(0, LONG_LINES, CAUSAL, n_in_turn=2), Run(1, (300, 270), CAUSAL, n_in_turn=3)]
@@ -814,6 +814,7 @@ CORRECT_RUNS = {
     "score mods": SCORE_MODS,
     "bias": BIASED,
     "by query head": BY_HEAD,
+    "next work tile": NEXT_ITEM,
     "wide heads": WIDE,
     "tails": TAILS,
     "heads in turn": IN_TURN,
@@ -828,7 +829,7 @@ def check_run(check, monkeypatch):
         simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
         forward, backward = simulation.hopper_forward, simulation.hopper_backward
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
-        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_, causal: run.config.warpgroups == 3)
+        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_, is_triangular: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
         if run.n_in_turn is not None:
             for module in (forward, backward):
