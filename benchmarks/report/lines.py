@@ -112,11 +112,13 @@ def commits(lines: pd.DataFrame) -> str:
 
 
 def by_commit(lines: pd.DataFrame) -> str:
-    """`a1b2c3d: cuDNN 4; 91be004+: FlexAttention 12, cuDNN 8`: the figures of each library at each commit."""
+    """`a1b2c3d: cuDNN (4); 91be004+: FlexAttention (12), cuDNN (8)`: the figures of each library at each commit."""
     found = []
     for commit, at_commit in lines.groupby("commit", sort=False):
         counts = at_commit["by"].value_counts(sort=False)
-        found.append(f"{commit}: {', '.join(f'{by} {counts[by]}' for by in providers(at_commit))}")
+        # names of ours have a comma
+        names = (f"{by.replace(',', '')} ({counts[by]})" for by in providers(at_commit))
+        found.append(f"{commit}: {', '.join(names)}")
     return "; ".join(found)
 
 

@@ -251,13 +251,13 @@ def test_what_was_not_timed_in_turns_is_named() -> None:
     assert measurements.order_of_timing(frame(turns)) == "Timing was interleaved across libraries."
     cudnn, new = of(CUDNN, commit=old), turns[0]["commit"]
     among = "Timing was interleaved across the libraries that the same commit measured"
-    ours = f"{new}: blocksparse_flash, triton 2, FlexAttention 2"
+    ours = f"{new}: blocksparse_flash triton (2), FlexAttention (2)"
     assert measurements.order_of_timing(frame([*turns, cudnn])) == (
-        f"{among}, except cuDNN. Number of figures by commit: {ours}; {old}: cuDNN 1."
+        f"{among}, except cuDNN. Number of figures by commit: {ours}; {old}: cuDNN (1)."
     )
     assert measurements.order_of_timing(frame([*turns, cudnn, of(FLEX, commit=old, pattern="random")])) == (
         f"{among}, except 1 of 3 figures of FlexAttention and cuDNN. Number of figures by commit: {ours}; {old}: "
-        "FlexAttention 1, cuDNN 1."
+        "FlexAttention (1), cuDNN (1)."
     )
     assert measurements.order_of_timing(frame([cudnn])) == "The libraries were timed one after another."
 
