@@ -263,9 +263,8 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
         yield name, dim, *has, rest["CONFIG"]
         yield name, dim, "cap" if rest["cap"] is not None else "no cap"
-        yield from ((name, dim, word) for word in _features(rest, given))
-        if given["tile_counter_ptr"] is None and rest["n_lines"] * rest["n_batch_heads"] > each._grid[0]:
-            yield name, dim, "static waves"
+        has_waves = rest["n_lines"] * rest["n_batch_heads"] > each._grid[0]
+        yield from ((name, dim, word) for word in _features(rest, given, has_waves=has_waves))
     elif name == "hopper_backward":
         dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))
@@ -291,10 +290,13 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield name, dim
 
 
-def _features(rest: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+def _features(rest: dict[str, Any], given: dict[str, Any], *, has_waves: bool = False) -> Iterator[str]:
     if rest["num_splits"] > 1:
         yield "split"
-    yield "queued" if given["tile_counter_ptr"] is not None else "one round"
+    if given["tile_counter_ptr"] is not None:
+        yield "queued"
+    else:
+        yield "static waves" if has_waves else "one round"
     if given["bias_ptr"] is not None:
         yield "bias"
     if given.get("bias_sums_ptr") is not None:
