@@ -186,11 +186,16 @@ def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_l
 
     is_uneven  whether the lines differ in length: are_uneven, and with sums over heads
     """
-    if not is_uneven or kv_len > 2 * q_len:
-        # the shortest tile row has more than half as many tiles as the longest, and most tile columns are equal
+    # of nearly equal tile rows, most tile columns are equal
+    if not is_uneven or are_causal_rows_similar(q_len, kv_len):
         return 1
     needed = math.ceil(2 * n_sms / n_lines)
     return min(1 << (needed - 1).bit_length(), MAX_HEADS_IN_TURN, n_batch_heads)
+
+
+def are_causal_rows_similar(q_len: int, kv_len: int) -> bool:
+    """Whether the shortest tile row of a causal call has more than half as many tiles as the longest."""
+    return kv_len > 2 * q_len
 
 
 def needs_tile_counter(n_work_tiles: int, n_sms: int, *, is_sorted: bool = False) -> bool:

@@ -236,7 +236,7 @@ def test_rows_of_192_queries_are_accurate(
     """Forced, since only long sequences use them."""
     from blocksparse_flash.kernels.hopper import forward as hopper_forward
 
-    monkeypatch.setattr(hopper_forward, "three_warpgroups_pay", lambda *_, is_triangular: True)
+    monkeypatch.setattr(hopper_forward, "three_warpgroups_pay", lambda *_, causal: True)
     hopper_forward.forward_launches.cache_clear()
     try:
         zoo.assert_backend_is_accurate("hopper", lengths, call, torch.device("cuda"))

@@ -43,6 +43,7 @@ from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import (
     Split,
+    are_causal_rows_similar,
     are_rows_sorted,
     are_uneven,
     forward_columns,
@@ -133,15 +134,13 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_war
     )
 
 
-def three_warpgroups_pay(q_len: int, n_batch_heads: int, n_programs: int, *, is_triangular: bool) -> bool:
+def three_warpgroups_pay(q_len: int, kv_len: int, n_batch_heads: int, n_programs: int, *, causal: bool) -> bool:
     """Whether tile rows of 192 queries finish no later than those of 128; few of them leave SMs idle.
 
     A tile row of 192 queries takes 1.30 (dense) to 1.42 (causal) times as long, by the table in TUNING.md.
-
-    is_triangular  whether a causal mask removes a large part of the scores: the longer the tile rows, the more of what
-                   it removes is computed
     """
-    if is_triangular and q_len < MIN_CAUSAL_THREE_WARPGROUPS:
+    if causal and q_len < MIN_CAUSAL_THREE_WARPGROUPS and not are_causal_rows_similar(q_len, kv_len):
+        # they also compute more of what the mask removes
         return False
     of_three, of_two = (-(-(-(-q_len // side) * n_batch_heads) // n_programs) for side in (192, 128))
     return 4 * of_three <= 3 * of_two
@@ -309,9 +308,7 @@ def forward_launches(
     has_layout, has_lengths = records_shape is not None, lengths is not None
     # tile rows that are split have 128 queries
     has_whole_rows = not (has_layout or has_lengths or split.num_splits > 1)
-    three_warpgroups = has_whole_rows and three_warpgroups_pay(
-        q_len, n_batch_heads, n_sms, is_triangular=causal and kv_len <= 2 * q_len
-    )
+    three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
     chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
     assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
@@ -349,9 +346,8 @@ def forward_launches(
         "out_desc": DescriptorFactory(out.spec, (1, 1, rows, out_width)),
     }
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
+    is_sorted = has_whole_rows and are_rows_sorted(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
     # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed
-    is_plain = not (has_layout or has_lengths)
-    is_sorted = is_plain and are_rows_sorted(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
     n_work_tiles = split.n_programs(-(-q_len // TILE_SIDE), n_batch_heads)
     return ForwardLaunches(
         out=out,

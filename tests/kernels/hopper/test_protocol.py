@@ -455,7 +455,7 @@ def test_every_forward_configuration_is_accurate(check, monkeypatch, config, lay
 def test_every_configuration_with_three_warpgroups_is_accurate(check, monkeypatch, config, lengths, call):
     simulation = Simulation(seed=5)
     monkeypatch.setattr(simulation.hopper_forward, "config", lambda *_, **__: config)
-    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_, is_triangular: True)
+    monkeypatch.setattr(simulation.hopper_forward, "three_warpgroups_pay", lambda *_, causal: True)
     check(simulation, lengths, call, backward=False)
 
 
@@ -483,12 +483,14 @@ def test_three_warpgroups_are_rejected_with_a_layout_or_kv_lengths(check, monkey
     ],
 )
 def test_wide_tile_rows_are_chosen_if_they_finish_first(q_len, n_batch_heads, expected):
-    assert three_warpgroups_pay(q_len, n_batch_heads, 132, is_triangular=False) == expected
+    assert three_warpgroups_pay(q_len, q_len, n_batch_heads, 132, causal=False) == expected
 
 
-def test_wide_tile_rows_are_chosen_for_long_causal_calls():
-    assert not three_warpgroups_pay(8191, 132, 132, is_triangular=True)
-    assert three_warpgroups_pay(8192, 132, 132, is_triangular=True)
+def test_wide_tile_rows_are_chosen_for_long_or_nearly_dense_causal_calls():
+    assert not three_warpgroups_pay(8191, 8191, 132, 132, causal=True)
+    assert three_warpgroups_pay(8192, 8192, 132, 132, causal=True)
+    assert not three_warpgroups_pay(4096, 8192, 132, 132, causal=True)
+    assert three_warpgroups_pay(4096, 8193, 132, 132, causal=True)
 
 
 # scales at which the running maximum grows by more than the rescale threshold

@@ -829,7 +829,7 @@ def check_run(check, monkeypatch):
         simulation = Simulation(seed=run.seed, changes=changes, n_sms=run.n_sms)
         forward, backward = simulation.hopper_forward, simulation.hopper_backward
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
-        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_, is_triangular: run.config.warpgroups == 3)
+        monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_, causal: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
         if run.n_in_turn is not None:
             for module in (forward, backward):
