@@ -45,7 +45,6 @@ from .selected_tiles import (
     ITEM_INTS,
     Sizes,
     allocate_keys,
-    draw_work_item,
     first_and_count,
     first_entry_of_round,
     is_masked,
@@ -62,7 +61,7 @@ from .selected_tiles import (
     write_item,
 )
 from .tma import DescriptorFactory, shared_layout, to_tma_loadable
-from .work_tiles import END, write_end
+from .work_tiles import END, next_work_item, write_end
 
 # number of the named barrier at which the consumers have stored ds; Triton uses the numbers below 9
 DS_BARRIER = gl.constexpr(9)
@@ -146,7 +145,7 @@ def load(
     q_desc, k_desc, v_desc, dout_desc, pipelines, ptrs, sizes, KEY_SPLITS: gl.constexpr, BLOCKS_PER_STEP: gl.constexpr,
     ROWS_ARE_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Producer: draws and loads work items and their steps. KEY_SPLITS: programs that share a work item."""
+    """Producer: takes and loads work items and their steps. KEY_SPLITS: programs that share a work item."""
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first_item, n_items = first_and_count(ptrs, sizes)
     # programs that share a work item are neighbors: they load the same queries
@@ -158,7 +157,7 @@ def load(
         item = write_item(ptrs, pipelines.items, i_iter, first_item, i_work, KEY_SPLITS)
         i_batch, i_head = item.batch_head // sizes.n_heads, item.batch_head % sizes.n_heads
         kv_start = (item.i_key_block * KEY_SPLITS + i_work % KEY_SPLITS) * KEYS
-        i_work = draw_work_item(ptrs, sizes)
+        i_work = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
         load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head // sizes.group, kv_start)
         load_keys(v_desc, pipelines.v, i_iter, i_batch, i_head // sizes.group, kv_start)
         for i_step in range(n_steps_of(item, BLOCKS_PER_STEP)):

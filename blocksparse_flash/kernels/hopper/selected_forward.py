@@ -48,7 +48,6 @@ from .selected_tiles import (
     Sizes,
     allocate_keys,
     broadcast_to_rows,
-    draw_work_item,
     first_and_count,
     first_entry_of_round,
     is_masked,
@@ -64,7 +63,7 @@ from .selected_tiles import (
     write_item,
 )
 from .tma import DescriptorFactory, to_tma_loadable
-from .work_tiles import END, write_end
+from .work_tiles import END, next_work_item, write_end
 
 # buffers of q
 STAGES = gl.constexpr(2)
@@ -119,7 +118,7 @@ def masked_scores(
 
 @gluon.jit
 def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP: gl.constexpr, ROWS_ARE_HEADS: gl.constexpr):
-    """Producer: draws and loads work items and their steps."""
+    """Producer: takes and loads work items and their steps."""
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     first_item, n_items = first_and_count(ptrs, sizes)
     i_item = gl.program_id(0)
@@ -128,7 +127,7 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP: gl.con
     n_steps_loaded = 0
     while i_item < n_items:
         item = write_item(ptrs, pipelines.items, i_iter, first_item, i_item, KEY_SPLITS=1)
-        i_item = draw_work_item(ptrs, sizes)
+        i_item = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
         i_batch, i_head = item.batch_head // sizes.n_heads, item.batch_head % sizes.n_heads
         load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head // sizes.group, item.i_key_block * KEYS)
         load_keys(v_desc, pipelines.v, i_iter, i_batch, i_head // sizes.group, item.i_key_block * KEYS)

@@ -139,15 +139,6 @@ def write_item(ptrs, items, i_iter, first_item, i_work, KEY_SPLITS: gl.constexpr
 
 
 @gluon.jit
-def draw_work_item(ptrs, sizes):
-    """Draws the next work item from the tile scheduler.
-
-    Programs start with item program_id, so the counter starts at num_programs.
-    """
-    return gl.atomic_add(ptrs.counters_ptr + sizes.i_round, 1) + gl.num_programs(0)
-
-
-@gluon.jit
 def load_keys(desc, pipeline, i_iter, i_batch, i_kv_head, start):
     """Loads the keys or values of the i_iter-th work item of the program."""
     producer_acquire(pipeline, 0, i_iter)

@@ -354,6 +354,7 @@ def test_heads_of_a_token_are_read_in_place(monkeypatch, is_packed, changes, aut
 
 
 TILES, FORWARD, BACKWARD = (f"hopper.selected_{name}" for name in ("tiles", "forward", "backward"))
+WORK_TILES = "hopper.work_tiles"
 # faults of work items, loads and stores, which both directions share
 TILE_FAULTS = {
     "work items of the first round": Change(
@@ -371,8 +372,7 @@ TILE_FAULTS = {
         "sizes.end_list) - first_item",
         "sizes.end_list) - first_item - 1",
     ),
-    "next work item after those of two launches": Change(TILES, "+ gl.num_programs(0)", "+ 2 * gl.num_programs(0)"),
-    "counter of the first round": Change(TILES, "ptrs.counters_ptr + sizes.i_round", "ptrs.counters_ptr"),
+    "next work item after those of two launches": Change(WORK_TILES, ") + n_programs", ") + 2 * n_programs"),
     "work item released twice": Change(
         TILES,
         "    consumer_release(items, stage)\n",
@@ -429,6 +429,7 @@ TILE_FAULTS = {
     ),
 }
 FORWARD_FAULTS = {
+    "counter of the first round": Change(FORWARD, "ptrs.counters_ptr + sizes.i_round", "ptrs.counters_ptr"),
     "queries released before they are read": Change(
         FORWARD,
         "            b_scores = warpgroup_mma_wait(0, deps=(scores_token,))\n            consumer_release(q, stage)\n",
@@ -488,6 +489,7 @@ FORWARD_FAULTS = {
     "lse of rows past the last": Change(FORWARD, "mask=b_slot < sizes.n_slots", "mask=b_slot < 1 << 30"),
 }
 BACKWARD_FAULTS = {
+    "counter of the first round": Change(BACKWARD, "ptrs.counters_ptr + sizes.i_round", "ptrs.counters_ptr"),
     "queries overwritten while TMA stores their dq": Change(
         BACKWARD,
         "so the producer may overwrite it\n    tma.store_wait(0)\n",
