@@ -157,7 +157,6 @@ def load(
         item = write_item(ptrs, pipelines.items, i_iter, first_item, i_work, KEY_SPLITS)
         i_batch, i_head = item.batch_head // sizes.n_heads, item.batch_head % sizes.n_heads
         kv_start = (item.i_key_block * KEY_SPLITS + i_work % KEY_SPLITS) * KEYS
-        i_work = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
         load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head // sizes.group, kv_start)
         load_keys(v_desc, pipelines.v, i_iter, i_batch, i_head // sizes.group, kv_start)
         for i_step in range(n_steps_of(item, BLOCKS_PER_STEP)):
@@ -165,6 +164,7 @@ def load(
             load_blocks(q_desc, pipelines.q, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
             load_blocks(dout_desc, pipelines.dout, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
             n_steps_loaded += 1
+        i_work = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
         i_iter += 1
     write_end(pipelines.items, i_iter, ITEM_INTS)
 

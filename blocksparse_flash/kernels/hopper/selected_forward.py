@@ -127,7 +127,6 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP: gl.con
     n_steps_loaded = 0
     while i_item < n_items:
         item = write_item(ptrs, pipelines.items, i_iter, first_item, i_item, KEY_SPLITS=1)
-        i_item = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
         i_batch, i_head = item.batch_head // sizes.n_heads, item.batch_head % sizes.n_heads
         load_keys(k_desc, pipelines.k, i_iter, i_batch, i_head // sizes.group, item.i_key_block * KEYS)
         load_keys(v_desc, pipelines.v, i_iter, i_batch, i_head // sizes.group, item.i_key_block * KEYS)
@@ -135,6 +134,7 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP: gl.con
             blocks = load_query_blocks_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)
             load_blocks(q_desc, pipelines.q, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
             n_steps_loaded += 1
+        i_item = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
         i_iter += 1
     write_end(pipelines.items, i_iter, ITEM_INTS)
 
