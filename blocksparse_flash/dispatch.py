@@ -150,9 +150,9 @@ def missing_option(
     if has_pair_bias:
         return NO_PAIR_BIAS
     if bias_blocks is not None and any(side % TILE for side in bias_blocks):
-        # its kernels take one number per tile
-        blocks = " x ".join(map(str, bias_blocks))
-        return f"its block_bias needs blocks whose sides are multiples of {TILE} tokens, got {blocks}"
+        # its kernels take one number per tile. Dynamo cannot format symbolic integers, and its graphs show no reasons
+        got = "" if torch.compiler.is_compiling() else f", got {' x '.join(map(str, bias_blocks))}"
+        return f"its block_bias needs blocks whose sides are multiples of {TILE} tokens{got}"
     return ""
 
 

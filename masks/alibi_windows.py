@@ -15,7 +15,7 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
-from .checks import read_integer, read_switch, specs_of
+from .checks import check_dense, read_integer, read_switch, specs_of
 from .heads import MOST_HEADS, by_head
 from .local import local
 from .public import public
@@ -73,8 +73,8 @@ def alibi_windows(
     if heads is not None:
         numbers = slopes_of(read_integer("heads", heads, at_least=1, at_most=MOST_HEADS, unit="heads"))
     else:
-        if isinstance(slopes, torch.Tensor) and slopes.is_meta:
-            raise ValueError("slopes: expected numbers, got a tensor on the meta device, which has none")
+        if isinstance(slopes, torch.Tensor):
+            check_dense("slopes", slopes)
         given = slopes.tolist() if isinstance(slopes, np.ndarray | torch.Tensor) else slopes
         if not isinstance(given, Sequence) or isinstance(given, str | bytes):
             raise TypeError(

@@ -20,6 +20,18 @@ def specs_of(value: object) -> str:
     return type(value).__name__
 
 
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """ValueError for a tensor whose numbers cannot be read: nested, sparse, or on the meta device.
+
+    >>> check_dense("tokens", torch.tensor([0, 5]))
+    """
+    if tensor.is_meta:
+        raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name}: expected a dense tensor, got a {kind} one")
+
+
 def read_integer(name: str, value: object, *, at_least: int, at_most: int | None = None, unit: str = "") -> int:
     """`value` as an int, or an error that names the argument, the accepted range and the value.
 
@@ -65,8 +77,7 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
     [0, 5, 9]
     """
     if isinstance(values, torch.Tensor):
-        if values.is_meta:
-            raise ValueError(f"{name}: expected numbers, got a tensor on the meta device, which has none")
+        check_dense(name, values)
         array = values.detach().cpu().numpy() if values.dtype != torch.bfloat16 else np.empty(0)
     elif isinstance(values, np.ndarray):
         array = values

@@ -8,7 +8,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Canvas, read_canvas
-from .checks import read_fraction, read_integer, read_switch, specs_of
+from .checks import check_dense, read_fraction, read_integer, read_switch, specs_of
 from .local import past_of
 from .public import public
 
@@ -23,8 +23,8 @@ def _read_canvas(q_len: int, kv_len: int, block_size: BlockSize) -> Canvas:
 
 def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
     """float64 ([[batch,] heads,] n_rows, n_cols), a copy."""
-    if isinstance(scores, torch.Tensor) and scores.is_meta:
-        raise ValueError("scores: expected numbers, got a tensor on the meta device, which has none")
+    if isinstance(scores, torch.Tensor):
+        check_dense("scores", scores)
     if isinstance(scores, torch.Tensor) and scores.is_floating_point():
         array = scores.detach().to("cpu", torch.float64).numpy()
     elif isinstance(scores, np.ndarray) and scores.dtype.kind == "f":

@@ -17,7 +17,7 @@ from blocksparse_flash.packed import PackedLayout, layout_on_host
 from blocksparse_flash.plan.packed_builder import MOST_TOKENS, Documents, can_build
 
 from .canvas import BlockSize, Canvas, Length, check_nnz, read_canvas, spread
-from .checks import read_integer, read_integers, read_switch
+from .checks import check_dense, read_integer, read_integers, read_switch
 from .kinds import kinds_of_sides
 from .local import Window, read_window
 from .public import public
@@ -207,6 +207,9 @@ def documents(
         )
     if max_seqlen is not None:
         max_seqlen = read_integer("max_seqlen", max_seqlen, at_least=0, unit="tokens")
+    for name, given in (("cu_seqlens", cu_seqlens), ("kv_cu_seqlens", kv_cu_seqlens), ("prefix", prefix)):
+        if isinstance(given, torch.Tensor):
+            check_dense(name, given)
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.is_cuda:
         on_device = _on_device(cu_seqlens, kv_cu_seqlens, prefix, length, left, right, max_seqlen)
         if can_build(on_device):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
+import masks
 from blocksparse_flash import BlockLayout, attention, attention_with_lse, explain, functional, merge
 from blocksparse_flash.dispatch import CallSpec
 from tests.support.closeness import assert_as_accurate
@@ -345,6 +346,21 @@ def test_eager_equals_the_reference(
         torch.testing.assert_close(value, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
+# of scores before the cap, in Triton's interpreter
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_scale_far_above_the_softcap_saturates(backend: str, device: torch.device) -> None:
+    """Regression: their ratio was infinite in float32, and NaN times scores of 0, in padding too."""
+    draw = torch.Generator().manual_seed(5)
+    call = {name: torch.randn(1, 1, 4, 8, generator=draw).to(device) for name in "qkv"}
+    call["q"][:, :, 2] = 0
+    actual, expected = (with_gradients(call, backend=name, scale=1e9, softcap=1e-30) for name in (backend, "reference"))
+    for name, value in actual.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}"
+        )
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_negative_slopes_do_not_overflow_in_padded_queries(backend: str, causal: bool, device: torch.device) -> None:
@@ -549,6 +565,18 @@ def test_compiles_into_one_graph_and_equals_the_uncompiled_call(causal: bool, de
         out, lse = function(*leaves)
         results.append([out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_biases_of_layouts_with_several_block_sizes_compile_into_one_graph() -> None:
+    """Regression: Dynamo could not format a symbolic block size for the reason why `hopper` does not run a call."""
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    q, k, v = torch.randn(3, 1, 2, 256, 16, generator=torch.Generator().manual_seed(0))
+    for block_size in (32, 64, 128):
+        layout = masks.local(256, window=16, block_size=block_size).to("cpu", causal=True)
+        layout.bias_index("cpu", causal=True)
+        bias = torch.randn(layout.nnz, generator=torch.Generator().manual_seed(block_size))
+        out = compiled(q, k, v, layout, causal=True, block_bias=bias)
+        torch.testing.assert_close(out, attention(q, k, v, layout, causal=True, block_bias=bias))
 
 
 def test_a_missing_bias_index_is_refused_under_compile() -> None:

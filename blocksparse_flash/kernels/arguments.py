@@ -18,6 +18,7 @@ from .schedule import padded_dim
 LOG2_E = score_mods.LOG2_E
 # tokens per side of a tile
 TILE = plan_format.TILE
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 # fewest elements of q and k together for which TMA descriptors repay their host time
 MIN_TMA_ELEMENTS = 1 << 20
 
@@ -268,7 +269,12 @@ def softcap_arguments(options: Options, scale: float) -> dict[str, Any]:
     if scores is None or scores.softcap == 0:
         return {"cap": None}
     # c tanh(s / c), in base 2
-    return {"cap": scores.softcap * LOG2_E, "scale_log2": scale / scores.softcap}
+    return {"cap": scores.softcap * LOG2_E, "scale_log2": scale_over_softcap(scale, scores.softcap)}
+
+
+def scale_over_softcap(scale: float, softcap: float) -> float:
+    """Their ratio, the nearest finite float32 if it is beyond: a product of 0 stays 0, and tanh of any other is 1."""
+    return max(-MAX_FLOAT32, min(scale / softcap, MAX_FLOAT32))
 
 
 def strides_of_records(record_shape: Shape | None) -> tuple[int, int]:

@@ -61,6 +61,19 @@ class DecoderBlock(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths, positions and cache as SelfAttention."""
+        if cache is None:
+            return self._transform(x, kv_lengths, positions, None)
+        check_is_cache(cache)
+        with cache.restored_on_error():
+            return self._transform(x, kv_lengths, positions, cache)
+
+    def _transform(
+        self,
+        x: Tensor,
+        kv_lengths: Tensor | None,
+        positions: Tensor | RotaryTable | None,
+        cache: KVCache | None,
+    ) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions, cache=cache))
         gate, up = self.gate_up(self.dense_norm(x)).chunk(2, dim=-1)
         return x + self.dropout(self.down(self.dropout(nn.functional.silu(gate) * up)))

@@ -257,7 +257,8 @@ class SelfAttention(HoldsLayout):
             return self.unite(self.attend(*self.project(x, positions), kv_lengths))
         check_is_cache(cache)
         q, k, v = self.project(x, positions, first=cache.length)
-        return self.unite(self.attend(q, k, v, kv_lengths, cache=cache))
+        with cache.restored_on_error():
+            return self.unite(self.attend(q, k, v, kv_lengths, cache=cache))
 
     def _forward_jagged(
         self, x: Tensor, kv_lengths: Tensor | None, positions: Tensor | RotaryTable | None, cache: KVCache | None

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import validation
 from ..blocks.checks import boolean, check_tensor, integer
 from ..runtime import tracing
-from .checks import check_table
+from .checks import MAX_KEYS, check_table
 
 
 def page_means(k_pages: Tensor) -> Tensor:
@@ -117,6 +117,7 @@ def select_pages(
     tensor([[[2, 1]]], dtype=torch.int32)
     """
     check_tensor("scores", scores)
+    tracing.check_dense("scores", scores, scores)
     if scores.dim() != 3 or not scores.is_floating_point():
         raise ValueError(
             f"scores must be floating point, (batch, heads, max_pages), got {scores.dtype} of shape "
@@ -125,8 +126,8 @@ def select_pages(
     first, last = _checked_always(always)
     if integer(k, "k") < first + last:
         raise ValueError(f"k must be at least the number of pages in always={always}, got {k}")
-    if integer(page_size, "page_size") < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    if not 1 <= integer(page_size, "page_size") <= MAX_KEYS:
+        raise ValueError(f"page_size must be 1 to {MAX_KEYS}, got {page_size}")
     batch, _, max_pages = scores.shape
     validation.check_kv_lengths(kv_lengths, batch, max_pages * page_size, scores, "max_pages * page_size")
     number = torch.arange(max_pages, device=scores.device)

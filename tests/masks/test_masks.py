@@ -110,6 +110,8 @@ RUBBISH = [
     *([], (), [None], ["x"], [True], [1.5], [-1], [10**30], (1, 2, 3, 4, 5), [[1], [2]], [[1.5]], [[], []]),
     *(np.array(3), np.array([1.5]), np.array([[1, 2], [3, 4]]), np.zeros((2, 2, 2)), np.array(["a"]), np.array([None])),
     *(torch.tensor([float("nan")]), torch.zeros(2, 2, dtype=torch.bool), torch.empty(0), torch.zeros(3, device="meta")),
+    *(torch.tensor([1]).to_sparse(), torch.tensor([[0.5]]).to_sparse()),
+    torch.nested.nested_tensor([torch.zeros(2, 3), torch.ones(1, 3)], layout=torch.jagged),
 ]
 
 

@@ -122,6 +122,24 @@ def interrupted_at(*, call: int) -> Any:
     return forward
 
 
+@pytest.mark.parametrize("part", ["a block", "its attention"])
+def test_a_step_that_fails_after_the_attention_can_be_repeated(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the cache kept the tokens of a step whose last matrix product raised."""
+    made, x = decoder().blocks[1], tokens()
+    cache = made.attention.new_cache(x.shape[0], x.shape[1])
+    called, last = (made, made.down) if part == "a block" else (made.attention, made.attention.out)
+    with torch.no_grad():
+        called(x[:, :3], cache=cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(last, "forward", interrupted_at(call=1))
+            with pytest.raises(KeyboardInterrupt):
+                called(x[:, 3:4], cache=cache)
+        assert cache.length == 3
+        repeated = called(x[:, 3:4], cache=cache)
+        expected = called(x[:, :4])[:, 3:]
+    torch.testing.assert_close(repeated, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("failure", ["a full cache", "an interruption"])
 def test_a_failed_step_can_be_repeated(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = decoder(), tokens()

@@ -162,7 +162,13 @@ WRONG = {
     "k": (ValueError, "k must be at least the number of pages in always=.1, 2., got 2", {"always": (1, 2)}),
     "last": (ValueError, "always must be 0 or more first and 1 or more last", {"always": (1, 0)}),
     "pair": (TypeError, "always must be two numbers", {"always": 1}),
-    "page": (ValueError, "page_size must be at least 1", {"page_size": 0}),
+    "page": (ValueError, "page_size must be 1 to 2147418112, got 0", {"page_size": 0}),
+    "large page": (ValueError, "page_size must be 1 to 2147418112, got 9223372036854775808", {"page_size": 2**63}),
+    "nested": (
+        ValueError,
+        "scores must be a dense, strided tensor, got a nested",
+        {"scores": torch.nested.nested_tensor(list(torch.zeros(2, 1, 4)), layout=torch.jagged)},
+    ),
 }
 
 

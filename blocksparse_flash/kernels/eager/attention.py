@@ -281,9 +281,13 @@ def _kv_tiles(tensor: Tensor, dtype: torch.dtype, kv_lengths: Tensor | None) -> 
 
 def _scores(q_chunk: Tensor, k_chunk: Tensor, scale: float, span: _Span) -> tuple[Tensor, Tensor | None]:
     """(items, queries, keys) scores, -inf for pairs that do not attend; and the tanh of a cap, by head."""
-    # baddbmm scales for free; with beta=0 its first argument only gives a shape
-    nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
-    scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
+    if abs(scale) <= 1:
+        # baddbmm scales for free; with beta=0 its first argument only gives a shape
+        nothing = q_chunk.new_zeros(1, 1, 1).expand(*q_chunk.shape[:2], k_chunk.shape[1])
+        scores = torch.baddbmm(nothing, q_chunk, k_chunk.transpose(1, 2), beta=0, alpha=scale)
+    else:
+        # baddbmm may scale an operand first, which could overflow where the scores do not
+        scores = torch.bmm(q_chunk, k_chunk.transpose(1, 2)).mul_(scale)
     by_head = scores.view(span.shape)
     tanh = None if span.mods is None else span.mods.apply(by_head)
     if span.limit is not None:

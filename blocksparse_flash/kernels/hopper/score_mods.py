@@ -18,7 +18,7 @@ from ...runtime.launch import axis_strides, cache_key_of
 from ...runtime.tensor_spec import TensorSpec, spec_of
 from ...score_mods import Scores, sums_shape
 from ..arguments import LOG2_E as LOG2_E_VALUE
-from ..arguments import TILE, PlanSpecs, scale_log2, sign
+from ..arguments import TILE, PlanSpecs, scale_log2, scale_over_softcap, sign
 from ..triton.tile import LOG2_E
 from .registers import round_p_ds, store_warp_sums
 
@@ -224,7 +224,7 @@ class ModSpecs(NamedTuple):
             of_forward["SIGN"] = sign(scale)
             cap = None
         else:
-            factor = scale / self.softcap if self.softcap > 0 else scale * LOG2_E_VALUE
+            factor = scale_over_softcap(scale, self.softcap) if self.softcap > 0 else scale * LOG2_E_VALUE
             cap = self.softcap * LOG2_E_VALUE if self.softcap > 0 else None
         return {"scale_log2": factor, "cap": cap, **(of_forward if is_forward else {})}
 

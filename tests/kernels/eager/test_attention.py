@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocksparse_flash import BlockLayout, reference
+from blocksparse_flash import attention as attend
 from blocksparse_flash.kernels.eager import attention
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from tests.support import cases, plain
@@ -119,6 +120,13 @@ CALLS = [
 def test_every_option_equals_the_reference(call: Call, name: str) -> None:
     layout = _layout(name)
     _check(dataclasses.replace(call, q_len=layout.q_len, kv_len=layout.kv_len), layout)
+
+
+@pytest.mark.parametrize("scale", [2e38, -2e38])
+def test_a_huge_scale_does_not_overflow_where_the_scores_do_not(scale: float) -> None:
+    """Regression: NaN, since the scale was applied to the keys."""
+    q, k, v = torch.zeros(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0), torch.randn(1, 1, 4, 8)
+    torch.testing.assert_close(attend(q, k, v, scale=scale), v.mean(2, keepdim=True).expand_as(v))
 
 
 @pytest.mark.parametrize("call", [Call(), CALLS[0], Call(causal=True), CALLS[-1]], ids=str)
