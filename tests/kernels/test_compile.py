@@ -490,10 +490,10 @@ GOOD = {
         ({"registers": 255, "warps": 16}, "registers"),
         ({"registers": 136, "programs": 2}, "2 programs"),
         ({"registers": 128, "shared": 115713, "programs": 2}, "2 programs"),
-        ({"spills": 865, "kernel": "selected_backward_kernel", "call": {**CALL, "mode": "keys128"}}, "spills"),
+        ({"spills": 877, "kernel": "selected_backward_kernel", "call": {**CALL, "mode": "keys128"}}, "spills"),
         (
             {
-                "spills": 8,
+                "spills": 17,
                 "kernel": "selected_forward_kernel",
                 "call": {"head_dim": 64, "dtype": "bfloat16", "mode": "keys64"},
             },
