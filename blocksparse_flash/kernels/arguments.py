@@ -273,7 +273,7 @@ def softcap_arguments(options: Options, scale: float) -> dict[str, Any]:
 
 
 def scale_over_softcap(scale: float, softcap: float) -> float:
-    """Their ratio, the nearest finite float32 if it is beyond: a product of 0 stays 0, and tanh of any other is 1."""
+    """Their ratio, the nearest finite float32 if it is beyond: 0 times it stays 0, and tanh saturates anyway."""
     return max(-MAX_FLOAT32, min(scale / softcap, MAX_FLOAT32))
 
 

@@ -68,11 +68,7 @@ class DecoderBlock(nn.Module):
             return self._transform(x, kv_lengths, positions, cache)
 
     def _transform(
-        self,
-        x: Tensor,
-        kv_lengths: Tensor | None,
-        positions: Tensor | RotaryTable | None,
-        cache: KVCache | None,
+        self, x: Tensor, kv_lengths: Tensor | None, positions: Tensor | RotaryTable | None, cache: KVCache | None
     ) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions, cache=cache))
         gate, up = self.gate_up(self.dense_norm(x)).chunk(2, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -32,6 +33,14 @@ def test_both_fits_of_tanh_are_accurate() -> None:
     far = np.minimum(every, np.float32(score_mods.FAR))
     quotient = far * polynomial(far, score_mods.FAR_P) * (np.float32(1) / polynomial(far, score_mods.FAR_Q))
     assert relative_errors(quotient, every).max() < LARGEST_ERROR
+
+
+def test_the_factor_of_a_scale_far_above_the_softcap_is_finite_in_float32() -> None:
+    """Regression: it was infinite, and NaN times scores of 0."""
+    for scale, is_forward in itertools.product((1e9, -1e9), (False, True)):
+        factor = score_mods.ModSpecs(softcap=1e-30).arguments(scale, is_forward=is_forward)["scale_log2"]
+        assert np.float32(factor) == np.sign(scale) * np.finfo(np.float32).max
+    assert score_mods.ModSpecs(softcap=4.0).arguments(-2.0, is_forward=True)["scale_log2"] == -0.5
 
 
 def test_the_assembly_writes_each_result_in_both_branches() -> None:
