@@ -190,13 +190,18 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype, why_not_hoppe
     return chosen
 
 
+def _check_is_str(backend: object) -> None:
+    # before it is compared: arrays compare to arrays
+    if not isinstance(backend, str):
+        raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
+
+
 def _chosen(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None) -> str:
+    _check_is_str(backend)
     if backend == "auto":
         if device.type != "cuda":
             return "eager"
         return next((name for name in AUTO_ON_GPU if _why_unfit(name, device, dtype, why_not_hopper) is None), "eager")
-    if not isinstance(backend, str):
-        raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
     if backend not in BACKENDS:
         instead = _chosen("auto", device, dtype, why_not_hopper)
         raise ValueError(f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{instead}"')
@@ -232,7 +237,8 @@ def decide(
     specs    of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
     missing  see `missing_option`
     """
-    if specs is not None and q.is_cuda and isinstance(backend, str):
+    _check_is_str(backend)
+    if specs is not None and q.is_cuda:
         return _choose_by_specs(backend, specs, q.device, dtype, missing)
     unfit = None
     if q.is_cuda:
@@ -304,6 +310,7 @@ def is_deterministic(deterministic: bool | None) -> bool:
 
 def explained_choice(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, missing: str) -> Choice:
     """The choice for q, k, v with its reasons. missing: see `missing_option`."""
+    _check_is_str(backend)
     device = tensors[0].device
     unfit = None
     if device.type == "cuda":

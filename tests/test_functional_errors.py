@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.sparse
 import torch
@@ -379,6 +380,8 @@ WRONG_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Ex
     ),
     "backend is None": (changed(backend=None), TypeError, ("backend must be a str", "got None", '"auto" chooses')),
     "backend is a list": (changed(backend=["eager"]), TypeError, ("backend must be a str", "got ['eager']")),
+    # comparing it to a str raises ValueError or compares each element
+    "backend is an array": (changed(backend=np.ones(2)), TypeError, ("backend must be a str", "got array([1., 1.])")),
     "hopper on the CPU": (
         changed(backend="hopper"),
         ValueError,
