@@ -112,7 +112,8 @@ class Config:
 
     block_q    queries per step
     kv_stages  buffers of K and V; with 2, the next tile column loads during this one
-    dq_from_registers  the consumers add dQ with atomics, not through shared memory and TMA
+    dq_from_registers  the consumers add dQ with atomics, each of them half of every step's; else through shared memory
+                       and TMA, each of them all of every second step's, which has 64 queries
     """
 
     block_q: int = 64
@@ -221,8 +222,7 @@ def hopper_backward_kernel(
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, BLOCK_Q], dtype)
         ds_buffers = gl.allocate_shared_memory(dtype, [2, TILE, BLOCK_Q], ds_layout)
         if dq_sum_desc is not None:
-            dq_shape: gl.constexpr = [2, dq_sum_desc.block_type.shape[0], DQ_SUM_COLS]
-            dq_buffers = gl.allocate_shared_memory(gl.float32, dq_shape, dq_sum_desc.layout)
+            dq_buffers = gl.allocate_shared_memory(gl.float32, dq_sum_desc.block_type.shape, dq_sum_desc.layout)
     # with a tail, dk and dv are staged in the buffers of K and V
     if k_tails is None and v_tails is None:
         if ptrs.dq_sum_ptr is None:
@@ -367,7 +367,7 @@ def backward_launches(
         # whole tiles, so that additions need no mask
         dq_sum = contiguous(torch.float32, batch * heads, n_padded, columns)
         if not chosen.dq_from_registers:
-            n_values, n_step_values = batch * heads * n_padded * columns, 64 * (64 if block_q == 128 else columns // 2)
+            n_values, n_step_values = batch * heads * n_padded * columns, block_q * columns
             sum_spec = contiguous(torch.float32, n_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value).spec
             sum_block = (n_step_values // DQ_SUM_COLS.value, DQ_SUM_COLS.value)
             descriptor_factories["dq_sum_desc"] = DescriptorFactory(sum_spec, sum_block)

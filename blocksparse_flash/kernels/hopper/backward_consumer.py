@@ -3,8 +3,13 @@
 Two warpgroups have 64 keys of a work tile each. backward.py has an overview, backward_producer.py the producer and the
 pipelines.
 
-Each step adds its dq to the sum of dQ, unless another launch computes dQ. dk and dv stay in registers until the work
-tile ends, and what it is decides where they go:
+Each step adds its dq to the sum of dQ, unless another launch computes dQ:
+
+    by TMA                     one warpgroup computes all of a step's dq, the other one that of the next step: they are
+                               half a step apart, so that one computes exponentials while the other one multiplies
+    by atomics from registers  each warpgroup computes half of every step's dq (dq_share)
+
+dk and dv stay in registers until the work tile ends, and what it is decides where they go:
 
     a whole tile column                 to dK and dV, by TMA                  epilogue
     a split of a tile column            to the workspace of splits            store_splits
@@ -40,6 +45,8 @@ from .tma import store_rows, tma_reduce_add
 
 # values of a row of the descriptor with which TMA adds to the sum of dQ
 DQ_SUM_COLS = gl.constexpr(32)
+# named barriers of warpgroups 0 and 1, at which they wait for the other one's ds to compute dq
+DQ_BARRIER = gl.constexpr(10)
 
 # ---- state ----
 
@@ -48,7 +55,7 @@ class Staging(NamedTuple):
     """Shared memory of the consumers alone.
 
     ds      [2, 128, BLOCK_Q], both warpgroups' keys; by parity of the step
-    dq      [2, ...] float32, one buffer per warpgroup, from which TMA adds to the sum of dQ
+    dq      float32, a step's, from which TMA adds to the sum of dQ
     dk, dv  the descriptors' blocks, from which TMA stores them; they may share memory with ds and dq. With a tail, they
             overwrite K and V instead
     """
@@ -92,8 +99,8 @@ def zero_sums(kv):
 def dq_share(columns, tail, warpgroup, block_q):
     """(first row, first column, columns) of the 64 rows of dq [block_q, columns + tail] that a warpgroup computes.
 
-    Half the rows, or half the columns. A tail has the 32 columns of a piece of `in_register_order`: one warpgroup
-    computes it, the other one the rest.
+    Where atomics add dq: half the rows, or half the columns. A tail has the 32 columns of a piece of
+    `in_register_order`: one warpgroup computes it, the other one the rest.
     """
     if block_q == 128:
         return 64 * warpgroup, 0, columns
@@ -113,7 +120,7 @@ def backward_step(
     sums, kv_stage, descs, pipelines, staging, ptrs, sizes, mods, p_bias, p_sums, work_tile, kv_limit, i_head, step,
     i_step_total, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One step: adds to dk and dv of this warpgroup's keys, and this warpgroup's part of the step's dq to the dQ sum.
+    """One step: adds to dk and dv of this warpgroup's keys, and what this warpgroup computes of dq to the sum of dQ.
 
     kv_stage  buffer of K and V
     p_bias, p_sums  bias and sums of ds of each listed tile of the query head; None without
@@ -179,15 +186,24 @@ def backward_step(
     if p_sums is not None:
         p_sum = p_sums + (step.to(gl.int64) * CONSUMER_WARPS + 4 * WARPGROUP)
     b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, p_sum, mods, dtype)
+    HAS_DQ: gl.constexpr = ptrs.dq_sum_ptr is not None
+    TAKES_TURNS: gl.constexpr = descs.dq_sum is not None
+    # two buffers: the other warpgroup may still read that of the step before. Without dq a placeholder
+    ds_tile = staging.ds.index(i_step_total % 2)
+    if TAKES_TURNS:
+        ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
+        fence_async_shared()
+        if i_step_total % 2 != WARPGROUP:
+            # TMA has read the dq of the step before, which the other warpgroup will overwrite
+            tma.store_wait(0)
+            named_barrier("arrive", DQ_BARRIER + 1 - WARPGROUP)
     # [WARPGROUP_ROWS, DIM_V]
     dv_token = add_product(b_p16, dout_tile, sums.dv)
     if kv.v_tail is not None:
         dv_tail_token = add_product(b_p16, dout_tail, sums.dv_tail)
     SHARE: gl.constexpr = dq_share(DIM, TAIL, WARPGROUP, BLOCK_Q)
     DQ_COLS: gl.constexpr = SHARE[2]
-    if ptrs.dq_sum_ptr is not None:
-        # two buffers: both warpgroups have met in the step between, so nobody still reads this one
-        ds_tile = staging.ds.index(i_step_total % 2)
+    if HAS_DQ and not TAKES_TURNS:
         ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
         named_barrier("sync", 9)
@@ -196,36 +212,52 @@ def backward_step(
             k_part = rows_of(kv.k, kv_stage, 0, TILE).slice(SHARE[1], DQ_COLS, 1)
         else:
             k_part = rows_of(kv.k_tail, kv_stage, 0, TILE)
-        b_none = gl.zeros([WARPGROUP_ROWS, DQ_COLS], gl.float32, accumulator(DQ_COLS))
         # [WARPGROUP_ROWS, DQ_COLS]
-        dq_token = warpgroup_mma(ds_part, k_part, b_none, use_acc=False, is_async=True)
+        dq_token = product(ds_part, k_part)
         b_dv, b_dv_tail = wait_for_products(1, dv_token, dv_tail_token)
         consumer_release(pipelines.dout, stage)
     # [WARPGROUP_ROWS, DIM]
     dk_token = add_product(b_ds, q_tile, sums.dk)
     if kv.k_tail is not None:
         dk_tail_token = add_product(b_ds, q_tail, sums.dk_tail)
-    if ptrs.dq_sum_ptr is not None:
+    if HAS_DQ and not TAKES_TURNS:
         q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
         b_dq = warpgroup_mma_wait(DK_PRODUCTS, deps=(dq_token,))
-        n_heads = sizes.n_heads
-        i_row = (work_tile.batch_head // n_heads * n_heads * GROUP + i_head).to(gl.int64) * sizes.n_padded + q_start
-        first = i_row * (DIM + TAIL) + (SHARE[0] * DIM + WARPGROUP_ROWS * SHARE[1])
-        if descs.dq_sum is None:
-            atomic_add_sum(ptrs.dq_sum_ptr + first, in_register_order(b_dq))
-        else:
-            # TMA has read the previous step's dq from the buffer
-            tma.store_wait(0)
-            dq_tile = staging.dq.index(WARPGROUP)
-            dq_tile.store(in_register_order(b_dq).reshape(dq_tile.shape))
-            fence_async_shared()
-            tma_reduce_add(descs.dq_sum, [(first // DQ_SUM_COLS).to(gl.int32), 0], dq_tile)
+        first = first_of_dq(sizes, work_tile, i_head, q_start, DIM + TAIL, GROUP)
+        first = first + (SHARE[0] * DIM + WARPGROUP_ROWS * SHARE[1])
+        atomic_add_sum(ptrs.dq_sum_ptr + first, in_register_order(b_dq))
     else:
         b_dv, b_dv_tail = wait_for_products(DK_PRODUCTS, dv_token, dv_tail_token)
         consumer_release(pipelines.dout, stage)
     b_dk, b_dk_tail = wait_for_products(0, dk_token, dk_tail_token)
     consumer_release(pipelines.q, stage)
+    if TAKES_TURNS:  # noqa: SIM102
+        # after dk: ptxas serializes the products (C7512) if dk is waited for in one branch
+        if i_step_total % 2 == WARPGROUP:
+            named_barrier("sync", DQ_BARRIER + WARPGROUP)
+            q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
+            first = first_of_dq(sizes, work_tile, i_head, q_start, DIM, GROUP)
+            # [BLOCK_Q, DIM]
+            b_dq = warpgroup_mma_wait(0, deps=(product(ds_tile.permute((1, 0)), rows_of(kv.k, kv_stage, 0, TILE)),))
+            staging.dq.store(in_register_order(b_dq).reshape(staging.dq.shape))
+            fence_async_shared()
+            tma_reduce_add(descs.dq_sum, [(first // DQ_SUM_COLS).to(gl.int32), 0], staging.dq)
     return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
+
+
+@gluon.jit
+def product(a, b):
+    """Begins a @ b of two tiles in shared memory, a with 64 rows, for one warpgroup: [64, columns of b] float32."""
+    COLS: gl.constexpr = b.shape[1]
+    b_zero = gl.zeros([WARPGROUP_ROWS, COLS], gl.float32, accumulator(COLS))
+    return warpgroup_mma(a, b, b_zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def first_of_dq(sizes, work_tile, i_head, q_start, COLS: gl.constexpr, GROUP: gl.constexpr):
+    """Index of the first value of the dq of queries from q_start on in the sum of dQ, which has COLS columns."""
+    i_batch = work_tile.batch_head // sizes.n_heads
+    return ((i_batch * sizes.n_heads * GROUP + i_head).to(gl.int64) * sizes.n_padded + q_start) * COLS
 
 
 # ---- work tiles ----

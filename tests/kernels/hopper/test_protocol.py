@@ -526,8 +526,8 @@ def test_growth_below_and_above_the_rescale_threshold_is_accurate(check, monkeyp
 @pytest.mark.parametrize(
     "config",
     [
-        BackwardConfig(block_q=block_q, kv_stages=kv_stages)
-        for block_q, kv_stages in itertools.product((64, 128), (1, 2))
+        BackwardConfig(block_q=block_q, kv_stages=kv_stages, dq_from_registers=dq_from_registers)
+        for (block_q, dq_from_registers), kv_stages in itertools.product(((64, False), (64, True), (128, True)), (1, 2))
     ],
     ids=str,
 )

@@ -239,15 +239,42 @@ FORWARD_FAULTS = {
 }
 BACKWARD_FAULTS = {
     "ds read before the other warpgroup has written its half": Change(
-        BACKWARD_CONSUMER, '        named_barrier("sync", 9)\n        ds_part = ', "        ds_part = "
+        BACKWARD_CONSUMER,
+        """        ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
+        fence_async_shared()
+        if i_step_total % 2 != WARPGROUP:
+            # TMA has read the dq of the step before, which the other warpgroup will overwrite
+            tma.store_wait(0)
+            named_barrier("arrive", DQ_BARRIER + 1 - WARPGROUP)
+""",
+        """        if i_step_total % 2 != WARPGROUP:
+            tma.store_wait(0)
+            named_barrier("arrive", DQ_BARRIER + 1 - WARPGROUP)
+        ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
+        fence_async_shared()
+""",
+    ),
+    "dq multiplied before the other warpgroup has arrived": Change(
+        BACKWARD_CONSUMER, '            named_barrier("sync", DQ_BARRIER + WARPGROUP)\n', ""
+    ),
+    "both warpgroups at one barrier for dq": Change(
+        BACKWARD_CONSUMER, "DQ_BARRIER + 1 - WARPGROUP", "DQ_BARRIER + WARPGROUP"
+    ),
+    "both warpgroups compute dq of the same steps": Change(
+        BACKWARD_CONSUMER, "        if i_step_total % 2 == WARPGROUP:\n", "        if i_step_total % 2 == 0:\n"
     ),
     "one buffer of ds instead of two": Change(
         BACKWARD_CONSUMER, "staging.ds.index(i_step_total % 2)", "staging.ds.index(0)"
     ),
     "ds read without a proxy fence": Change(
         BACKWARD_CONSUMER,
-        '        fence_async_shared()\n        named_barrier("sync", 9)\n        ds_part = ',
-        '        named_barrier("sync", 9)\n        ds_part = ',
+        "        fence_async_shared()\n        if i_step_total",
+        "        if i_step_total",
+    ),
+    "dq added without a proxy fence": Change(
+        BACKWARD_CONSUMER,
+        "            fence_async_shared()\n            tma_reduce_add",
+        "            tma_reduce_add",
     ),
     "Q released before it is read": Change(
         BACKWARD_CONSUMER,
@@ -258,8 +285,9 @@ BACKWARD_FAULTS = {
     ),
     "dq overwritten while TMA adds it": Change(
         BACKWARD_CONSUMER,
-        "            tma.store_wait(0)\n            dq_tile = staging",
-        "            dq_tile = staging",
+        """            tma.store_wait(0)
+            named_barrier("arrive", DQ_BARRIER""",
+        """            named_barrier("arrive", DQ_BARRIER""",
     ),
     "full barrier of dO expects no bytes of delta": Change(
         COLS, "dout_bytes + descs.delta.block_type.nbytes", "dout_bytes"
@@ -356,6 +384,15 @@ Q_STAGE_FAULTS = {
 }
 # faults of dq that the consumers add with atomics
 DQ_FROM_REGISTERS_FAULTS = {
+    "ds read before the other warpgroup has written its half": Change(
+        BACKWARD_CONSUMER, '        named_barrier("sync", 9)\n        ds_part = ', "        ds_part = "
+    ),
+    "one buffer of ds instead of two": BACKWARD_FAULTS["one buffer of ds instead of two"],
+    "ds read without a proxy fence": Change(
+        BACKWARD_CONSUMER,
+        '        fence_async_shared()\n        named_barrier("sync", 9)\n        ds_part = ',
+        '        named_barrier("sync", 9)\n        ds_part = ',
+    ),
     "dv written over dk": Change(
         BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
     ),
