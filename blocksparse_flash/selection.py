@@ -250,6 +250,10 @@ class _Packed(torch.autograd.Function):
         return _packed(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
 
     @staticmethod
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
+        ops.refuse_forward_mode()
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ops.refuse_mapped(grad)
         is_direct = tracing.can_launch_directly(grad, grad, grad)
@@ -264,6 +268,10 @@ class _Unpacked(torch.autograd.Function):
         ctx.sizes = group, rows_per_token
         # as int64, likewise
         return _unpacked(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
+
+    @staticmethod
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
+        ops.refuse_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

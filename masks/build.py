@@ -232,6 +232,10 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
     specification = Specification(" ".join(spec.split()), tokens, block_size)
     if not specification.text:
         raise ValueError("spec: expected the name of a mask, got nothing")
+    if "#" in specification.text:
+        # to Python everything after it would be a comment
+        begin = specification.text.index("#")
+        raise specification.wrong_at(begin, begin + 1, "spec: a specification has no comments, got #")
     try:
         tree = ast.parse(specification.text, mode="eval")
     except SyntaxError as error:

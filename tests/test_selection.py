@@ -319,6 +319,16 @@ def test_a_compiled_function_has_a_graph_break() -> None:
     torch.testing.assert_close(torch.compile(function, backend="eager")(q), function(q))
 
 
+# torch's own use of torch.jit
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_forward_mode_is_refused() -> None:
+    q, indices = torch.randn(1, 2, 32, 8), torch.zeros(1, 1, 32, 1, dtype=torch.int64)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="forward-mode differentiation"):
+            selected_attention(dual, q[:, :1], q[:, :1], indices, block_size=16)
+
+
 def test_the_reference_is_mapped_over_selections() -> None:
     """Regression: torch.vmap refused the check of the indices."""
     q, k = drawn(3, 1, 4, 40, 8), drawn(3, 1, 2, 40, 8, seed=1)

@@ -136,6 +136,11 @@ class Decoder(nn.Module):
             return self.norm(x)
 
     def _check_caches(self, caches: Sequence[KVCache]) -> None:
+        if not isinstance(caches, Sequence):
+            raise TypeError(
+                f"caches must be a list of one KVCache for each block, got {type(caches).__name__}: "
+                "decoder.new_caches(batch, max_length) makes them"
+            )
         if len(caches) != len(self.blocks):
             raise ValueError(
                 f"caches must be one for each of the {len(self.blocks)} blocks, got {len(caches)}: "
@@ -143,6 +148,13 @@ class Decoder(nn.Module):
             )
         for i, cache in enumerate(caches):
             check_is_cache(cache, f"caches[{i}]")
+            first = next(place for place, other in enumerate(caches) if other is cache)
+            if first < i:
+                # blocks may share a layer, whose cache would then accept the keys of both
+                raise ValueError(
+                    f"caches must be one for each block, but caches[{first}] and caches[{i}] are the same: "
+                    "decoder.new_caches(batch, max_length) makes them"
+                )
         lengths = [cache.length for cache in caches]
         if len(set(lengths)) > 1:
             raise ValueError(

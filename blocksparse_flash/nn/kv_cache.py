@@ -125,9 +125,10 @@ class KVCache:
                     f"cache has, got {shape}; layer.new_cache(batch, max_length) makes a cache for a layer"
                 )
             if shape[0] != batch:
+                remedy = f"make a cache for it, layer.new_cache({shape[0]}, max_length={max_length})"
                 raise ValueError(
-                    f"the cache is for batch={batch}, got an input of batch {shape[0]}: make a cache for it, "
-                    f"layer.new_cache({shape[0]}, max_length={max_length})"
+                    f"the cache is for batch={batch}, got an input of batch {shape[0]}"
+                    f"{': ' + remedy if shape[0] else ', which needs no cache'}"
                 )
             if tensor.dtype != self._k.dtype or tensor.device != self._k.device:
                 raise ValueError(
@@ -176,6 +177,12 @@ class KVCache:
         # a weak reference cannot be pickled
         return {**self.__dict__, "_owner": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # as in __init__, also if it is unpickled in inference mode
+        with torch.inference_mode(False):
+            self._k, self._v = (each.clone() if each.is_inference() else each for each in (self._k, self._v))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -183,7 +190,9 @@ class KVCache:
         owner = None if self._owner is None else self._owner()
         owner = memo.get(id(owner), owner)
         reference = None if owner is None else weakref.ref(owner)
-        copied.__dict__.update(self.__dict__, _k=self._k.clone(), _v=self._v.clone(), _owner=reference)
+        # as in __init__
+        with torch.inference_mode(False):
+            copied.__dict__.update(self.__dict__, _k=self._k.clone(), _v=self._v.clone(), _owner=reference)
         return copied
 
     def __repr__(self) -> str:

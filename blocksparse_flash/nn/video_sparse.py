@@ -162,6 +162,8 @@ class VideoSparseAttention(nn.Module):
             if not isinstance(value, Iterable):
                 raise TypeError(f"{name} must have the tokens along each axis, such as ({value},), got {value!r}")
         self.grid, self.cube = tuple(grid), tuple(cube)
+        if len(self.grid) != len(self.cube):
+            raise ValueError(f"cube must have one size for each of the {len(self.grid)} axes of grid, got {self.cube}")
         self.block_size = math.prod(self.cube)
         order = tile_order(self.grid, tile=self.cube)
         _check_block_size("the product of cube", self.block_size)

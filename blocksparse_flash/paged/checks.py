@@ -24,8 +24,9 @@ def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_name: str = "q"
             axes = "batch, heads, q_len, head_dim" if name == q_name else "n_pages, kv_heads, page_size, head_dim"
             raise ValueError(f"{name} must have shape ({axes}), got {shape}")
         if tensor.dtype not in validation.DTYPES or tensor.dtype != q.dtype:
-            wanted = "float16, bfloat16, float32 or float64" if name == q_name else f"of q's dtype {q.dtype}"
-            raise ValueError(f"{name} must be {wanted}, got {tensor.dtype}; q.to(k_pages.dtype) converts the queries")
+            wanted = "float16, bfloat16, float32 or float64" if name == q_name else f"of {q_name}'s dtype {q.dtype}"
+            remedy = f"{q_name}.to(k_pages.dtype) converts {q_name}"
+            raise ValueError(f"{name} must be {wanted}, got {tensor.dtype}; {remedy}")
         if not 1 <= shape[3] <= validation.MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head_dim of 1 to {validation.MAX_HEAD_DIM}, got {shape[3]}")
         if tensor.stride(3) != 1 and shape[3] != 1 and tensor.numel():
@@ -44,9 +45,9 @@ def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_name: str = "q"
             f"{tuple(v_pages.shape)}"
         )
     if head_dim != q.shape[3]:
-        raise ValueError(f"k_pages must have q's head_dim {q.shape[3]}, got {head_dim}")
+        raise ValueError(f"k_pages must have {q_name}'s head_dim {q.shape[3]}, got {head_dim}")
     if not kv_heads or heads % kv_heads:
-        raise ValueError(f"q's heads must be a multiple of k_pages' heads, got {heads} and {kv_heads}; {swap}")
+        raise ValueError(f"{q_name}'s heads must be a multiple of k_pages' heads, got {heads} and {kv_heads}; {swap}")
     if page < MIN_PAGE_SIZE or page & (page - 1):
         raise ValueError(
             f"k_pages must have a page_size that is a power of two, {MIN_PAGE_SIZE} or more, got {page}; {swap}"

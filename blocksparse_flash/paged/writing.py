@@ -36,9 +36,11 @@ def append_to_pages(
     n_pages, cache_heads, page, v_dim = v_pages.shape
     if kv_heads != cache_heads or v.shape != (batch, kv_heads, tokens, v_dim) or v.dtype != k.dtype:
         raise ValueError(
-            f"k and v must have shape (batch, kv_heads = {cache_heads}, tokens, head_dim) of the cache's type, got "
-            f"{tuple(k.shape)} and {tuple(v.shape)}"
+            f"k and v must have shape (batch, kv_heads = {cache_heads}, tokens, head_dim) and the cache's dtype "
+            f"{k_pages.dtype}, got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
+    for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _check_writable(name, cache)
     check_lists(page_table, kv_lengths, None, k, n_pages, kv_heads, page, window=1)
     max_pages = page_table.shape[1]
     if 0 in (batch, tokens, n_pages, max_pages):
@@ -55,3 +57,18 @@ def append_to_pages(
         # indices side by side: torch.vmap mixes up the axes of separate ones
         keys = cache.transpose(1, 2)
         keys[ids, slots] = torch.where(is_stored.any(), rows, keys[ids, slots])
+
+
+def _check_writable(name: str, cache: Tensor) -> None:
+    """ValueError for a cache that PyTorch cannot write, before the other one is written."""
+    if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape, strict=True)):
+        raise ValueError(
+            f"{name} is written, so each element needs memory of its own, got strides {cache.stride()} of an expanded "
+            f"tensor: {name}.clone() has it"
+        )
+    # torch.compile cannot ask
+    if not torch.compiler.is_compiling() and cache.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made in inference mode, so it can be written only there: call append_to_pages under "
+            "torch.inference_mode(), or make the cache outside it"
+        )

@@ -272,7 +272,7 @@ class LayoutPlans(StoredBlocks):
         index, is_used = self._entries(block_scores, batch_heads)
         if not block_scores.numel():
             # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
-            values = block_scores.sum().expand(len(index))
+            values = block_scores.sum().expand(*(block_scores.shape[:2] if is_shared else ()), len(index))
         elif is_shared:
             values = block_scores.flatten(2).index_select(2, index)
         else:

@@ -188,6 +188,8 @@ def test_lengths_may_differ():
         ("butterfly | (causal -", "spec: '(' was never closed", "("),
         ("local(window=3", "spec: '(' was never closed", "("),
         ("causal causal", "spec: invalid syntax", "c"),
+        # on one line, which a specification becomes, everything after it would be a comment
+        ("causal # decoder & local(window=3)", "a specification has no comments, got #", "#"),
         ("häßlich | causal", "no mask is called häßlich", "häßlich"),
         ("local(window='ß') | locl", "window: expected int, a number of tokens, got 'ß' (str)", "'ß'"),
         ("|".join(["causal"] * 120), "expected at most 100 operators inside each other", None),

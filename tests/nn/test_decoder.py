@@ -74,10 +74,24 @@ def test_gradients_reach_every_weight() -> None:
 def test_each_block_needs_a_cache_of_its_own() -> None:
     made, x = decoder(), tokens()
     caches = made.new_caches(2, LENGTH)
-    with torch.no_grad(), pytest.raises(ValueError, match="holds the keys of another layer"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"caches\[0\] and caches\[1\] are the same"):
         made(x[:, :9], caches=caches[:1] * 3)
+    with torch.no_grad(), pytest.raises(TypeError, match="caches must be a list of one KVCache for each block, got"):
+        made(x, caches=caches[0])  # type: ignore[arg-type]
     with torch.no_grad(), pytest.raises(ValueError, match="one for each of the 3 blocks, got 2"):
         made(x, caches=caches[:2])
+
+
+def test_blocks_that_share_a_layer_need_a_cache_each() -> None:
+    """Regression: one cache for both held the keys of both, and the results were wrong."""
+    shared = SelfAttention(8, 2, causal=True)
+    made, x = Decoder([DecoderBlock(shared), DecoderBlock(shared)]).double(), torch.randn(2, 10, 8).double()
+    caches = made.new_caches(2, 20)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"caches\[0\] and caches\[1\] are the same"):
+            made(x, caches=caches[:1] * 2)
+        parts = [made(x[:, :6], caches=caches), made(x[:, 6:], caches=caches)]
+        torch.testing.assert_close(torch.cat(parts, 1), made(x), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,17 @@ def test_copies_go_on_apart_and_pickles_go_on() -> None:
     assert cache.length == 70
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_made_in_inference_mode_go_on_outside_it(copied: Callable[[Any], Any]) -> None:
+    made, x = layer(), tokens()
+    cache = made.new_cache(2, LENGTH)
+    with torch.inference_mode():
+        made(x[:, :50], cache=cache)
+        other = copied(cache)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x[:, 50:], cache=other), made(x)[:, 50:], rtol=1e-10, atol=1e-10)
+
+
 def test_a_copy_of_a_layer_and_its_cache_goes_on() -> None:
     made, x = layer(), tokens()
     cache = made.new_cache(2, LENGTH)
@@ -236,6 +247,7 @@ def with_gradients() -> None:
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: step(tokens(length=11)), ValueError, "room for max_length=90 tokens and holds 80, but got 11 more"),
     (lambda: step(tokens(3, 1)), ValueError, r"the cache is for batch=2, got an input of batch 3: .*new_cache\(3"),
+    (lambda: step(tokens(0, 1)), ValueError, "got an input of batch 0, which needs no cache"),
     (lambda: step(kv_lengths=torch.tensor([1, 1])), ValueError, "kv_lengths must be None with a cache"),
     (lambda: step(layer=layer()), ValueError, "holds the keys of another layer"),
     (lambda: step(layer=layer(kv_heads=4)), ValueError, r"k must have shape \(batch=2, kv_heads=2, tokens, head_dim=8"),

@@ -245,7 +245,11 @@ def test_of_nothing_there_is_nothing(batch: int, q_len: int, kv_len: int) -> Non
             "coarse_gate must be floating point, got torch.complex64",
             lambda q: video_sparse_attention(q, q, q, k_blocks=1, coarse_gate=q * 1j),
         ),
-        (ValueError, "tile", lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(4, 4))),
+        (
+            ValueError,
+            "cube must have one size for each of the 3 axes",
+            lambda q: VideoSparseAttention(32, 2, (2, 4, 4), k_blocks=1, cube=(4, 4)),
+        ),
         (
             ValueError,
             "positions were given, but rope is None",

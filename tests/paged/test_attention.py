@@ -273,10 +273,13 @@ def test_of_no_keys_and_of_no_queries_there_is_nothing() -> None:
         ((2, 4, 1, 8), 3, 0, None),
         ((2, 4, 1, 8), 0, 2, None),
         ((2, 4, 1, 8), 3, 2, 0),
+        # select_pages gives -1 for pages that there are not
+        ((2, 4, 1, 8), 3, 0, 2),
+        ((2, 4, 1, 8), 0, 2, 2),
     ):
         cache = torch.zeros(n_pages, 2, 16, 8)
-        selected = None if k is None else torch.zeros(2, 1, k, dtype=torch.int32)
-        lengths = torch.full((2,), 0 if k is None else 20)
+        selected = None if k is None else torch.full((2, 1, k), -1, dtype=torch.int32)
+        lengths = torch.full((2,), 20 if k == 0 else 0)
         out, lse = paged_attention_with_lse(
             torch.randn(shape), cache, cache, torch.zeros(2, max_pages).int(), lengths, selected=selected
         )

@@ -71,6 +71,38 @@ def test_a_compiled_step_has_one_graph() -> None:
     torch.testing.assert_close(compiled(q, *caches.clone(), lengths), step(q, *caches.clone(), lengths))
 
 
+@pytest.mark.parametrize("wrong", ["expanded", "made in inference mode"])
+@pytest.mark.parametrize("name", ["k_pages", "v_pages"])
+def test_a_cache_that_cannot_be_written_is_refused_before_the_other_is_written(name: str, wrong: str) -> None:
+    new, table, lengths = torch.ones(2, 2, 1, 16), torch.arange(8).reshape(2, 4).int(), torch.tensor([18, 3])
+    if wrong == "expanded":
+        refused = torch.zeros(1, 2, 16, 16).expand(8, 2, 16, 16)
+    else:
+        with torch.inference_mode():
+            refused = torch.zeros(8, 2, 16, 16)
+    caches = {"k_pages": torch.zeros(8, 2, 16, 16), "v_pages": torch.zeros(8, 2, 16, 16)} | {name: refused}
+    with pytest.raises(ValueError, match=f"{name} (is written|was made in inference mode)"):
+        append_to_pages(new, new, *caches.values(), table, lengths)
+    assert not any(cache.any() for cache in caches.values())
+    if wrong != "expanded":
+        with torch.inference_mode():
+            append_to_pages(new, new, *caches.values(), table, lengths)
+        assert all(cache.any() for cache in caches.values())
+
+
+def test_errors_name_the_new_tokens_and_not_queries() -> None:
+    k, cache, table, lengths = torch.zeros(1, 2, 1, 8), torch.zeros(4, 2, 16, 8), torch.zeros(1, 2).int(), torch.ones(1)
+    for new, words in (
+        (k[..., :4], "k_pages must have k's head_dim 4, got 8"),
+        (k[:, :1], "k's heads must be a multiple of k_pages' heads, got 1 and 2"),
+        (k.double(), r"k_pages must be of k's dtype torch.float64.*; k.to\(k_pages.dtype\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            append_to_pages(new, new, cache, cache.clone(), table, lengths.long())
+    with pytest.raises(ValueError, match=r"dtype torch.float32, got .* torch.float32 and .* torch.float64"):
+        append_to_pages(k, k.double(), cache, cache.clone(), table, lengths.long())
+
+
 def test_wrong_tokens_are_refused() -> None:
     cache, table, lengths = torch.zeros(4, 2, 16, 8), torch.zeros(3, 2).int(), torch.tensor([1, 2, 3])
     for k, v in ((torch.zeros(3, 4, 1, 8),) * 2, (torch.zeros(3, 2, 1, 8), torch.zeros(3, 2, 2, 8))):

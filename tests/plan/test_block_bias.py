@@ -126,6 +126,14 @@ def test_gathered_scores_are_those_of_the_stored_blocks(axes: tuple[int, int], b
     assert torch.equal(layout.gather(scores), found)
 
 
+def test_a_layout_without_blocks_keeps_the_axes_of_the_scores() -> None:
+    layout = BlockLayout.from_dense(torch.zeros(1, 1, 0, 64, dtype=torch.bool), block_size=64)
+    scores = torch.randn(2, 3, layout.n_rows, layout.n_cols, requires_grad=True)
+    found = layout.gather(scores)
+    found.sum().backward()
+    assert found.shape == (2, 3, 0) and scores.grad is not None
+
+
 def test_unused_entries_of_a_selection_gather_zeros() -> None:
     chosen = torch.tensor([[[[2, -1], [-1, -1], [0, 0]], [[-1, -1], [1, 0], [2, 1]]]])
     layout = BlockLayout.from_topk(chosen, 48, 48, block_size=16)

@@ -20,7 +20,11 @@ def forward(
     (batch, heads, q_len, _), (n_pages, kv_heads, page, _) = q.shape, k.shape
     max_pages = pages.table.shape[1]
     lengths = pages.kv_lengths.long().clamp(0, max_pages * page)[:, None, None]
-    if pages.selected is None:
+    if 0 in (n_pages, max_pages):
+        # no sequence has keys
+        n_lists = 1 if pages.selected is None else pages.selected.shape[1]
+        numbers = torch.empty(batch, n_lists, 0, dtype=torch.long, device=q.device)
+    elif pages.selected is None:
         n_used = max_pages
         if q.device.type == "cpu" and batch:
             n_used = -(-int(lengths.max()) // page)
