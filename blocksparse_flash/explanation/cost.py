@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import dispatch as backends
-from ..kernels.schedule import are_uneven, heads_in_turn, padded_dim
+from ..kernels.schedule import are_uneven, interleaved_heads, padded_dim
 from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
@@ -195,10 +195,10 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
         if chosen.num_splits > 1 or call.is_fine:
             return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
         n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
-        n_in_turn = heads_in_turn(
+        n_interleaved = interleaved_heads(
             n_lines, n_batch_heads, n_sms, *lengths, is_uneven=is_uneven or (first > 0 and by_head)
         )
-        return taken_in_turn(lines, n_batch_heads, n_in_turn, call.n_long(first))
+        return taken_in_turn(lines, n_batch_heads, n_interleaved, call.n_long(first))
 
     forward = backward = call.sides
     if call.backend == "hopper":

@@ -64,8 +64,8 @@ def split_lines(lines: Lines, n_split: int, n_splits: int) -> Lines:
     return Lines(*(np.concatenate([first, values[n_split:]]) for first, values in zip(shared, lines, strict=True)))
 
 
-def taken_in_turn(lines: Lines, n_heads: int, n_in_turn: int, n_long: int = 0) -> Lines:
-    """The lines of n_heads heads in the order in which kernels take them, see `schedule.heads_in_turn`.
+def taken_in_turn(lines: Lines, n_heads: int, n_interleaved: int, n_long: int = 0) -> Lines:
+    """The lines of n_heads heads in the order in which kernels take them, see `schedule.interleaved_heads`.
 
     n_long  lines of each head that come before all others
 
@@ -75,7 +75,7 @@ def taken_in_turn(lines: Lines, n_heads: int, n_in_turn: int, n_long: int = 0) -
     [9, 8, 2, 2, 1, 1]
     """
     first, rest = np.split(np.arange(len(lines.tiles)), [n_long * n_heads])
-    firsts = range(n_in_turn, n_heads - n_in_turn + 1, n_in_turn)
+    firsts = range(n_interleaved, n_heads - n_interleaved + 1, n_interleaved)
     order = np.concatenate([first, *(heads.T.ravel() for heads in np.split(rest.reshape(n_heads, -1), firsts))])
     return Lines(*(values[order] for values in lines))
 

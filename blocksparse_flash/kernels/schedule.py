@@ -27,21 +27,23 @@ MAX_WAVES = 4
 # cost, in tiles, of one more split (a program that starts, ends and writes float32) and of the combining launch;
 # estimates, checked on an H200: see triton/TUNING.md
 SPLIT_COST, COMBINE_COST = 2, 4
-# heads of at most eight lines would need more to be taken in turn, but with 128 what they read in the backward does not
-# fit into L2
-MAX_HEADS_IN_TURN = 32
+# of heads with at most 8 lines, interleaved_heads would choose 64 or 128 (132 SMs). 64 are no faster than 32; what 128
+# read in the backward does not fit into L2
+MAX_INTERLEAVED_HEADS = 32
 # most waves of a static tile scheduler: the counter of the dynamic one is zeroed by a launch, 2 to 3 us of the GPU.
 # More would gain little, and wait longer for SMs that a kernel of another stream occupies
 MAX_STATIC_WAVES = 2
 # split only if the estimated time is at most this share of the time without splitting
 WORTHWHILE = 0.8
 # dQ has a launch of its own up to this padded head dimension and this mean number of tiles per row, from this number of
-# tile rows of all heads on: their sum is far larger than an L2 cache. H200, head_dim 64, summed and in a launch of its
-# own: 2 tiles per row 5.73 and 5.47 ms, 8 tiles 0.82 and 0.88 ms; not measured again since backward_dq.py
-# replaced a Triton kernel (hopper/TUNING.md)
+# tile rows of all heads on, whose float32 dQ (268 MB for 8,192 of 64 columns) is far larger than an L2 cache. H200,
+# head_dim 64, ms if summed and in a launch of its own: 2 tiles per row, batch 16 of 8 heads of 65,536 tokens, 5.73 and
+# 5.47; 8 tiles, 32 heads of 16,384 tokens, 0.82 and 0.88; not measured again since backward_dq.py replaced a Triton
+# kernel (hopper/TUNING.md)
 SEPARATE_DQ_MAX_DIM, SEPARATE_DQ_MAX_TILES, SEPARATE_DQ_MIN_ROWS = 64, 3, 8192
-# and for tile columns of LONG_COLUMN tiles and more, fewer per head than SMs: those that run together belong to several
-# heads, and add to sums of over MAX_SUM_BYTES, twice the L2 cache of an H100 (hopper/TUNING.md)
+# dQ also has a launch of its own if tile columns have LONG_COLUMN tiles and more, and a head fewer of them than there
+# are SMs: those that run together belong to several heads, and add to sums of over MAX_SUM_BYTES, twice the L2 cache of
+# an H100 (hopper/TUNING.md)
 MAX_SUM_BYTES = 100_000_000
 # with a layout, dK and dV are summed over query heads from this mean number of tiles per tile column on, for at most
 # MAX_GROUP_WAVES tile columns of KV heads per SM (half the group if that is more), and at least MIN_HEAD_WAVES of query
@@ -127,11 +129,12 @@ def choose(
         if most < 2:
             return WHOLE
         mean = work / n_programs
-        reach = mean if is_even and not n_long else longest
+        longest_line = mean if is_even and not n_long else longest
 
-        def time_of(num_splits: int, more: int) -> float:
+        def time_of(num_splits: int, overhead: int) -> float:
+            # the waves of splits of a mean line, or the longest split if that takes longer
             waves = math.ceil(n_programs * num_splits / n_sms)
-            return max(waves * (mean / num_splits + more), reach / num_splits + more)
+            return max(waves * (mean / num_splits + overhead), longest_line / num_splits + overhead)
 
         whole = time_of(1, 0)
         time, num_splits = min((time_of(n, SPLIT_COST) + COMBINE_COST, n) for n in range(2, most + 1))
@@ -177,20 +180,21 @@ def are_uneven(plan: Sequence[torch.Tensor], causal: bool) -> bool:
     return causal or (len(plan) > 0 and is_lower_of(plan[1].shape[0], plan[2].shape[0]))
 
 
-def heads_in_turn(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, is_uneven: bool) -> int:
-    """Number of heads whose lines are taken in turn, the longest of all of them first; 1: head after head.
+def interleaved_heads(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, is_uneven: bool) -> int:
+    """Number of heads whose lines are interleaved, the longest of all of them first; 1: head after head.
 
-    In causal calls lines get shorter, down to one tile if q_len == kv_len. Head after head, the first line of the last
-    head would begin late, and all other SMs would wait for it. Heads in turn have at least as much work for each SM as
-    one such line, unless there are too few heads or MAX_HEADS_IN_TURN is reached.
+    In causal calls lines get shorter in launch order, down to one tile if q_len == kv_len. Head after head, the longest
+    line of the last head would begin late, and all other SMs would wait for it. The lines of interleaved heads keep
+    every SM busy for as long as one such line, unless there are too few heads or MAX_INTERLEAVED_HEADS is reached. The
+    last group also has the heads that are left over.
 
     is_uneven  whether the lines differ in length: are_uneven, and with sums over heads
     """
-    # of nearly equal tile rows, most tile columns are equal
+    # if tile rows are nearly equal, so are most tile columns
     if not is_uneven or are_causal_rows_similar(q_len, kv_len):
         return 1
     needed = math.ceil(2 * n_sms / n_lines)
-    return min(1 << (needed - 1).bit_length(), MAX_HEADS_IN_TURN, n_batch_heads)
+    return min(1 << (needed - 1).bit_length(), MAX_INTERLEAVED_HEADS, n_batch_heads)
 
 
 def are_causal_rows_similar(q_len: int, kv_len: int) -> bool:
@@ -209,12 +213,12 @@ def needs_tile_counter(n_work_tiles: int, n_sms: int, *, is_sorted: bool = False
 def are_rows_sorted(q_len: int, kv_len: int, n_batch_heads: int, n_sms: int, *, causal: bool) -> bool:
     """Whether no tile row of a forward without layout and kv_lengths is longer than those launched before it.
 
-    Causal ones must be of one group of heads, see heads_in_turn. Counted in tile rows of 128 queries.
+    In causal calls only if the lines of all heads are interleaved. Counted in tile rows of 128 queries.
     """
     if not causal:
         return True
     n_rows = -(-q_len // TILE)
-    return n_batch_heads < 2 * heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=True)
+    return n_batch_heads < 2 * interleaved_heads(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=True)
 
 
 def split_of(
@@ -250,9 +254,10 @@ def sums_over_heads(
     """Whether a line of the backward is a tile column for one query head, with sums of dK and dV over the group.
 
     In causal calls with grouped heads, tile columns for all query heads of a group are few, long and of different
-    lengths, and those that run together need q, dO and dQ of more heads than fit into L2. TFLOP/s by group and by query
-    head on an H200 (hopper/TUNING.md): 64 heads on 8, 8,192 tokens 502 and 534; 16 heads on 1 401 and 554. With a
-    layout, the same is true of long tile columns, if they are few by group and enough by query head.
+    lengths, and those that run together need q, dO and dQ of more heads than fit into L2. TFLOP/s with one work tile
+    per group / per query head on an H200 (hopper/TUNING.md), 8,192 tokens: 64 query and 8 KV heads 502 / 534; 16 query
+    heads and 1 KV head 401 / 554. With a layout, the same is true of long tile columns, if they are few for groups and
+    enough for query heads.
 
     deterministic  True: never, since heads add to the sums in no fixed order
     """

@@ -252,7 +252,7 @@ def test_dq_of_few_long_tile_columns_is_added_by_none(monkeypatch: pytest.Monkey
     assert memory.has_separate_dq(of_columns) and memory.varying_gradients(of_columns) == "dk and dv"
 
 
-# all of 9 heads are taken in turn
+# all of 9 heads are interleaved
 @pytest.mark.parametrize("heads", [8, 9])
 @pytest.mark.parametrize("layout", [None, "causal"])
 def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int, layout: str | None) -> None:

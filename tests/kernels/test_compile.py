@@ -140,10 +140,10 @@ KNOWN_SPILLS = {
     ("hopper_backward_kernel", 64, True, False): 212,
     ("hopper_backward_kernel", 64, False, True): 560,
     ("hopper_backward_kernel", 64, True, True): 116,
-    ("hopper_backward_kernel", 128, False, False): 560,
-    ("hopper_backward_kernel", 128, True, False): 400,
-    ("hopper_backward_kernel", 128, False, True): 732,
-    ("hopper_backward_kernel", 128, True, True): 748,
+    ("hopper_backward_kernel", 128, False, False): 340,
+    ("hopper_backward_kernel", 128, True, False): 240,
+    ("hopper_backward_kernel", 128, False, True): 640,
+    ("hopper_backward_kernel", 128, True, True): 528,
     # up to three words, stored once per program and loaded once per tile row
     ("hopper_forward_kernel", 128, True, False): 44,
     ("hopper_forward_kernel", 128, True, True): 44,
@@ -206,7 +206,7 @@ SPILLS_BESIDE_PRODUCTS = {
 # slopes and a softcap are combined, more is spilled than with either
 SPILLS_OF_SCORE_MODS = {
     ("hopper_backward_kernel", 64): (716, 113),
-    ("hopper_backward_kernel", 128): (2764, 582),
+    ("hopper_backward_kernel", 128): (2180, 435),
     # causal slopes: 4 instructions in each of four loops
     ("hopper_forward_kernel", 64): (88, 16),
     ("hopper_forward_kernel", 128): (236, 47),

@@ -19,7 +19,7 @@ from blocksparse_flash.kernels.schedule import (
     Split,
     are_uneven,
     choose,
-    heads_in_turn,
+    interleaved_heads,
     split_of,
     sums_over_heads,
 )
@@ -230,10 +230,10 @@ def test_a_split_counts_programs_and_memory() -> None:
     assert WHOLE.n_programs(10, 4) == 40 and WHOLE.floats(64, 4) == 0
 
 
-def time_of_causal(n_lines: int, n_heads: int, n_in_turn: int) -> float:
+def time_of_causal(n_lines: int, n_heads: int, n_interleaved: int) -> float:
     """Time until the last SM ends, as a multiple of an SM's fair share; line i of a head takes n_lines - i."""
-    sections = [n_in_turn] * (n_heads // n_in_turn)
-    sections[-1] += n_heads % n_in_turn
+    sections = [n_interleaved] * (n_heads // n_interleaved)
+    sections[-1] += n_heads % n_interleaved
     lines = [n_lines - i for n_of_section in sections for i in range(n_lines) for _ in range(n_of_section)]
     ends = [0] * N_SMS
     for line in lines:
@@ -246,9 +246,9 @@ def time_of_causal(n_lines: int, n_heads: int, n_in_turn: int) -> float:
     [(64, 8, 8), (64, 32, 8), (64, 9, 8), (64, 15, 8), (32, 32, 16), (128, 16, 4), (16, 128, 32), (512, 8, 1)],
 )
 def test_causal_heads_in_turn_keep_all_sms_busy_to_the_end(n_lines, n_heads, expected):
-    n_in_turn = heads_in_turn(n_lines, n_heads, N_SMS, 128 * n_lines, 128 * n_lines, is_uneven=True)
-    assert n_in_turn == expected
-    assert time_of_causal(n_lines, n_heads, n_in_turn) < 1.05
+    n_interleaved = interleaved_heads(n_lines, n_heads, N_SMS, 128 * n_lines, 128 * n_lines, is_uneven=True)
+    assert n_interleaved == expected
+    assert time_of_causal(n_lines, n_heads, n_interleaved) < 1.05
 
 
 def test_causal_heads_after_each_other_leave_sms_idle():
@@ -273,12 +273,12 @@ def test_lines_of_causal_calls_and_of_layouts_below_the_diagonal_are_uneven() ->
 
 
 def test_heads_follow_each_other_if_their_lines_are_equal_or_few():
-    assert heads_in_turn(64, 8, N_SMS, 8192, 8192, is_uneven=False) == 1
-    assert heads_in_turn(64, 1, N_SMS, 8192, 8192, is_uneven=True) == 1
-    assert heads_in_turn(1, 999, N_SMS, 100, 100, is_uneven=True) == 32
-    assert heads_in_turn(10**6, 8, N_SMS, 1 << 27, 1 << 27, is_uneven=True) == 1
+    assert interleaved_heads(64, 8, N_SMS, 8192, 8192, is_uneven=False) == 1
+    assert interleaved_heads(64, 1, N_SMS, 8192, 8192, is_uneven=True) == 1
+    assert interleaved_heads(1, 999, N_SMS, 100, 100, is_uneven=True) == 32
+    assert interleaved_heads(10**6, 8, N_SMS, 1 << 27, 1 << 27, is_uneven=True) == 1
     # a chunk of queries over a long cache
-    assert heads_in_turn(8, 8, N_SMS, 1024, 8192, is_uneven=True) == 1
+    assert interleaved_heads(8, 8, N_SMS, 1024, 8192, is_uneven=True) == 1
 
 
 @pytest.mark.parametrize(

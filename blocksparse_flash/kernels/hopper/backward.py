@@ -7,18 +7,18 @@
 q, dO (batch, heads, q_len, head_dim | v_head_dim), k, v (batch, kv_heads, kv_len, ...). Each score is computed once, in
 five products per tile.
 
-One program per SM takes tile columns from a counter (128 keys of a KV head) and iterates over their steps: BLOCK_Q
-queries each, of every query head of the group. A producer warp loads K and V, then Q, LSE, dO and delta of each step
-(backward_producer.py). Two consumer warpgroups (backward_consumer.py) have 64 keys each:
+There is one program per SM. The tile scheduler assigns it tile columns (128 keys of a KV head), and it iterates over
+their steps: BLOCK_Q queries each, of every query head of the group. A producer warp loads K and V, then Q, LSE, dO and
+delta of each step (backward_producer.py). Two consumer warpgroups (backward_consumer.py) have 64 keys each:
 
     wgmma  s^T = k q^T, dp^T = v dO^T           scores are transposed: [keys, queries]
            p, ds in registers; ds also to shared memory, since dq sums over the keys of both warpgroups
     wgmma  dv += p^T dO, dk += ds^T q           in registers until the tile column ends
     wgmma  dq = ds k                            added to a float32 sum in global memory
 
-TMA (128 columns) or atomics from registers (64 or 96) add to the sum of dQ, in no fixed order, so the last bits of dQ
-vary from run to run. The preprocess launch zeroes it and computes LSE and delta; the postprocess launch scales and
-converts it (backward_postprocess.py).
+TMA (if q or v has 128 columns and neither has 96) or atomics from registers add to the sum of dQ, in no fixed order, so
+the last bits of dQ vary from run to run. The preprocess launch zeroes it and computes LSE and delta; the postprocess
+launch scales and converts it (backward_postprocess.py).
 
 Long tile columns are split (schedule.py): each program computes an equal share of the steps of every query head and
 writes float32 dK and dV to a workspace, which another launch sums in order (triton/combine_splits.py).
@@ -60,7 +60,7 @@ from ..schedule import (
     Split,
     are_uneven,
     backward_columns,
-    heads_in_turn,
+    interleaved_heads,
     is_dq_separate,
     needs_tile_counter,
     split_of,
@@ -112,8 +112,9 @@ class Config:
 
     block_q    queries per step
     kv_stages  buffers of K and V; with 2, the next tile column loads during this one
-    dq_from_registers  the consumers add dQ with atomics, each of them half of every step's; else through shared memory
-                       and TMA, each of them all of every second step's, which has 64 queries
+    dq_from_registers  each consumer computes half of the dq of a step and adds it with atomics. False: they take turns,
+                       one computes the whole dq of a step, and TMA adds it; only with block_q = 64 and without 96
+                       columns
     """
 
     block_q: int = 64
@@ -189,7 +190,7 @@ def staging_buffer(buffers, desc, N_TAKEN: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "n_heads", "heads_per_kv", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_lines",
-        "num_splits", "n_in_turn",
+        "num_splits", "n_interleaved",
     ]
 )  # fmt: skip
 def hopper_backward_kernel(
@@ -198,8 +199,8 @@ def hopper_backward_kernel(
     # backward_producer.Pointers; (batch, head) strides of the records, in elements
     ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
-    n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
-    scale_log2, scale,
+    n_heads, heads_per_kv, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits,
+    n_interleaved, scale_log2, scale,
     # softcap and strides of the bias, see score_mods.ScoreMods
     cap, bias_strides,
     # GROUP: query heads of a work tile; COLS, COLS_V: columns of q and of v, padded
@@ -266,7 +267,7 @@ def hopper_backward_kernel(
     sizes = Sizes(
         n_heads=n_heads, heads_per_kv=heads_per_kv, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len,
         kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_lines=n_split_lines, num_splits=num_splits,
-        n_in_turn=n_in_turn,
+        n_interleaved=n_interleaved,
     )  # fmt: skip
     mods = ScoreMods(
         factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
@@ -386,7 +387,9 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven or by_head),
+        "n_interleaved": interleaved_heads(
+            n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven or by_head
+        ),
         **mods.arguments(scale, is_forward=False),
         "bias_strides": mods.bias_strides(1, bias_sums),
         "scale": scale,
@@ -441,10 +444,13 @@ def backward(
     *,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv, in q's dtype and the memory orders of q, k and v.
+    """dq, dk, dv, in q's dtype and the memory orders of q, k and v; with scores also the gradients of the score mods.
 
-    Without dropout, which the choice of the backend excludes. With score mods also the gradients of sinks, slopes and
-    bias, empty where not `wanted` (a bool for each).
+    plan, kv_lengths, causal  as in the forward
+    seed, dropout_p  None and 0: dispatch refuses dropout on this backend
+    wanted           with scores: whether the gradients of sinks, slopes, block bias and pair bias are. They come in
+                     this order, and are empty otherwise
+    deterministic    whether the results must be bitwise identical in every run
     """
     dout, dlse, q, k, v, out, lse = inputs
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"

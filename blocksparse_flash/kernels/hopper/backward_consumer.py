@@ -5,8 +5,8 @@ pipelines.
 
 Each step adds its dq to the sum of dQ, unless another launch computes dQ:
 
-    by TMA                     one warpgroup computes all of a step's dq, the other one that of the next step: they are
-                               half a step apart, so that one computes exponentials while the other one multiplies
+    by TMA                     one warpgroup computes all of a step's dq, the other one that of the next step. So they
+                               drift apart, and one computes exponentials while the other one multiplies
     by atomics from registers  each warpgroup computes half of every step's dq (dq_share)
 
 dk and dv stay in registers until the work tile ends, and what it is decides where they go:
@@ -45,7 +45,8 @@ from .tma import store_rows, tma_reduce_add
 
 # values of a row of the descriptor with which TMA adds to the sum of dQ
 DQ_SUM_COLS = gl.constexpr(32)
-# named barriers of warpgroups 0 and 1, at which they wait for the other one's ds to compute dq
+# warpgroup w waits at named barrier DQ_BARRIER + w until the other one has stored its ds, and TMA has read the dq that
+# the other one computed last
 DQ_BARRIER = gl.constexpr(10)
 
 # ---- state ----
@@ -125,7 +126,7 @@ def backward_step(
     kv_stage  buffer of K and V
     p_bias, p_sums  bias and sums of ds of each listed tile of the query head; None without
     i_head    query head
-    step      step of the tile lists, or of the head without a layout
+    step      index of the step in the tile lists; without a layout, within the head
     i_step_total  steps of this program so far: they choose the stage
     MASKED    applies bitmasks, or the diagonal and the end of the keys
     """
@@ -194,7 +195,7 @@ def backward_step(
         ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
         if i_step_total % 2 != WARPGROUP:
-            # TMA has read the dq of the step before, which the other warpgroup will overwrite
+            # wait until TMA has read the dq of the step before, which the other warpgroup will overwrite
             tma.store_wait(0)
             named_barrier("arrive", DQ_BARRIER + 1 - WARPGROUP)
     # [WARPGROUP_ROWS, DIM_V]
@@ -279,7 +280,7 @@ def mma(
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         sums = zero_sums(kv)
-        # TMA has read dk and dv of the previous work tile from the buffers that the steps write
+        # wait until TMA has read dk and dv of the previous work tile from the buffers that the steps write
         tma.store_wait(0)
         named_barrier("sync", 9)
         kv_stage = i_tile % KV_STAGES
@@ -312,7 +313,7 @@ def mma(
         if not HAS_TAIL:
             consumer_release(pipelines.kv, kv_stage)
         if descs.dq_sum is not None:
-            # TMA has read the last dq, whose buffer may be that of dv
+            # wait until TMA has read the last dq, whose buffer may be that of dv
             tma.store_wait(0)
         # the first two conditions are known at compile time, the third is not
         if ptrs.dk_sum_ptr is not None:
@@ -324,7 +325,7 @@ def mma(
         else:
             store_splits(sums, kv, ptrs, work_tile, WARPGROUP)
         if HAS_TAIL:
-            # TMA has read dk and dv from the buffers of K and V
+            # wait until TMA has read dk and dv from the buffers of K and V
             tma.store_wait(0)
             consumer_release(pipelines.kv, kv_stage)
         i_tile += 1
@@ -390,7 +391,7 @@ def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGR
         dk_buffer, dv_buffer = kv.k.index(kv_stage), kv.v.index(kv_stage)
     else:
         dk_buffer, dv_buffer = staging.dk, staging.dv
-    # the other warpgroup has read ds, or K and V, and TMA its dq
+    # wait until the other warpgroup has read ds, or K and V, and TMA its dq
     named_barrier("sync", 9)
     stage_rows(sums.dk * sizes.scale, dk_buffer, WARPGROUP)
     stage_rows(sums.dv, dv_buffer, WARPGROUP)

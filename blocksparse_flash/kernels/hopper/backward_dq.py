@@ -5,7 +5,8 @@
 
 The producer and its work tiles are those of the forward (forward_producer.py), with dO beside q. This kernel runs where
 summing dQ over tile columns (backward.py) is slower, not possible (beyond head_dim 128: wide_backward.py), or not
-allowed because its last bits vary (deterministic calls), and where the gradient of block_bias is wanted, which it sums.
+allowed because its last bits vary (deterministic calls). For the gradient of block_bias it also stores sums of ds, as
+the main kernel does where that one computes dQ.
 
 Long tile rows are split among programs: see schedule.py and combine_splits.py.
 """
@@ -30,7 +31,7 @@ from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
 from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, TileLists, strides_of_records
-from ..schedule import Split, heads_in_turn, needs_tile_counter
+from ..schedule import Split, interleaved_heads, needs_tile_counter
 from ..triton.combine_splits import sum_splits
 from ..triton.tile import TILE, clamped_kv_len, head_base
 from .barriers import allocate_pipeline, consumer_release, consumer_wait
@@ -302,7 +303,7 @@ def store_dq(b_dq, b_dq_tail, scale, dq_desc, buffers, tails, i_buffer, sizes, b
 @gluon.jit(
     do_not_specialize=[
         "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "n_padded", "group", "n_split_lines", "num_splits",
-        "n_in_turn",
+        "n_interleaved",
     ]
 )  # fmt: skip
 def hopper_dq_kernel(
@@ -312,7 +313,7 @@ def hopper_dq_kernel(
     record_strides,
     # forward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple; n_padded: queries per
     # head in lse and delta
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn, group,
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_padded, n_split_lines, num_splits, n_interleaved, group,
     scale_log2, scale,
     # softcap and strides of the bias, see score_mods.ScoreMods
     cap, bias_strides,
@@ -347,7 +348,7 @@ def hopper_dq_kernel(
     fence_async_shared()
     sizes = Sizes(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_lines=n_lines, q_len=q_len, kv_len=kv_len,
-        n_split_lines=n_split_lines, num_splits=num_splits, n_in_turn=n_in_turn, group=group,
+        n_split_lines=n_split_lines, num_splits=num_splits, n_interleaved=n_interleaved, group=group,
     )  # fmt: skip
     mods = ScoreMods(
         factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
@@ -473,7 +474,7 @@ def dq_launches(
         "n_padded": n_rows * TILE_SIDE,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
+        "n_interleaved": interleaved_heads(n_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
         "group": heads // kv_heads,
         **mods.arguments(options.scale, is_forward=False),
         "bias_strides": mods.bias_strides(0, bias_sums),

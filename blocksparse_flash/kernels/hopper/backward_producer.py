@@ -11,8 +11,8 @@ tile column for one query head (schedule.sums_over_heads). Beyond head_dim 128, 
     q:          acquire, TMA load of Q, LSE   ->  wait, wgmma, release               (once per step of BLOCK_Q queries)
     dout:       acquire, TMA load of dO, delta -> wait, wgmma, release               (once per step)
 
-The producer runs ahead: while the consumers finish one work tile, it already loads the next, whose index it asks the
-tile scheduler for after its loads (work_tiles.py).
+While the consumers finish one work tile, the producer loads the next. It asks the tile scheduler for that one after the
+last load of the current one (work_tiles.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import load_int
 from .tma import bytes_of_rows, load_rows, tma_load
-from .work_tiles import WORK_TILE_STAGES, find_line, next_work_item, write_end, write_work_tile
+from .work_tiles import WORK_TILE_STAGES, find_line, next_work_index, write_end, write_work_tile
 
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(7)
@@ -56,7 +56,7 @@ class Pointers(NamedTuple):
 
     records_ptr, indices_ptr, bitmask_ids_ptr, bitmasks_ptr  tile columns of the plan; None without a layout
     kv_lengths_ptr    (batch,) keys of each batch element; None: kv_len
-    tile_counter_ptr  counter of the tile scheduler; None: see next_work_item
+    tile_counter_ptr  counter of the tile scheduler; None: see next_work_index
     splits_ptr        float32 workspace of split tile columns; None: no tile column is split
     slopes_ptr, bias_ptr  see score_mods.ScoreMods
     bias_sums_ptr     (batch | 1, heads | 1, listed tiles + 1, TILE / BLOCK_Q, CONSUMER_WARPS) float32 sums of ds, for
@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
     heads_per_kv   query heads that add to the same sums of dK and dV
     n_batch_heads  batch * n_heads
     n_padded       q_len rounded up to whole tiles
-    n_in_turn      heads whose tile columns are taken in turn
+    n_interleaved  heads whose tile columns are interleaved, see schedule.interleaved_heads
     """
 
     n_heads: Any
@@ -116,7 +116,7 @@ class Sizes(NamedTuple):
     scale: Any
     n_split_lines: Any
     num_splits: Any
-    n_in_turn: Any
+    n_interleaved: Any
 
 
 class WorkTile(NamedTuple):
@@ -152,7 +152,10 @@ class Steps(NamedTuple):
 
 
 class QBuffers(NamedTuple):
-    """q [STAGES, 1, 1, BLOCK_Q, DIM], its tail [STAGES, 1, 1, BLOCK_Q, 32] or None, and lse [STAGES, BLOCK_Q]."""
+    """q [STAGES, 1, 1, BLOCK_Q, DIM], its tail [STAGES, 1, 1, BLOCK_Q, 32 or 64] or None, and lse [STAGES, BLOCK_Q].
+
+    The tail is the last third of 96 or 192 columns; DIM is without it.
+    """
 
     q: Any
     q_tail: Any
@@ -160,7 +163,7 @@ class QBuffers(NamedTuple):
 
 
 class DOutBuffers(NamedTuple):
-    """dout [STAGES, 1, 1, BLOCK_Q, DIM_V], its tail [STAGES, 1, 1, BLOCK_Q, 32] or None, delta [STAGES, BLOCK_Q]."""
+    """dout [STAGES, 1, 1, BLOCK_Q, DIM_V], its tail, as that of q, or None, and delta [STAGES, BLOCK_Q]."""
 
     dout: Any
     dout_tail: Any
@@ -252,7 +255,7 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEY
         i_block = split_index(batch_head, i_launch, i_split, sizes.n_batch_heads, sizes.n_split_lines)
     else:
         batch_head, i_launch = find_line(
-            ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_in_turn
+            ptrs.records_ptr, i_work, sizes.n_tile_cols, sizes.n_batch_heads, sizes.n_interleaved
         )
     if ptrs.records_ptr is not None:
         p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP)
@@ -343,7 +346,10 @@ def load(
     descs, pipelines, ptrs, record_strides, sizes,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr,
 ):  # fmt: skip
-    """Entry point of the producer warp. GROUP: query heads per KV head."""
+    """Entry point of the producer warp.
+
+    GROUP  query heads of a work tile: those of a KV head, or 1 with sums over heads
+    """
     KV_STAGES: gl.constexpr = pipelines.kv.buffers.k.shape[0]
     KEYS: gl.constexpr = pipelines.kv.buffers.k.shape[3]
     n_heads = sizes.n_heads
@@ -386,6 +392,6 @@ def load(
             if n_loaded == n_before:
                 load_kv(descs, pipelines.kv, ptrs, sizes, batch_head, kv_start, i_tile)
         # not at the start: the program with the longest tile column would also get one of the longest of those left
-        i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
+        i_work = next_work_index(ptrs.tile_counter_ptr, i_tile)
         i_tile += 1
     write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

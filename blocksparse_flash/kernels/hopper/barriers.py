@@ -81,7 +81,11 @@ def _barrier_assembly(verb, barrier, warpgroups):
 
 @gluon.jit
 def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
-    """`barrier.sync` or `barrier.arrive` of the threads of WARPGROUPS warpgroups. Triton uses the numbers below 9."""
+    """`barrier.sync` or `barrier.arrive` of the threads of WARPGROUPS warpgroups.
+
+    Numbers: Triton uses those below 9; 9 to 11 are the ping-pong of the forward; in the backward, 9 synchronizes the
+    consumers, and 10 and 11 (DQ_BARRIER) let one of them compute dq; 12 is that of zero_keys_from.
+    """
     # 128 values over 128 threads: every thread runs the instruction exactly once
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     text: gl.constexpr = _barrier_assembly(VERB, BARRIER, WARPGROUPS)

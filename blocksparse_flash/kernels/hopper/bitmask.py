@@ -10,8 +10,9 @@ from ..triton.tile import TILE
 
 # selects the tile index of a list entry, without the mark of a partial tile
 INDEX_BITS = gl.constexpr(plan_format.PARTIAL - 1)
-# columns of a thread repeat every 8: it shifts a word once by its lane's offset, then tests fixed bits
-LANE_BITS = gl.constexpr(8)
+# In an accumulator, lane l has columns 8 j + 2 (l % 4) and 8 j + 2 (l % 4) + 1. mask_columns shifts each word by
+# 2 (l % 4) once; the bits to test are then the same in every lane, and hence constants
+COLUMN_PERIOD = gl.constexpr(8)
 
 
 @gluon.jit
@@ -60,12 +61,12 @@ def mask_columns(b_scores, words, o_col):
     words  columns / 32 int32 tensors [rows]
     o_col  column offsets [columns]
     """
-    o_lane = gl.expand_dims(o_col % LANE_BITS // 2 * 2, 0)
+    o_lane = gl.expand_dims(o_col % COLUMN_PERIOD // 2 * 2, 0)
     o_word = gl.expand_dims(o_col // 32, 0)
     b_bits = gl.expand_dims(words[0], 1) >> o_lane
     for i_word in gl.static_range(1, o_col.shape[0] // 32):
         b_bits = gl.where(o_word == i_word, gl.expand_dims(words[i_word], 1) >> o_lane, b_bits)
-    b_bit = gl.expand_dims(1 << (o_col % 32 // LANE_BITS * LANE_BITS + o_col % 2), 0)
+    b_bit = gl.expand_dims(1 << (o_col % 32 // COLUMN_PERIOD * COLUMN_PERIOD + o_col % 2), 0)
     return mask_by_bits(b_scores, b_bits, b_bit)
 
 

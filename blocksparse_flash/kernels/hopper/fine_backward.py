@@ -103,8 +103,8 @@ class Pointers(NamedTuple):
 class ColBuffers(NamedTuple):
     """Shared memory: k, v of the tile column; q, dout, lse, delta of STAGES steps, and the mbarriers of their loads.
 
-    lse, delta and their mbarriers are None in a gathered plan, whose pieces of 64 bytes TMA cannot place side by side
-    (its addresses in shared memory are multiples of 128 bytes).
+    lse, delta and their mbarriers are None if a step is four loads of 16 queries (gathered plans): TMA cannot place
+    pieces of 64 bytes side by side, since its addresses in shared memory are multiples of 128 bytes.
     """
 
     k: Any
@@ -229,7 +229,7 @@ def add_dkdv(
     ]
 )  # fmt: skip
 def fine_dkdv_kernel(
-    # TMA descriptors, None of lse and delta in a gathered plan; Pointers
+    # TMA descriptors, those of lse and delta None if a step is four loads; Pointers
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, ptrs,
     # strides in elements: (batch, head)
     record_strides,
@@ -297,7 +297,7 @@ def fine_dkdv_kernel(
             n_partial = gl.minimum(n_partial, n_steps)
         o_head = (i_batch * n_heads * GROUP + i_head).to(gl.int64) * n_padded
         for i in gl.static_range(STAGES):
-            # steps past the end are those of other tile columns, or padding
+            # a step past the end reads the first entry of the list instead, and loads nothing
             starts = starts_of(ptrs.indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
             stage = (n_done + i) % STAGES
             load_queries(descs, buffers, i_batch, i_head, o_head, starts, stage, i < n_steps)
@@ -315,7 +315,7 @@ def fine_dkdv_kernel(
                 load_queries(descs, buffers, i_batch, i_head, o_head, next_starts, stage, has_more)
         n_done += n_steps
     if work_tile.i_split < 0:
-        # every warp has read the keys and values
+        # wait until every warp has read the keys and values
         thread_barrier()
         buffers.k.reshape([SIDE, DIM]).store((b_dk * scale).to(dtype))
         buffers.v.reshape([SIDE, DIM_V]).store(b_dv.to(dtype))
@@ -470,7 +470,7 @@ def fine_dq_kernel(
                 starts, next_starts, begin + i_step, i_step, n_steps, kv_limit, MASKED=not FULL, GATHERED=GATHERED,
             )  # fmt: skip
     if work_tile.i_split < 0:
-        # every warp has read the queries
+        # wait until every warp has read the queries
         thread_barrier()
         buffers.q.reshape([SIDE, DIM]).store((b_dq * scale).to(dtype))
         fence_async_shared()
@@ -621,7 +621,7 @@ def backward(
         assert not pieces_of(plan)[0], "calls that want the gradient of the slopes have no gathered plan"
         return triton_backward.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
-    assert not causal, "the plan contains it"
+    assert not causal, "the plan contains the causal mask"
     dout, dlse, q, k, v, out, lse = inputs
     dim, dim_v = q.shape[3], v.shape[3]
     # gradients from autograd may have strides of 0

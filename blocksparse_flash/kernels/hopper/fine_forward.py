@@ -266,7 +266,7 @@ def fine_forward_kernel(
     if work_tile.i_split < 0:
         p_lse = ptrs.lse_ptr + batch_head.to(gl.int64) * q_len + q_start
         gl.store(p_lse + o_q, b_lse * LN_2, mask=q_start + o_q < q_len)
-        # every warp has read the values
+        # wait until every warp has read the values
         thread_barrier()
         buffers.v.reshape([SIDE, DIM_V]).store(b_out.to(dtype))
         fence_async_shared()
@@ -361,7 +361,7 @@ def forward(
     specs  of q, k and v, if the caller has them already
     """
     assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
-    assert not causal, "the plan contains it"
+    assert not causal, "the plan contains the causal mask"
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
     lists, n_at_once = tile_lists(plan, 0), PROGRAMS_PER_SM * num_sms(q.device.index)

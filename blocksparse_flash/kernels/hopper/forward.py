@@ -4,7 +4,7 @@ Shapes: q, out (batch, heads, q_len, head_dim), k, v (batch, kv_heads, kv_len, h
 head_dim is padded to 64, 96, 128, 192 or 256 columns, and that of v and out too (schedule.forward_columns). Of 96 and
 192 columns, the last third is a tensor of its own, the tail (tma.py); DIM and DIM_V are the columns without it. The
 kernel is persistent: one program per SM, whose tile scheduler is dynamic, with an atomic counter, or static for a
-few work tiles (work_tiles.next_work_item).
+few work tiles (work_tiles.next_work_index).
 
     producer warp                     consumer warpgroups, 64 queries of a work tile each, out in registers
     tile scheduler: next work tile -> q k^T, online softmax, p v, for each step of BLOCK_KV keys; epilogue
@@ -47,7 +47,7 @@ from ..schedule import (
     are_rows_sorted,
     are_uneven,
     forward_columns,
-    heads_in_turn,
+    interleaved_heads,
     needs_tile_counter,
     split_of,
 )
@@ -62,8 +62,8 @@ from .work_tiles import WORK_TILE_STAGES
 
 # ---- configuration ----
 
-# least queries of causal tile rows of 192. H200, 32 heads of 64, us with 128 and 192: 4,096 tokens 165 and 180, 8,192
-# tokens 568 and 549
+# smallest q_len at which causal calls have tile rows of 192 queries. H200, 32 heads, head_dim 64, microseconds with
+# rows of 128 / 192: 4,096 tokens 165 / 180; 8,192 tokens 568 / 549
 MIN_CAUSAL_THREE_WARPGROUPS = 8192
 
 
@@ -76,7 +76,7 @@ class Config(NamedTuple):
     warpgroups  consumer warpgroups. 3 need calls without a layout, whose tile rows have 128 queries, and without
                 kv_lengths, since zero_keys_from is written for 2
     rescale_threshold   growth of the running maximum, in base 2, up to which out is not rescaled
-    out_in_q            out is staged for TMA in the buffers of q
+    out_in_q            out is staged for TMA in the buffers of q; required with a tail of v, staged in that of q
     early_bitmask       the bitmask of a step is loaded before the wait for its keys, not after q k^T
     pin                 keeps ptxas from moving the wait for p v in front of the softmax, see registers.pin
     consumer_registers, producer_registers  registers per thread
@@ -99,7 +99,7 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_war
     """The launch table; TUNING.md has the candidates that lost.
 
     dims  forward_columns
-    three_warpgroups  whether tile rows of 192 queries, 64 of each warpgroup, are possible and pay
+    three_warpgroups  whether tile rows of 192 queries, 64 of each warpgroup, are possible and faster
 
     Figures: TFLOP/s on an H200, bf16, 16,384 tokens. Options set to BEFORE_TRITON_3_9 are off from Triton 3.9 on, where
     they spill.
@@ -137,7 +137,8 @@ def config(dims: tuple[int, int], has_layout: bool, has_lengths: bool, three_war
 def three_warpgroups_pay(q_len: int, kv_len: int, n_batch_heads: int, n_programs: int, *, causal: bool) -> bool:
     """Whether tile rows of 192 queries finish no later than those of 128; few of them leave SMs idle.
 
-    A tile row of 192 queries takes 1.30 (dense) to 1.42 (causal) times as long, by the table in TUNING.md.
+    Compares waves times the time of a tile row: one of 192 queries counts as 4 / 3 of one of 128 (measured: 1.30 dense,
+    1.42 causal; TUNING.md).
     """
     if causal and q_len < MIN_CAUSAL_THREE_WARPGROUPS and not are_causal_rows_similar(q_len, kv_len):
         # they also compute more of what the mask removes
@@ -152,7 +153,7 @@ def three_warpgroups_pay(q_len: int, kv_len: int, n_batch_heads: int, n_programs
 @gluon.jit(
     do_not_specialize=[
         "n_heads", "n_batch_heads", "n_lines", "q_len", "kv_len", "group", "n_split_lines", "num_splits",
-        "n_in_turn",
+        "n_interleaved",
     ]
 )  # fmt: skip
 def hopper_forward_kernel(
@@ -161,7 +162,7 @@ def hopper_forward_kernel(
     # strides in elements: (batch, head)
     record_strides,
     # forward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
-    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_in_turn, group, scale_log2,
+    n_heads, n_batch_heads, n_lines, q_len, kv_len, n_split_lines, num_splits, n_interleaved, group, scale_log2,
     # softcap and strides of the bias, see score_mods.ScoreMods
     cap, bias_strides,
     # compile time; SIGN of the scale, ONE_SIDED see ModSpecs, columns of q and of v from forward_columns
@@ -199,7 +200,7 @@ def hopper_forward_kernel(
     fence_async_shared()
     sizes = Sizes(
         n_heads=n_heads, n_batch_heads=n_batch_heads, n_lines=n_lines, q_len=q_len, kv_len=kv_len,
-        n_split_lines=n_split_lines, num_splits=num_splits, n_in_turn=n_in_turn, group=group,
+        n_split_lines=n_split_lines, num_splits=num_splits, n_interleaved=n_interleaved, group=group,
     )  # fmt: skip
     mods = ScoreMods(
         factor=scale_log2, cap=cap, sinks_ptr=ptrs.sinks_ptr, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,
@@ -306,9 +307,9 @@ def forward_launches(
     columns, columns_v = forward_columns(head_dim, v_dim)
     n_batch_heads, n_sms = batch * heads, num_sms(index)
     has_layout, has_lengths = records_shape is not None, lengths is not None
-    # tile rows that are split have 128 queries
-    has_whole_rows = not (has_layout or has_lengths or split.num_splits > 1)
-    three_warpgroups = has_whole_rows and three_warpgroups_pay(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
+    # those of a layout, and those that are split, have 128 queries
+    is_plain = not (has_layout or has_lengths or split.num_splits > 1)
+    three_warpgroups = is_plain and three_warpgroups_pay(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
     chosen = config((columns, columns_v), has_layout, has_lengths, three_warpgroups)
     assert three_warpgroups or chosen.warpgroups == 2, (
         "tile rows of a layout have 128 queries, and zero_keys_from has two warpgroups"
@@ -325,7 +326,7 @@ def forward_launches(
         "group": heads // kv_heads,
         "n_split_lines": split.n_split_lines,
         "num_splits": split.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
+        "n_interleaved": interleaved_heads(n_tile_rows, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
         **mods.arguments(scale, is_forward=True),
         "bias_strides": mods.bias_strides(0),
         "CAUSAL": causal,
@@ -346,7 +347,7 @@ def forward_launches(
         "out_desc": DescriptorFactory(out.spec, (1, 1, rows, out_width)),
     }
     n_programs = min(split.n_programs(n_tile_rows, n_batch_heads), n_sms)
-    is_sorted = has_whole_rows and are_rows_sorted(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
+    is_sorted = is_plain and are_rows_sorted(q_len, kv_len, n_batch_heads, n_sms, causal=causal)
     # counted in tile rows of 128, as `explain` does: with those of 192 there may be a counter that is not needed
     n_work_tiles = split.n_programs(-(-q_len // TILE_SIDE), n_batch_heads)
     return ForwardLaunches(
@@ -374,8 +375,12 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads, q_len, v_head_dim) in q's dtype and memory order, and lse (batch, heads, q_len) float32.
 
-    plan   the tensors of a Plan; empty without a layout
-    specs  of q, k and v, if the caller has them already
+    q           (batch, heads, q_len, head_dim)
+    k, v        (batch, kv_heads, kv_len, head_dim) and (batch, kv_heads, kv_len, v_head_dim)
+    plan        the tensors of a Plan; empty without a layout
+    kv_lengths  (batch,) integers, clamped to 0 .. kv_len; None: kv_len
+    causal      query i attends to keys 0 .. i + kv_len - q_len; only without a plan, which contains the mask
+    specs       of q, k and v, if the caller has them already
     """
     assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     if q.numel() == 0:

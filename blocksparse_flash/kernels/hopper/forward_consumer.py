@@ -249,7 +249,7 @@ def epilogue(
     p_lse = ptrs.lse_ptr + batch_head.to(gl.uint32).to(gl.uint64) * gl.cast(sizes.q_len, gl.uint32) + o_q
     gl.store(p_lse, b_lse * LN_2, mask=o_q < sizes.q_len)
     if not CONFIG.out_in_q:
-        # TMA has read the previous tile row from the buffer
+        # wait until TMA has read the previous tile row from the buffer
         tma.store_wait(0)
     out_tile.reshape([WARPGROUP_ROWS, b_out.shape[1]]).store(b_out.to(out_tile.dtype))
     if out_tail is not None:

@@ -9,13 +9,13 @@ head, or one split of it. For each work tile:
     q           acquire, TMA load       ->  wait, wgmma in every step, release
     k, v        acquire, TMA load       ->  wait, wgmma, release                  once per step of BLOCK_KV keys
 
-The producer runs ahead: while the consumers finish one work tile, it loads the next, whose index it asks the tile
-scheduler for two steps before the end of its loads (work_tiles.py).
+While the consumers finish one work tile, the producer loads the next. It asks the tile scheduler for that one two steps
+before the last load of the current one (work_tiles.py).
 
 Buffers in shared memory
     work_tiles  int32, two work tiles
     q           [q_stages * warpgroups, 1, 1, 64, DIM], one per consumer warpgroup and stage
-    k, v        [stages, 1, 1, BLOCK_KV, DIM | DIM_V]
+    k, v        [stages, 1, 1, BLOCK_KV, DIM] and [stages, 1, 1, BLOCK_KV, DIM_V]
     dout        as q, with DIM_V columns; in the kernel for dQ (backward_dq.py)
     q_tails, k_tails, v_tails, dout_tails  the last third of 96 or 192 columns
 """
@@ -45,11 +45,11 @@ from .barriers import Pipeline, consumer_release, consumer_wait, producer_acquir
 from .bitmask import INDEX_BITS
 from .registers import WARPGROUP_ROWS, load_int
 from .tma import bytes_of_rows, load_rows
-from .work_tiles import WORK_TILE_STAGES, find_line, next_work_item, write_end, write_work_tile
+from .work_tiles import WORK_TILE_STAGES, find_line, next_work_index, write_end, write_work_tile
 
-# steps of a work tile that are still to be loaded when the producer asks for the next work item. At the start, the
-# program with the longest work tile would also get one of the longest of those left, and the loads of its first would
-# wait for the atomic; after the last load, those of the next would
+# The producer asks for the next work tile when this many steps of the current one are left to load. At its start, the
+# program with the longest work tile would also be assigned one of the longest of the rest, and the latency of the
+# atomic would delay the loads of the current tile. After the last load, it would delay those of the next tile
 STEPS_LEFT = gl.constexpr(2)
 # int32 values of a work tile in shared memory, and from one to the next
 WORK_TILE_INTS = gl.constexpr(5)
@@ -65,7 +65,7 @@ class Pointers(NamedTuple):
     kv_lengths_ptr    number of keys of each batch element; None: kv_len
     sinks_ptr, slopes_ptr, bias_ptr  see score_mods.ScoreMods
     lse_ptr           output (batch, heads, q_len)
-    tile_counter_ptr  counter of the tile scheduler; None: see next_work_item
+    tile_counter_ptr  counter of the tile scheduler; None: see next_work_index
     splits_ptr        float32 workspace of split tile rows; None: no tile row is split
     """
 
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
     """Run-time sizes. n_batch_heads = batch * n_heads; group: query heads per KV head.
 
     The first n_split_lines tile rows of each head, in launch order, are computed by num_splits programs each.
-    n_in_turn: heads whose tile rows are taken in turn.
+    n_interleaved: heads whose tile rows are interleaved, see schedule.interleaved_heads.
     """
 
     n_heads: Any
@@ -96,7 +96,7 @@ class Sizes(NamedTuple):
     kv_len: Any
     n_split_lines: Any
     num_splits: Any
-    n_in_turn: Any
+    n_interleaved: Any
     group: Any
 
 
@@ -123,7 +123,7 @@ class WorkTile(NamedTuple):
 
     target     batch_head for a whole tile row, n_batch_heads + workspace block for a split; END: no more work tiles
     q_start    first query
-    begin      first entry of the tile list; without a layout, the first partial step
+    begin      first entry of the tile list; without a layout, the first partial block of BLOCK_KV keys, see kv_start_of
     n_steps    steps of BLOCK_KV keys
     n_partial  steps that need a mask; they come first
     """
@@ -146,7 +146,7 @@ def q_buffer_and_phase(i_tile, WARPGROUP: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CONFIG: gl.constexpr):
-    """(batch_head, WorkTile) of work item i_work. Long tile rows come first."""
+    """(batch_head, WorkTile) of work tile i_work. Long tile rows come first."""
     BLOCK_Q: gl.constexpr = CONFIG.warpgroups * WARPGROUP_ROWS
     BLOCK_KV: gl.constexpr = CONFIG.block_kv
     STEPS_PER_TILE: gl.constexpr = TILE // BLOCK_KV
@@ -155,7 +155,9 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
             ptrs.records_ptr, i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_split_lines, sizes.num_splits
         )
     else:
-        batch_head, i_launch = find_line(ptrs.records_ptr, i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_in_turn)
+        batch_head, i_launch = find_line(
+            ptrs.records_ptr, i_work, sizes.n_lines, sizes.n_batch_heads, sizes.n_interleaved
+        )
     if ptrs.records_ptr is not None:
         p_record = record_pointer(ptrs.records_ptr, record_strides, batch_head, sizes.n_heads, i_launch, GROUP=1)
         q_start, begin = gl.load(p_record + NUMBER) * TILE, gl.load(p_record + BEGIN)
@@ -168,7 +170,7 @@ def find_work_tile(ptrs, record_strides, sizes, i_work, CAUSAL: gl.constexpr, CO
         # last tile row first: under a causal mask it is the longest
         q_start = (sizes.n_lines - 1 - i_launch) * BLOCK_Q
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
-        # full steps are 0 .. begin - 1, partial ones begin .. n_steps - 1
+        # in the order of the keys, blocks 0 .. begin - 1 are full, begin .. n_steps - 1 partial
         begin, n_steps = dense_kv_steps(
             q_start, sizes.q_len, sizes.kv_len, kv_limit, CAUSAL=CAUSAL, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV
         )
@@ -274,7 +276,7 @@ def load(
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, 0, BLOCK_KV)
         for i_step in range(work_tile.n_steps):
             if work_tile.n_steps - i_step == gl.minimum(work_tile.n_steps, STEPS_LEFT):
-                i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
+                i_work = next_work_index(ptrs.tile_counter_ptr, i_tile)
             # one step ahead; the lists are padded, so that one entry past the end can be read
             next_kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step + 1, BLOCK_KV)
             load_kv(k_desc, pipelines.k, pipelines.k_tails, n_loaded, i_batch, i_kv_head, kv_start)
@@ -282,6 +284,6 @@ def load(
             n_loaded += 1
             kv_start = next_kv_start
         if work_tile.n_steps == 0:
-            i_work = next_work_item(ptrs.tile_counter_ptr, i_tile)
+            i_work = next_work_index(ptrs.tile_counter_ptr, i_tile)
         i_tile += 1
     write_end(pipelines.work_tiles, i_tile, WORK_TILE_STRIDE)

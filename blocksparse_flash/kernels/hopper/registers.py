@@ -63,11 +63,12 @@ def reinterpret(tile, shape, layout, dtype, _semantic=None):
 
 @gluon.jit
 def pin(b_sum):
-    """Returns b_sum, all >= 0; keeps a wait for wgmma that follows in the source after its computation.
+    """Returns b_sum, which must not be negative. Keeps ptxas from moving a later wait for wgmma above its computation.
 
-    ptxas moves such a wait up, in front of the exponentials that should overlap the wgmma, but not across this store,
-    which never runs. Under Triton 3.6 it also makes ptxas spill the address of shared memory. (A predicated nanosleep,
-    fence or reduction holds the wait without that, but becomes a branch, which costs more.)
+    ptxas would move such a wait in front of the exponentials that should overlap the wgmma, but does not move it across
+    this store, which never runs since b_sum is not negative. Under Triton 3.6 it also makes ptxas spill the address of
+    shared memory. (A predicated nanosleep, fence or reduction holds the wait without that, but becomes a branch, which
+    costs more.)
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000;"
@@ -87,9 +88,9 @@ def load_int(smem):
     """The int32 in a shared buffer of one value.
 
     The racecheck tool of compute-sanitizer reports these loads, and Triton's own words that start partitions, as races,
-    and nothing else in the Hopper kernels. They are none: the threads that share a value meet at a barrier before one
-    of them arrives at the mbarrier, which orders all their accesses. A kernel that only passes one number from a warp
-    to a warpgroup gets the same report, but none if each thread arrives.
+    and nothing else in the Hopper kernels. These are false positives: the threads that share a value synchronize at a
+    barrier before one of them arrives at the mbarrier, which orders all their accesses. The tool does not see that: it
+    also reports a kernel that only passes one number from a warp to a warpgroup, unless every thread arrives.
     """
     return gl.max(smem.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
@@ -132,7 +133,8 @@ def round_p_ds(b_p, b_dp, b_delta, dtype: gl.constexpr):
 def in_register_order(b_sum):
     """An accumulator [64, columns] as a vector in which each thread has four consecutive values.
 
-    The order is that of its 16 x 32 pieces; columns is a multiple of 32.
+    The order, outermost first: 32 columns, warp (16 rows), 8 of the columns, row % 8, pair of columns, row // 8 % 2,
+    column % 2. columns is a multiple of 32.
     """
     COLS: gl.constexpr = b_sum.shape[1]
     # warp, half of its 16 rows, row, 32 columns, 8 columns, thread, pair
@@ -189,7 +191,7 @@ def store_warp_sums(ptr, b_tile, STRIDE: gl.constexpr):
 
 @gluon.jit
 def zero_keys_from(tile, kv_start, limit, WARPGROUP: gl.constexpr):
-    """Zeroes keys or values from `limit` on, which may hold NaN. Both consumer warpgroups call it and meet in it.
+    """Zeroes keys or values from `limit` on, which may hold NaN. Synchronizes both consumer warpgroups.
 
     tile      shared memory [keys, dim]; each warpgroup clears its half
     kv_start  first key of the tile

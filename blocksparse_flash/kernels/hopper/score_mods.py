@@ -98,7 +98,7 @@ class ScoreMods(NamedTuple):
 def tanh(b_x):
     """tanh with a relative error of at most 4e-7; tanh.approx has one of 5e-4.
 
-    Where all scores of a warp are below the softcap, it takes no instruction of the unit that computes exponentials.
+    Where all scores of a warp are below the softcap, it takes no MUFU instruction.
     """
     return gl.inline_asm_elementwise(TANH, TANH_CONSTRAINTS, [b_x], dtype=gl.float32, is_pure=True, pack=TANH_VALUES)
 
@@ -117,7 +117,7 @@ def apply_score_mods(b_scores, mods, slope, o_row, o_col):
     """(scores in base 2, tanh of the softcap) of q k^T [rows, columns]; the second is used with a softcap only.
 
     slope         of the head, in base 2
-    o_row, o_col  integers whose difference is that of the positions of a query and a key, one along each axis
+    o_row, o_col  positions of queries and keys from a common origin, one of them along each axis
     """
     b_scores = b_scores * mods.factor
     b_tanh = b_scores

@@ -61,7 +61,7 @@ from .selected_tiles import (
     write_item,
 )
 from .tma import DescriptorFactory, shared_layout, to_tma_loadable
-from .work_tiles import END, next_work_item, write_end
+from .work_tiles import END, next_work_index, write_end
 
 # number of the named barrier at which the consumers have stored ds; Triton uses the numbers below 9
 DS_BARRIER = gl.constexpr(9)
@@ -164,7 +164,7 @@ def load(
             load_blocks(q_desc, pipelines.q, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
             load_blocks(dout_desc, pipelines.dout, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
             n_steps_loaded += 1
-        i_work = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
+        i_work = next_work_index(ptrs.counters_ptr + sizes.i_round, i_iter)
         i_iter += 1
     write_end(pipelines.items, i_iter, ITEM_INTS)
 
@@ -226,7 +226,7 @@ def add_step(
     scores_token = warpgroup_mma(k_warpgroup, q_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     consumer_wait(dout, stage, i_load // STAGES)
     dp_token = warpgroup_mma(v_warpgroup, dout_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    # TMA has read dq of the step before from q's buffer, so the producer may overwrite it
+    # wait until TMA has read dq of the step before from q's buffer, so that the producer may overwrite it
     tma.store_wait(0)
     consumer_release(q, (i_load + STAGES - 1) % STAGES, pred=i_load > 0)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
@@ -254,7 +254,7 @@ def add_step(
     dk_token = warpgroup_mma(gl.convert_layout(b_ds, gl.DotOperandLayout(0, dk_layout, 2)), q_tile, b_dk, is_async=True)
     fence_async_shared()
     b_dv, b_dk = warpgroup_mma_wait(0, deps=(dv_token, dk_token))
-    # all warpgroups have written ds (before dq reads it) and have read q (before dq overwrites it)
+    # wait until all warpgroups have written ds (before dq reads it) and have read q (before dq overwrites it)
     if WARPGROUPS == 1:
         thread_barrier()
     else:
@@ -303,11 +303,11 @@ def mma(
         b_dk = gl.zeros([WARPGROUP_KEYS, DIM], gl.float32, accumulator(DIM))
         b_dv = gl.zeros([WARPGROUP_KEYS, DIM_V], gl.float32, accumulator(DIM_V))
         b_lse, b_delta = load_lse_delta(ptrs, sizes, item, 0, BLOCKS_PER_STEP)
-        # every warp has read those of the work item before
+        # wait until every warp has read those of the work item before
         thread_barrier()
         buffers.lse.index(WARPGROUP * 2).store(b_lse)
         buffers.delta.index(WARPGROUP * 2).store(b_delta)
-        # every warp has stored them
+        # wait until every warp has stored them
         thread_barrier()
         # opaque: constant addresses of both buffers would stay in registers, and more would be spilled
         kv_stage = opaque(0)

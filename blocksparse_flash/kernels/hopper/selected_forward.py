@@ -63,7 +63,7 @@ from .selected_tiles import (
     write_item,
 )
 from .tma import DescriptorFactory, to_tma_loadable
-from .work_tiles import END, next_work_item, write_end
+from .work_tiles import END, next_work_index, write_end
 
 # buffers of q
 STAGES = gl.constexpr(2)
@@ -134,7 +134,7 @@ def load(q_desc, k_desc, v_desc, pipelines, ptrs, sizes, BLOCKS_PER_STEP: gl.con
             blocks = load_query_blocks_of_step(ptrs, item, i_step, BLOCKS_PER_STEP)
             load_blocks(q_desc, pipelines.q, n_steps_loaded, i_batch, i_head, blocks, ROWS_ARE_HEADS)
             n_steps_loaded += 1
-        i_item = next_work_item(ptrs.counters_ptr + sizes.i_round, i_iter)
+        i_item = next_work_index(ptrs.counters_ptr + sizes.i_round, i_iter)
         i_iter += 1
     write_end(pipelines.items, i_iter, ITEM_INTS)
 
@@ -188,7 +188,7 @@ def mma(
             out_token = warpgroup_mma(b_p, v_tile, b_zero_out, use_acc=False, is_async=True)
             b_slot = broadcast_to_rows(slots, o_row)
             gl.store(ptrs.lse_ptr + (b_slot * BLOCK_ROWS + o_row % BLOCK_ROWS), b_lse, mask=b_slot < sizes.n_slots)
-            # the stores of the step before have read the buffer
+            # wait until the stores of the step before have read the buffer
             tma.store_wait(0)
             b_out = warpgroup_mma_wait(0, deps=(out_token,))
             b_out = b_out * gl.expand_dims(gl.convert_layout(b_inverse_sum, gl.SliceLayout(1, out_layout)), 1)

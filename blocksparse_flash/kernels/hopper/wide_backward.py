@@ -25,7 +25,7 @@ from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
 from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
-from ..schedule import Split, are_uneven, backward_columns, heads_in_turn, needs_tile_counter, split_of
+from ..schedule import Split, are_uneven, backward_columns, interleaved_heads, needs_tile_counter, split_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.combine_splits import sum_splits
 from .backward_dq import DqLaunches, dq_launches
@@ -102,7 +102,7 @@ def backward_launches(
         "n_padded": n_padded,
         "n_split_lines": of_cols.n_split_lines,
         "num_splits": of_cols.num_splits,
-        "n_in_turn": heads_in_turn(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
+        "n_interleaved": interleaved_heads(n_tile_cols, n_batch_heads, n_sms, q_len, kv_len, is_uneven=is_uneven),
         **mods.arguments(scale, is_forward=False),
         "bias_strides": mods.bias_strides(1),
         "scale": scale,

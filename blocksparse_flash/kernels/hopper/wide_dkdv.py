@@ -303,7 +303,7 @@ def store_sum(
     SPLIT_OFFSET, SPLIT_SIZE, ROW  where in the block of a split, and values of a row: see combine_splits.py
     """
     batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
-    # the other warpgroup no longer reads k and v
+    # wait until the other warpgroup no longer reads k and v
     named_barrier("sync", 9)
     if ptrs.splits_ptr is None:  # noqa: SIM114 - the first condition is known at compile time
         store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start)
@@ -338,7 +338,7 @@ def store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, 
 @gluon.jit(
     do_not_specialize=[
         "n_heads", "n_batch_heads", "n_tile_cols", "q_len", "kv_len", "n_padded", "n_split_lines", "num_splits",
-        "n_in_turn",
+        "n_interleaved",
     ]
 )  # fmt: skip
 def wide_dkdv_kernel(
@@ -347,7 +347,7 @@ def wide_dkdv_kernel(
     # backward_producer.Pointers; (batch, head) strides of the records, in elements
     ptrs, record_strides,
     # backward_producer.Sizes, one by one, since Triton would specialize the integers of a tuple
-    n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_in_turn,
+    n_heads, n_batch_heads, n_tile_cols, q_len, kv_len, n_padded, n_split_lines, num_splits, n_interleaved,
     scale_log2, scale,
     # softcap and strides of the bias, see score_mods.ScoreMods
     cap, bias_strides,
@@ -393,7 +393,7 @@ def wide_dkdv_kernel(
     sizes = Sizes(
         n_heads=n_heads, heads_per_kv=1, n_batch_heads=n_batch_heads, n_tile_cols=n_tile_cols, q_len=q_len,
         kv_len=kv_len, n_padded=n_padded, scale=scale, n_split_lines=n_split_lines, num_splits=num_splits,
-        n_in_turn=n_in_turn,
+        n_interleaved=n_interleaved,
     )  # fmt: skip
     mods = ScoreMods(
         factor=scale_log2, cap=cap, sinks_ptr=None, slopes_ptr=ptrs.slopes_ptr, bias_ptr=ptrs.bias_ptr,

@@ -1,7 +1,7 @@
 """Work tiles in shared memory: the producer writes them, every consumer warpgroup reads them.
 
-A work item is the index of a work tile in launch order. A work tile is a NamedTuple of int32 values; the `work_tiles`
-pipeline holds its first values, one after the other.
+A work tile is a NamedTuple of N_INTS int32 values, which the `work_tiles` pipeline holds one after the other; i_work is
+its index in launch order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ END = gl.constexpr(-1)
 
 @gluon.jit
 def write_work_tile(work_tiles, i_tile, work_tile, N_INTS: gl.constexpr, STRIDE: gl.constexpr):
-    """Writes the first N_INTS fields of the i_tile-th work tile of this program. STRIDE: values per work tile."""
+    """Writes the N_INTS fields of the i_tile-th work tile of this program. STRIDE: values from one to the next."""
     stage = i_tile % WORK_TILE_STAGES
     producer_acquire(work_tiles, stage, i_tile // WORK_TILE_STAGES)
     for i in gl.static_range(N_INTS):
@@ -39,10 +39,10 @@ def write_end(work_tiles, i_tile, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def next_work_item(tile_counter_ptr, i_tile):
-    """The work item of this program after its i_tile-th: from the counter, or static if there is none.
+def next_work_index(tile_counter_ptr, i_tile):
+    """Index of the work tile of this program after its i_tile-th: from the counter, or static if there is none.
 
-    Static waves alternate in direction: programs with the longest items of one have the shortest of the next.
+    Static waves alternate in direction: programs with the longest tiles of one have the shortest of the next.
     """
     n_programs = gl.num_programs(0)
     if tile_counter_ptr is None:
@@ -54,17 +54,18 @@ def next_work_item(tile_counter_ptr, i_tile):
 
 
 @gluon.jit
-def find_line(records_ptr, i_work, n_lines, n_batch_heads, n_in_turn):
-    """(batch_head, line in launch order) of work item i_work.
+def find_line(records_ptr, i_work, n_lines, n_batch_heads, n_interleaved):
+    """(batch_head, line in launch order) of work tile i_work.
 
-    The N_LONG longest lines of a plan come first, those of all heads in turn. For the others, see find_line_in_turn.
+    The N_LONG longest lines of a plan come first, interleaved over all heads. For the others, see
+    find_interleaved_line.
     """
     if records_ptr is None:
-        return find_line_in_turn(i_work, n_lines, n_batch_heads, n_in_turn)
+        return find_interleaved_line(i_work, n_lines, n_batch_heads, n_interleaved)
     else:
         n_long = gl.load(records_ptr + N_LONG)
         n_first = n_long * n_batch_heads
-        batch_head, i_line = find_line_in_turn(i_work - n_first, n_lines - n_long, n_batch_heads, n_in_turn)
+        batch_head, i_line = find_interleaved_line(i_work - n_first, n_lines - n_long, n_batch_heads, n_interleaved)
         is_long = i_work < n_first
         return (
             gl.where(is_long, i_work % n_batch_heads, batch_head),
@@ -73,14 +74,14 @@ def find_line(records_ptr, i_work, n_lines, n_batch_heads, n_in_turn):
 
 
 @gluon.jit
-def find_line_in_turn(i_work, n_lines, n_batch_heads, n_in_turn):
-    """(batch_head, line) of work item i_work if heads are taken in turn: see schedule.heads_in_turn.
+def find_interleaved_line(i_work, n_lines, n_batch_heads, n_interleaved):
+    """(batch_head, line) of work tile i_work if the lines of heads are interleaved: see schedule.interleaved_heads.
 
-    The last group has n_in_turn to 2 * n_in_turn - 1 heads: a smaller one would leave SMs idle.
+    The last group has n_interleaved to 2 * n_interleaved - 1 heads: a smaller one would leave SMs idle.
     """
-    i_last = gl.maximum(n_batch_heads // n_in_turn, 1) - 1
-    i_heads = gl.minimum(i_work // (n_in_turn * n_lines), i_last)
-    first = i_heads * n_in_turn
-    n_heads = gl.where(i_heads == i_last, n_batch_heads - first, n_in_turn)
+    i_last = gl.maximum(n_batch_heads // n_interleaved, 1) - 1
+    i_heads = gl.minimum(i_work // (n_interleaved * n_lines), i_last)
+    first = i_heads * n_interleaved
+    n_heads = gl.where(i_heads == i_last, n_batch_heads - first, n_interleaved)
     i_work = i_work - first * n_lines
     return first + i_work % n_heads, i_work // n_heads

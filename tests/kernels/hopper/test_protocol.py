@@ -322,40 +322,40 @@ CAUSAL_LENGTHS_GQA = zoo.Call(head_dim=64, causal=True, has_kv_lengths=True, dty
 
 
 @pytest.mark.parametrize(
-    "n_in_turn", [pytest.param(1, marks=pytest.mark.thorough), 3, pytest.param(9, marks=pytest.mark.thorough)]
+    "n_interleaved", [pytest.param(1, marks=pytest.mark.thorough), 3, pytest.param(9, marks=pytest.mark.thorough)]
 )
-def test_causal_heads_in_turn_are_accurate(check, n_in_turn):
+def test_causal_heads_in_turn_are_accurate(check, n_interleaved):
     """The last heads are fewer than those before; each KV head has a group of query heads or one query head."""
     for kv_heads in (2, 4):
-        simulation = Simulation(seed=n_in_turn)
+        simulation = Simulation(seed=n_interleaved)
         for module in (simulation.hopper_forward, simulation.hopper_backward):
-            module.heads_in_turn = lambda *_, is_uneven: n_in_turn
+            module.interleaved_heads = lambda *_, is_uneven: n_interleaved
         check(simulation, (300, 270), dataclasses.replace(CAUSAL_LENGTHS_GQA, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("layout", [zoo.PER_HEAD, LONG_LINES], ids=zoo.name_of)
-@pytest.mark.parametrize("n_in_turn", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("n_interleaved", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("has_separate_dq", [False, True])
-def test_heads_in_turn_with_a_layout_are_accurate(check, layout, n_in_turn, has_separate_dq):
+def test_heads_in_turn_with_a_layout_are_accurate(check, layout, n_interleaved, has_separate_dq):
     """Each head has a launch order of its own, and long tile rows and columns before the others, or none."""
-    simulation = Simulation(seed=n_in_turn)
+    simulation = Simulation(seed=n_interleaved)
     simulation.hopper_backward.is_dq_separate = lambda *_, **_options: has_separate_dq
     for module in (simulation.hopper_forward, simulation.hopper_backward, simulation.hopper_dq):
-        module.heads_in_turn = lambda *_, is_uneven: n_in_turn
+        module.interleaved_heads = lambda *_, is_uneven: n_interleaved
     check(simulation, layout, CAUSAL)
 
 
-@pytest.mark.parametrize(("head_dim", "has_kv_lengths", "n_in_turn"), [(64, False, 3), (80, True, 1)])
+@pytest.mark.parametrize(("head_dim", "has_kv_lengths", "n_interleaved"), [(64, False, 3), (80, True, 1)])
 @pytest.mark.parametrize("layout", [WINDOW, zoo.PER_HEAD], ids=zoo.name_of)
 @pytest.mark.parametrize("has_separate_dq", [False, True])
 def test_sums_over_heads_with_a_layout_are_accurate(
-    check, layout, head_dim, has_kv_lengths, n_in_turn, has_separate_dq
+    check, layout, head_dim, has_kv_lengths, n_interleaved, has_separate_dq
 ):
     """Each query head has tile columns of its own, in the launch order of its layout."""
     simulation = Simulation(seed=head_dim)
     simulation.hopper_backward.sums_over_heads = lambda *_, deterministic: True
     simulation.hopper_backward.is_dq_separate = lambda *_, **_options: has_separate_dq
-    simulation.hopper_backward.heads_in_turn = lambda *_, is_uneven: n_in_turn
+    simulation.hopper_backward.interleaved_heads = lambda *_, is_uneven: n_interleaved
     call = zoo.Call(head_dim=head_dim, kv_heads=2, has_kv_lengths=has_kv_lengths, dtype=BFLOAT16)
     check(simulation, layout, call)
 

@@ -222,7 +222,7 @@ FORWARD_FAULTS = {
     ),
     "out overwritten while TMA stores it": Change(
         FORWARD_CONSUMER,
-        "        # TMA has read the previous tile row from the buffer\n        tma.store_wait(0)\n",
+        "        # wait until TMA has read the previous tile row from the buffer\n        tma.store_wait(0)\n",
         "        pass\n",
     ),
     "empty barrier of work tiles counts one warpgroup": Change(
@@ -243,7 +243,7 @@ BACKWARD_FAULTS = {
         """        ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
         if i_step_total % 2 != WARPGROUP:
-            # TMA has read the dq of the step before, which the other warpgroup will overwrite
+            # wait until TMA has read the dq of the step before, which the other warpgroup will overwrite
             tma.store_wait(0)
             named_barrier("arrive", DQ_BARRIER + 1 - WARPGROUP)
 """,
@@ -294,17 +294,19 @@ BACKWARD_FAULTS = {
     ),
     "dk written over ds that is still read": Change(
         BACKWARD_CONSUMER,
-        '    # the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
+        '    # wait until the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
         "\n\n",
     ),
     "dv written over dq that TMA still adds": Change(
         BACKWARD_CONSUMER,
-        "            # TMA has read the last dq, whose buffer may be that of dv\n            tma.store_wait(0)\n",
+        """            # wait until TMA has read the last dq, whose buffer may be that of dv
+            tma.store_wait(0)
+""",
         "            pass\n\n",
     ),
     "ds written over dk that TMA still stores": Change(
         BACKWARD_CONSUMER,
-        """        # TMA has read dk and dv of the previous work tile from the buffers that the steps write
+        """        # wait until TMA has read dk and dv of the previous work tile from the buffers that the steps write
         tma.store_wait(0)
 """,
         "\n\n",
@@ -412,7 +414,7 @@ class Run(NamedTuple):
     n_sms              SMs of the simulated GPU
     splits             (num_splits, split tile rows and columns of each head), None without splits
     has_backward       False: the forward only
-    n_in_turn          heads whose tile rows and columns are taken in turn; None: as the launch chooses
+    n_interleaved      heads whose tile rows and columns are interleaved; None: as the launch chooses
     """
 
     seed: int
@@ -424,7 +426,7 @@ class Run(NamedTuple):
     splits: tuple[int, int] | None = None
     has_backward: bool = True
     tile: int = TILE_SIDE
-    n_in_turn: int | None = None
+    n_interleaved: int | None = None
 
 
 def staircase() -> BlockLayout:
@@ -715,14 +717,14 @@ TAIL_FAULTS = {
     ),
     "K and V loaded while dk and dv are stored from them": Change(
         BACKWARD_CONSUMER,
-        """            # TMA has read dk and dv from the buffers of K and V
+        """            # wait until TMA has read dk and dv from the buffers of K and V
             tma.store_wait(0)
 """,
         "",
     ),
     "dk written over keys that are still read": Change(
         BACKWARD_CONSUMER,
-        '    # the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
+        '    # wait until the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
         "",
     ),
     "tail of dv in place of that of dk": Change(
@@ -785,14 +787,14 @@ TAILS = [
     Run(6, (130, 300), zoo.Call(head_dim=72, v_dim=40, dtype=torch.float16), config=TAIL_STAGES, has_backward=False),
 ]  # fmt: skip
 WORK_TILES = "hopper.work_tiles"
-IN_TURN_FAULTS = {
+INTERLEAVED_FAULTS = {
     "long lines counted among the others": Change(
         WORK_TILES, "n_lines - n_long, n_batch_heads", "n_lines, n_batch_heads"
     ),
     "first long lines taken twice": Change(WORK_TILES, "n_long + i_line)", "i_line)"),
     "other lines start after one long line": Change(WORK_TILES, "n_first = n_long * n_batch_heads", "n_first = n_long"),
     "as many heads in the last group as in the others": Change(
-        WORK_TILES, "n_batch_heads - first, n_in_turn", "n_in_turn, n_in_turn"
+        WORK_TILES, "n_batch_heads - first, n_interleaved", "n_interleaved, n_interleaved"
     ),
 }
 # of a program's next work tile, with and without a counter
@@ -803,14 +805,14 @@ NEXT_ITEM_FAULTS = {
         ROWS, "if work_tile.n_steps == 0:", "if work_tile.n_steps <= 1:"
     ),
     "a work tile left out after each tile column": Change(
-        COLS, "next_work_item(ptrs.tile_counter_ptr, i_tile)", "next_work_item(ptrs.tile_counter_ptr, i_tile) + 1"
+        COLS, "next_work_index(ptrs.tile_counter_ptr, i_tile)", "next_work_index(ptrs.tile_counter_ptr, i_tile) + 1"
     ),
 }
 NEXT_ITEM = [
     Run(0, (300, 400), CAUSAL, n_sms=7, has_backward=False),
     Run(1, zoo.PER_HEAD, zoo.Call(head_dim=64, dtype=BFLOAT16, kv_heads=1)),
 ]
-IN_TURN = [Run(0, LONG_LINES, CAUSAL, n_in_turn=2), Run(1, (300, 270), CAUSAL, n_in_turn=3)]
+INTERLEAVED = [Run(0, LONG_LINES, CAUSAL, n_interleaved=2), Run(1, (300, 270), CAUSAL, n_interleaved=3)]
 # (faults, runs): each fault must be detected in one of the runs
 FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "forward": (FORWARD_FAULTS, DENSE),
@@ -832,7 +834,7 @@ FAULTS: dict[str, tuple[dict[str, Change], list[Run]]] = {
     "by query head": (BY_HEAD_FAULTS, BY_HEAD),
     "wide heads": (WIDE_FAULTS, WIDE),
     "tails": (TAIL_FAULTS, TAILS),
-    "heads in turn": (IN_TURN_FAULTS, IN_TURN),
+    "interleaved heads": (INTERLEAVED_FAULTS, INTERLEAVED),
     "next work tile": (NEXT_ITEM_FAULTS, NEXT_ITEM),
 }
 # runs that must be accurate without a fault
@@ -854,7 +856,7 @@ CORRECT_RUNS = {
     "next work tile": NEXT_ITEM,
     "wide heads": WIDE,
     "tails": TAILS,
-    "heads in turn": IN_TURN,
+    "interleaved heads": INTERLEAVED,
 }
 
 
@@ -868,9 +870,9 @@ def check_run(check, monkeypatch):
         monkeypatch.setattr(forward, "config", lambda *_: run.config)
         monkeypatch.setattr(forward, "three_warpgroups_pay", lambda *_, causal: run.config.warpgroups == 3)
         monkeypatch.setattr(backward, "config", lambda *_: BackwardConfig(dq_from_registers=run.dq_from_registers))
-        if run.n_in_turn is not None:
+        if run.n_interleaved is not None:
             for module in (forward, backward):
-                monkeypatch.setattr(module, "heads_in_turn", lambda *_, is_uneven: run.n_in_turn)
+                monkeypatch.setattr(module, "interleaved_heads", lambda *_, is_uneven: run.n_interleaved)
         if run.splits is not None:
             split(simulation, *run.splits)
         check(simulation, run.layout, run.call, backward=run.has_backward, tile=run.tile)

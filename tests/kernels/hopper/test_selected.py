@@ -449,7 +449,9 @@ FORWARD_FAULTS = {
         "        consumer_release(pipelines.k, 0)\n        for i_step in range(n_steps):\n            i_load",
     ),
     "out overwritten while TMA stores it": Change(
-        FORWARD, "            # the stores of the step before have read the buffer\n            tma.store_wait(0)\n", ""
+        FORWARD,
+        "            # wait until the stores of the step before have read the buffer\n            tma.store_wait(0)\n",
+        "",
     ),
     "out in flight at the end": Change(FORWARD, "    tma.store_wait(0)\n\n\n# ---- kernel", "\n\n# ---- kernel"),
     "out stored without a fence": Change(
@@ -492,8 +494,8 @@ BACKWARD_FAULTS = {
     "counter of the first round": Change(BACKWARD, "ptrs.counters_ptr + sizes.i_round", "ptrs.counters_ptr"),
     "queries overwritten while TMA stores their dq": Change(
         BACKWARD,
-        "so the producer may overwrite it\n    tma.store_wait(0)\n",
-        "so the producer may overwrite it\n",
+        "so that the producer may overwrite it\n    tma.store_wait(0)\n",
+        "so that the producer may overwrite it\n",
     ),
     "dq in flight at the end": Change(BACKWARD, "    tma.store_wait(0)\n\n\n# ---- kernel", "\n\n# ---- kernel"),
     "queries released before the first step": Change(BACKWARD, ", pred=i_load > 0)", ", pred=i_load >= 0)"),
