@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layout import BlockLayout
 from .arguments import positive_int, probability
 from .kv_cache import KVCache, check_is_cache
-from .layers import SelfAttention
+from .layers import SelfAttention, check_widths
 from .positions import RotaryTable
 
 
@@ -98,6 +98,7 @@ class Decoder(nn.Module):
         for block in listed:
             if not isinstance(block, DecoderBlock):
                 raise TypeError(f"blocks must be DecoderBlocks, got {type(block).__name__}")
+        check_widths(listed)
         self.blocks = nn.ModuleList(listed)
         self.norm = nn.RMSNorm(listed[0].attention.embed_dim)
 

@@ -143,10 +143,15 @@ class KVCache:
                 f"the cache has room for max_length={max_length} tokens and holds {self._length}, but got "
                 f"{k.shape[2]} more: make it longer, or cache.truncate() to begin a new sequence"
             )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        self.check_gradient("k", k)
+        self.check_gradient("v", v)
+
+    def check_gradient(self, name: str, tensor: Tensor | None) -> None:
+        """ValueError if a tensor of a step would have a gradient: the next step changes the cache in place."""
+        if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(
-                "a cache holds no gradients, but gradients are enabled: call the layer under torch.no_grad() or "
-                "torch.inference_mode(), or train without a cache"
+                f"a cache holds no gradients, but gradients are enabled and {name} needs one: call the layer under "
+                "torch.no_grad() or torch.inference_mode(), or train without a cache"
             )
 
     def claim(self, layer: Any) -> None:

@@ -193,6 +193,8 @@ class SelfAttention(HoldsLayout):
     def _attend_to_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
         """Appends k and v to the cache, and attends to all of it."""
         cache.check(k, v)
+        cache.check_gradient("q", q)
+        cache.check_gradient("sinks", self.sinks)
         layout = self.layout_for(cache.max_length)
         layout, causal = layout_of_step(layout, cache, q.shape[2], q.device, causal=self.causal)
         with cache.restored_on_error():
@@ -323,6 +325,13 @@ class EncoderBlock(nn.Module):
         return x + self.dropout(self.dense(self.dense_norm(x)))
 
 
+def check_widths(blocks: Sequence[Any]) -> None:
+    """ValueError for blocks whose attention differs in embed_dim."""
+    widths = [block.attention.embed_dim for block in blocks]
+    if len(set(widths)) > 1:
+        raise ValueError(f"blocks must have the same embed_dim, got {widths}")
+
+
 class Encoder(nn.Module):
     """A stack of blocks with a final norm.
 
@@ -342,6 +351,7 @@ class Encoder(nn.Module):
         for block in listed:
             if not hasattr(block, "attention"):
                 raise TypeError(f"blocks must have an attention, as EncoderBlock has, got {type(block).__name__}")
+        check_widths(listed)
         self.blocks = nn.ModuleList(listed)
         self.norm = nn.LayerNorm(listed[0].attention.embed_dim)
 

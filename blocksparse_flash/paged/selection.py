@@ -143,6 +143,7 @@ def select_pages(
 
 def _check_pages(k_pages: Tensor) -> None:
     check_tensor("k_pages", k_pages)
+    tracing.check_dense("k_pages", k_pages, k_pages)
     if k_pages.dim() != 4 or k_pages.dtype not in validation.DTYPES or not k_pages.shape[2]:
         raise ValueError(
             "k_pages must be float16, bfloat16, float32 or float64, (n_pages, kv_heads, page_size, head_dim) with a "
@@ -164,6 +165,8 @@ def _check_scored(q: Tensor, summaries: Tensor) -> None:
     for name, tensor, axes in (("q", q, 4), ("summaries", summaries, 3)):
         check_tensor(name, tensor)
         tracing.check_dense(name, tensor, q)
+        if q.dtype not in validation.DTYPES:
+            raise ValueError(f"q must be float16, bfloat16, float32 or float64, got {q.dtype}")
         if tensor.dim() != axes or tensor.dtype != q.dtype or tensor.device != q.device or tensor.stride(-1) != 1:
             raise ValueError(
                 f"{name} must have {axes} dimensions, q's dtype {q.dtype} and device {q.device}, a last stride of 1, "

@@ -129,6 +129,15 @@ def test_copies_go_on_apart_and_pickles_go_on() -> None:
     assert cache.length == 70
 
 
+def test_trained_sinks_need_gradients_too() -> None:
+    made = SelfAttention(8, 2, causal=True, sinks=True)
+    made.qkv.requires_grad_(False)
+    cache = made.new_cache(2, 10)
+    with pytest.raises(ValueError, match="a cache holds no gradients, but gradients are enabled and sinks needs one"):
+        made(torch.randn(2, 3, 8), cache=cache)
+    assert cache.length == 0
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_copies_made_in_inference_mode_go_on_outside_it(copied: Callable[[Any], Any]) -> None:
     made, x = layer(), tokens()
@@ -253,7 +262,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: step(layer=layer(kv_heads=4)), ValueError, r"k must have shape \(batch=2, kv_heads=2, tokens, head_dim=8"),
     (lambda: step(layer=layer().float(), x=tokens(2, 1).float()), ValueError, "k must be torch.float64 on cpu"),
     (lambda: step(cache=[]), TypeError, "cache must be a KVCache, as layer.new_cache"),
-    (with_gradients, ValueError, r"holds no gradients, but gradients are enabled: .*torch.no_grad\(\)"),
+    (with_gradients, ValueError, r"holds no gradients, but gradients are enabled and k needs one: .*torch.no_grad\(\)"),
     (lambda: layer(causal=False).new_cache(1, 5), ValueError, "needs a causal layer, .*layout is None"),
     (
         lambda: layer(LAYOUTS["longformer"](LENGTH), causal=False).new_cache(1, 5),

@@ -459,6 +459,11 @@ def test_positions_that_do_not_fit_are_refused() -> None:
         ),
         (lambda: EncoderBlock(5), TypeError, "attention must be a module with an embed_dim, .* got int"),
         (lambda: Encoder([torch.nn.ReLU()]), TypeError, "blocks must have an attention"),
+        (
+            lambda: Encoder(EncoderBlock(SelfAttention(width, 2)) for width in (8, 16)),
+            ValueError,
+            r"blocks must have the same embed_dim, got \[8, 16\]",
+        ),
     ],
 )
 def test_what_is_no_input_is_refused_by_name(call: Any, error: type[Exception], message: str) -> None:

@@ -188,6 +188,8 @@ def test_wrong_pages_are_refused(summarize: Callable[[Tensor], Tensor]) -> None:
             summarize(wrong)
     with pytest.raises(TypeError, match=r"k_pages must be a torch\.Tensor, got list"):
         summarize([pages])
+    with pytest.raises(ValueError, match="k_pages must be a dense, strided tensor, got a nested"):
+        summarize(torch.nested.nested_tensor(list(pages), layout=torch.jagged))
 
 
 def test_wrong_summaries_are_refused() -> None:
@@ -201,6 +203,9 @@ def test_wrong_summaries_are_refused() -> None:
             score_pages(q, summaries, table)
     with pytest.raises(ValueError, match="page_table must be int32"):
         score_pages(q, torch.zeros(5, 2, 8), table.long())
+    for dtype in (torch.complex64, torch.int64):
+        with pytest.raises(ValueError, match="q must be float16, bfloat16, float32 or float64, got torch"):
+            score_pages(q.to(dtype), torch.zeros(5, 2, 8, dtype=dtype), table)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
