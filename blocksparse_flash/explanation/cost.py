@@ -15,7 +15,7 @@ from ..plan_format import PIECE, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
-from .scheduling import Lines, Sides, split_lines, taken_in_turn
+from .scheduling import Lines, Sides, interleaved, split_lines
 
 # share of the peak memory bandwidth that a copy reaches (H200: 4.3 of 4.9 TB/s)
 COPY_SHARE = 0.875
@@ -198,7 +198,7 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
         n_interleaved = interleaved_heads(
             n_lines, n_batch_heads, n_sms, *lengths, is_uneven=is_uneven or (first > 0 and by_head)
         )
-        return taken_in_turn(lines, n_batch_heads, n_interleaved, call.n_long(first))
+        return interleaved(lines, n_batch_heads, n_interleaved, call.n_long(first))
 
     forward = backward = call.sides
     if call.backend == "hopper":

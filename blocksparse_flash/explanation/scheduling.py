@@ -64,14 +64,14 @@ def split_lines(lines: Lines, n_split: int, n_splits: int) -> Lines:
     return Lines(*(np.concatenate([first, values[n_split:]]) for first, values in zip(shared, lines, strict=True)))
 
 
-def taken_in_turn(lines: Lines, n_heads: int, n_interleaved: int, n_long: int = 0) -> Lines:
+def interleaved(lines: Lines, n_heads: int, n_interleaved: int, n_long: int = 0) -> Lines:
     """The lines of n_heads heads in the order in which kernels take them, see `schedule.interleaved_heads`.
 
     n_long  lines of each head that come before all others
 
-    >>> taken_in_turn(Lines(np.array([2, 1, 2, 1, 2, 1, 2, 1, 2, 1]), np.zeros(10)), 5, 2).tiles.tolist()
+    >>> interleaved(Lines(np.array([2, 1, 2, 1, 2, 1, 2, 1, 2, 1]), np.zeros(10)), 5, 2).tiles.tolist()
     [2, 2, 1, 1, 2, 2, 2, 1, 1, 1]
-    >>> taken_in_turn(Lines(np.array([9, 8, 2, 1, 2, 1]), np.zeros(6)), 2, 2, n_long=1).tiles.tolist()
+    >>> interleaved(Lines(np.array([9, 8, 2, 1, 2, 1]), np.zeros(6)), 2, 2, n_long=1).tiles.tolist()
     [9, 8, 2, 2, 1, 1]
     """
     first, rest = np.split(np.arange(len(lines.tiles)), [n_long * n_heads])

@@ -368,7 +368,8 @@ class NativeSparseAttention(nn.Module):
     of a linear function of the input, one for each head and branch. Linear layers are initialized as nn.Linear is, the
     positions within a block from N(0, 0.02^2).
 
-    A sequence may have any length. Tokens after a token never change its output, so padding at the end needs no mask.
+    A sequence may have any length. Tokens after a token never change its output, unless they are NaN or infinite
+    (docs/semantics.md), so padding at the end needs no mask.
 
     Yuan et al., "Native Sparse Attention" (NSA), arXiv:2502.11089, section 3.
 

@@ -255,7 +255,7 @@ def test_dq_of_few_long_tile_columns_is_added_by_none(monkeypatch: pytest.Monkey
 # all of 9 heads are interleaved
 @pytest.mark.parametrize("heads", [8, 9])
 @pytest.mark.parametrize("layout", [None, "causal"])
-def test_causal_lines_of_several_heads_are_taken_in_turn(heads: int, layout: str | None) -> None:
+def test_causal_lines_of_several_heads_are_interleaved(heads: int, layout: str | None) -> None:
     found = None if layout is None else masks.build(layout, 8192, block_size=128)
     causal = call((1, heads, 8192, 128), backend="hopper", causal=True, layout=found)
     for one, other in zip(cost.programs(causal, 132)[1], causal.sides, strict=True):

@@ -101,7 +101,8 @@ from .work_tiles import WORK_TILE_STAGES
 
 # buffers of queries and dO
 STAGES = gl.constexpr(2)
-# registers per thread of the consumers, and of the producer and the other single warps
+# registers per thread of the second consumer and of the producer warp; Triton gives the first consumer, the default
+# partition, those that are left
 REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(32)
 

@@ -99,7 +99,8 @@ def dq_config(columns: int, *, has_sums_and_mods: bool = False) -> Config:
     return Config(block_kv=128, q_stages=2 if columns == 64 else 1)
 
 
-# registers per thread of the consumers, and of the producer warp
+# registers per thread of the second consumer and of the producer warp; Triton gives the first consumer, the default
+# partition, those that are left
 REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(32)
 

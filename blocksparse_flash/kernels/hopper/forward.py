@@ -79,7 +79,8 @@ class Config(NamedTuple):
     out_in_q            out is staged for TMA in the buffers of q; required with a tail of v, staged in that of q
     early_bitmask       the bitmask of a step is loaded before the wait for its keys, not after q k^T
     pin                 keeps ptxas from moving the wait for p v in front of the softmax, see registers.pin
-    consumer_registers, producer_registers  registers per thread
+    consumer_registers, producer_registers  registers per thread of the consumers but the first, and of the producer
+                        warp; Triton gives the first consumer, the default partition, those that are left
     """
 
     block_kv: int = 128

@@ -73,7 +73,8 @@ KEYS = gl.constexpr(64)
 BLOCK_Q = gl.constexpr(64)
 # buffers of p between the warpgroups
 P_STAGES = gl.constexpr(2)
-# registers per thread of the consumers, and of the producer warp
+# registers per thread of the second consumer and of the producer warp; Triton gives the first consumer, the default
+# partition, those that are left
 REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(32)
 
