@@ -147,7 +147,11 @@ class KVCache:
         self.check_gradient("v", v)
 
     def check_gradient(self, name: str, tensor: Tensor | None) -> None:
-        """ValueError if a tensor of a step would have a gradient: the next step changes the cache in place."""
+        """ValueError if a tensor of a step would have a gradient: the next step changes the cache in place.
+
+        name    of the argument, for the message
+        tensor  None: the layer has none
+        """
         if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:
             raise ValueError(
                 f"a cache holds no gradients, but gradients are enabled and {name} needs one: call the layer under "

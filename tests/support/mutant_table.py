@@ -1472,8 +1472,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "nn/kv_cache.py",
-            "if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):",
-            "if torch.is_grad_enabled() and k.is_cuda:",
+            "if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:",
+            "if tensor is not None and torch.is_grad_enabled() and tensor.is_cuda:",
             CACHED,
         ),
         ("nn/layers.py", "self.project(x, positions, first=cache.length)", "self.project(x, positions)", CACHED),
