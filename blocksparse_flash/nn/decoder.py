@@ -149,11 +149,12 @@ class Decoder(nn.Module):
             )
         for i, cache in enumerate(caches):
             check_is_cache(cache, f"caches[{i}]")
-            first = next(place for place, other in enumerate(caches) if other is cache)
-            if first < i:
+        places = {id(cache): i for i, cache in enumerate(caches)}
+        for i, cache in enumerate(caches):
+            if (last := places[id(cache)]) != i:
                 # blocks may share a layer, whose cache would then accept the keys of both
                 raise ValueError(
-                    f"caches must be one for each block, but caches[{first}] and caches[{i}] are the same: "
+                    f"caches must be one for each block, but caches[{i}] and caches[{last}] are the same: "
                     "decoder.new_caches(batch, max_length) makes them"
                 )
         lengths = [cache.length for cache in caches]

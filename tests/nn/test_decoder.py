@@ -74,7 +74,7 @@ def test_gradients_reach_every_weight() -> None:
 def test_each_block_needs_a_cache_of_its_own() -> None:
     made, x = decoder(), tokens()
     caches = made.new_caches(2, LENGTH)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"caches\[0\] and caches\[1\] are the same"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"caches\[0\] and caches\[2\] are the same"):
         made(x[:, :9], caches=caches[:1] * 3)
     with torch.no_grad(), pytest.raises(TypeError, match="caches must be a list of one KVCache for each block, got"):
         made(x, caches=caches[0])  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ from .registers import (
     atomic_add_sum,
     in_register_order,
     opaque,
+    product,
     store_split,
     wait_for_products,
     zero_keys_from,
@@ -244,14 +245,6 @@ def backward_step(
             fence_async_shared()
             tma_reduce_add(descs.dq_sum, [(first // DQ_SUM_COLS).to(gl.int32), 0], staging.dq)
     return Sums(dk=b_dk, dk_tail=b_dk_tail, dv=b_dv, dv_tail=b_dv_tail)
-
-
-@gluon.jit
-def product(a, b):
-    """Begins a @ b of two tiles in shared memory, a with 64 rows, for one warpgroup: [64, columns of b] float32."""
-    COLS: gl.constexpr = b.shape[1]
-    b_zero = gl.zeros([WARPGROUP_ROWS, COLS], gl.float32, accumulator(COLS))
-    return warpgroup_mma(a, b, b_zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

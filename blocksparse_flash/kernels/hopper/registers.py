@@ -39,6 +39,14 @@ def tile_of(buffers, i_buffer):
 
 
 @gluon.jit
+def product(a, b):
+    """Starts a @ b of two tiles in shared memory, a with 64 rows, for one warpgroup: its token, [64, columns of b]."""
+    COLS: gl.constexpr = b.shape[1]
+    b_zero = gl.zeros([WARPGROUP_ROWS, COLS], gl.float32, accumulator(COLS))
+    return warpgroup_mma(a, b, b_zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def add_product(b_left, right, b_sum):
     """Starts b_sum + left @ right, left being in registers; returns its token."""
     layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(right.shape[1]), 2)
