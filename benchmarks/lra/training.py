@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import threading
@@ -106,6 +107,7 @@ class EarlyEnd(Callback):
     def __init__(self, at: float) -> None:
         self.at, self.interrupted_at = at, math.inf
         self._handler: Any = None
+        self._process = os.getpid()
 
     @property
     def is_late(self) -> bool:
@@ -125,6 +127,9 @@ class EarlyEnd(Callback):
             signal.signal(signal.SIGINT, self._handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
+        # a terminal interrupts the workers that load samples too, which inherit this handler
+        if os.getpid() != self._process:
+            return
         now = time.monotonic()
         if not self.is_interrupted:
             self.interrupted_at = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
 import re
 import shlex
 import signal
@@ -296,6 +297,23 @@ def test_an_interrupt_saves_the_step(
     assert last(tmp_path / "parts")["global_step"] == 5
     run(tmp_path / "parts", root, "fit", "--ckpt_path", "last")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_an_interrupt_does_not_end_workers_that_load_samples(capfd: pytest.CaptureFixture[str]) -> None:
+    """A terminal sends it to them too, and the last step needs their samples."""
+    end, trainer = training.EarlyEnd(math.inf), lightning.Trainer(logger=False)
+    end.setup(trainer, None, "fit")
+    worker = multiprocessing.get_context("fork").Process(target=interrupt_twice)
+    worker.start()
+    worker.join()
+    end.teardown(trainer, None, "fit")
+    assert worker.exitcode == 0 and not end.is_interrupted
+    assert "interrupted" not in capfd.readouterr().err
+
+
+def interrupt_twice() -> None:
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_second_interrupt_ends_the_training_at_once(
