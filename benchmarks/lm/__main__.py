@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import corpus
 from .model import ARMS, IMPLEMENTATIONS, SIZES, TINY, Settings
@@ -27,17 +27,35 @@ from .model import ARMS, IMPLEMENTATIONS, SIZES, TINY, Settings
 OUT = Path("out/lm")
 # arms compared in docs/does_it_help.md
 COMPARED = ("dense", "hybrid", "hybrid-local", "local", "dense-short")
-# name -> settings, arms, seeds; demo is for a CPU, a run of the others takes minutes on a GPU
-FIGURES: dict[str, tuple[Settings, Sequence[str], Sequence[int]]] = {
-    "demo": (TINY, COMPARED, (0,)),
-    "small": (replace(Settings(), **SIZES["small"]), COMPARED, (0, 1, 2)),
-    "medium": (Settings(), COMPARED, (0, 1, 2)),
-    "selected": (
-        replace(Settings(), length=8192, batch_size=8, n_validation=128),
-        ("dense", "local", "nsa", "moba"),
-        (0,),
+
+
+
+class Plan(NamedTuple):
+    """The runs of a figure: an arm and a seed each.
+
+    base  settings of a run for each seed, with whose weights all arms of the seed begin; None for random weights
+    """
+
+    settings: Settings
+    arms: Sequence[str]
+    seeds: Sequence[int]
+    base: Settings | None = None
+
+
+SMALL = replace(Settings(), **SIZES["small"])
+# demo is for a CPU; a run of the others takes minutes on a GPU
+FIGURES = {
+    "demo": Plan(TINY, COMPARED, (0,)),
+    "small": Plan(SMALL, COMPARED, (0, 1, 2)),
+    "extended": Plan(
+        replace(SMALL, steps=1200, learning_rate=3e-4), COMPARED, (0, 1, 2),
+        replace(SMALL, arm="dense-short", steps=6000, validate_every=600),
     ),
-}
+    "medium": Plan(Settings(), COMPARED, (0, 1, 2)),
+    "selected": Plan(
+        replace(Settings(), length=8192, batch_size=8, n_validation=128), ("dense", "local", "nsa", "moba"), (0,)
+    ),
+}  # fmt: skip
 # exit codes: after an interruption, and after --minutes
 INTERRUPTED, STOPPED = 130, 75
 
@@ -90,19 +108,37 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _figure(options: argparse.Namespace, deadline: float) -> bool:
-    """Trains the unfinished runs of a figure and writes its report. Returns whether all runs have finished."""
-    base, arms, seeds = FIGURES[options.name]
+    """Trains the unfinished runs of a figure and writes its report. Returns whether all runs have finished.
+
+    Seed by seed, so that an interruption leaves whole seeds.
+    """
+    plan = FIGURES[options.name]
     given: dict[str, Any] = {"steps": options.steps, "validate_every": options.validate_every}
-    base = replace(base, **{name: value for name, value in given.items() if value is not None})
-    runs = [replace(base, arm=arm, seed=seed) for seed in options.seeds or seeds for arm in options.arms or arms]
+    settings = replace(plan.settings, **{name: value for name, value in given.items() if value is not None})
+    arms, seeds = options.arms or plan.arms, options.seeds or plan.seeds
     out = OUT / options.name if options.out is None else options.out
-    print(f"{options.name}: {len(runs)} runs of {base.steps} steps in {out}", flush=True)
-    data = corpus.Corpus(options.corpus, base.length)
-    finished = importlib.import_module("benchmarks.lm.training").train_all(runs, data, out, deadline)
+    print(f"{options.name}: {len(arms) * len(seeds)} runs of {settings.steps} steps in {out}", flush=True)
+    data = corpus.Corpus(options.corpus, settings.length)
+    train_all = importlib.import_module("benchmarks.lm.training").train_all
+    # not in `out`, whose runs are compared
+    base_folder = out.with_name(f"{out.name}-base")
+    n_runs, n_finished = (len(arms) + (plan.base is not None)) * len(seeds), 0
+    for seed in seeds:
+        start = ""
+        if plan.base is not None:
+            base = replace(plan.base, seed=seed)
+            start = str(base_folder / f"{base.name}-seed{seed}")
+            print(f"seed {seed}: first the run with whose weights the others begin, {base.steps} steps", flush=True)
+            if not train_all([base], data, base_folder, deadline):
+                continue
+            n_finished += 1
+        runs = [replace(settings, arm=arm, seed=seed, start=start) for arm in arms]
+        n_finished += train_all(runs, data, out, deadline)
+    print(f"{n_finished} of {n_runs} runs have finished", flush=True)
     if any(out.rglob("metrics.csv")):
         path = importlib.import_module("benchmarks.lm.report").report(out, out)
         print(f"{path.read_text(encoding='utf-8')}\n{path}")
-    return bool(finished)
+    return n_finished == n_runs
 
 
 def _run(options: argparse.Namespace) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -64,9 +65,32 @@ def write_points(folder: Path, points: list[Point]) -> None:
     _replace(folder / "metrics.csv", text.getvalue())
 
 
-def write_run(folder: Path, settings: Settings, model: nn.Module, corpus_sha256: str, device: torch.device) -> None:
+def facts_of_start(folder: Path) -> dict[str, Any]:
+    """What run.json says of the run with whose weights another one begins.
+
+    raises  ValueError without the weights of a finished run
+    """
+    if not (folder / "weights.pt").exists() or (folder / "last.ckpt").exists():
+        raise ValueError(f"start must be the folder of a finished run, which has weights.pt, got {folder}")
+    facts, points = read_run(folder)
+    found = {name: facts[name] for name in ("arm", "seed", "corpus_sha256")}
+    found |= {name: points[-1][name] for name in ("tokens", "seconds", "validation_loss")}
+    return {**found, "sha256": hashlib.sha256((folder / "weights.pt").read_bytes()).hexdigest()}
+
+
+def identity_of(settings: Settings, corpus_sha256: str) -> dict[str, Any]:
+    """The settings and checksums that a run keeps when it is resumed. Not the path of the run that it begins with."""
+    found = {**asdict(settings), "corpus_sha256": corpus_sha256}
+    del found["start"]
+    if settings.start:
+        found["start"] = facts_of_start(Path(settings.start))
+    return found
+
+
+def write_run(folder: Path, identity: dict[str, Any], model: nn.Module, device: torch.device) -> None:
+    """identity: from identity_of."""
     weights = sum(weight.numel() for weight in model.parameters())
-    facts = {**asdict(settings), "weights": weights, "corpus_sha256": corpus_sha256, **measure.environment(device)}
+    facts = {**identity, "weights": weights, **measure.environment(device)}
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "run.json", json.dumps(facts, indent=1) + "\n")
 

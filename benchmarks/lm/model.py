@@ -51,6 +51,7 @@ class Settings:
     keys            a multiple of 128; for nsa and moba 256, 512, or a multiple of 1,024
     validate_every  steps between validations; a checkpoint follows each
     n_validation    windows per validation
+    start           folder of a finished run, with whose weights this one begins; "" for random weights
     """
 
     arm: str = "dense"
@@ -69,6 +70,7 @@ class Settings:
     n_validation: int = 16
     learning_rate: float = 1e-3
     seed: int = 0
+    start: str = ""
 
     def __post_init__(self) -> None:
         if self.arm not in ARMS:

@@ -78,6 +78,8 @@ def tables(found: dict[str, Runs]) -> str:
     differing = [key for key in SAME if len({facts.get(key) for facts in everything}) > 1]
     seeds = {name: [facts["seed"] for facts, _ in runs] for name, runs in found.items()}
     differing += ["seeds"] if len({*map(tuple, seeds.values())}) > 1 else []
+    starts = [facts.get("start", {}) for facts in everything]
+    differing += ["start"] if len({(start.get("arm"), start.get("tokens")) for start in starts}) > 1 else []
     steps = {points["step"].iloc[-1] == facts["steps"] for runs in found.values() for facts, points in runs}
     dense = {facts["seed"]: points["validation_loss"].iloc[-1] for facts, points in found.get("dense", [])}
     seconds = min(np.mean([points["seconds"].iloc[-1] for _, points in runs]) for runs in found.values())
@@ -97,6 +99,7 @@ def tables(found: dict[str, Runs]) -> str:
         SETTING.format_map(
             {**everything[0], "commits": " and ".join(sorted({facts["commit"] for facts in everything}))}
         ),
+        _begin(starts),
         f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
         "" if steps == {True} else "**Not all of these runs have finished.**",
         "Losses are those of the last validation, in nats per byte; with several seeds, the mean and the range. "
@@ -107,6 +110,19 @@ def tables(found: dict[str, Runs]) -> str:
         "Losses by position in the window"
         + (". `late`: in all arms, the tokens in the second half of each context of dense-short:" if late else ":"),
         table([*heads, *(["late"] if late else [])], rows),
+    )
+
+
+def _begin(starts: list[dict[str, Any]]) -> str:
+    """With whose weights the runs begin; "" for random ones. starts: from curves.facts_of_start, or {}."""
+    begun = {start["seed"]: start for start in starts if start}
+    if not begun:
+        return ""
+    first, losses = next(iter(begun.values())), [start["validation_loss"] for start in begun.values()]
+    return (
+        f"Runs of a seed begin with the weights of `{first['arm']}` after {first['tokens']:,.0f} tokens, trained from "
+        f"random weights. Its loss was {_mean(losses, '.4f')} in contexts of its own. Its tokens and seconds are not "
+        "counted below."
     )
 
 

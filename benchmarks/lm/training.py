@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 from ..run import measure
 from ..run.checkpoints import WholeCheckpoints, locked
 from .corpus import Corpus
-from .curves import Point, point_of, read_run, write_points, write_run
+from .curves import Point, identity_of, point_of, read_run, write_points, write_run
 from .model import MAX_NORM, LanguageModel, Settings, optimizer_of
 
 # seconds of training on a CPU that deserve a warning
@@ -42,8 +41,10 @@ class Training(lightning.LightningModule):
     def __init__(self, settings: Settings, corpus: Corpus, folder: Path, deadline: float = math.inf) -> None:
         super().__init__()
         self.settings, self.corpus, self.folder, self.deadline = settings, corpus, folder, deadline
-        self.identity = {**asdict(settings), "corpus_sha256": corpus.sha256}
+        self.identity = identity_of(settings, corpus.sha256)
         self.model = LanguageModel(settings)
+        if settings.start:
+            load_start(self.model, Path(settings.start))
         self.points: list[Point] = []
         self.train_losses: list[Tensor] = []
         self.losses: list[Tensor] = []
@@ -114,6 +115,15 @@ class Training(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def load_start(model: LanguageModel, folder: Path) -> None:
+    """Replaces the weights by those of a finished run; ValueError if they are those of another model."""
+    weights = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True)
+    shapes = [{name: weight.shape for name, weight in each.items()} for each in (weights, model.state_dict())]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"start {folder} has weights of other sizes or of nsa: train it with the same model")
+    model.load_state_dict(weights)
+
+
 def print_duration(training: Training, device: torch.device, n_steps: int) -> float:
     """Times a step, which also compiles the kernels; prints and returns how many seconds the training will take."""
     model, settings = training.model.to(device), training.settings
@@ -141,7 +151,8 @@ def train(settings: Settings, corpus: Corpus, folder: Path, deadline: float = ma
     A finished run keeps its weights in bfloat16, weights.pt, and no checkpoint.
 
     deadline  a time of time.monotonic(): saves and returns before it
-    raises    ValueError if the folder has a run with other settings or another corpus, or another process trains in it
+    raises    ValueError if the folder has a run with other settings, another corpus or another start, if another
+              process trains in it, or if settings.start has no weights for this model
     """
     with locked(folder):
         return _train(settings, corpus, folder, deadline)
@@ -161,8 +172,11 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
         is_finished = not path.exists()
         checkpoint = {} if is_finished else torch.load(path, map_location="cpu", weights_only=True)
         facts = read_run(folder)[0] if is_finished else checkpoint["identity"]
-        if any(facts.get(name) != value for name, value in training.identity.items()):
-            raise ValueError(f"{folder} has a run with other settings or another corpus: choose another --out")
+        if any(facts.get(name) != training.identity.get(name) for name in ("start", *training.identity)):
+            raise ValueError(
+                f"{folder} has a run with other settings, another corpus or other weights to start with: "
+                "choose another --out"
+            )
         if is_finished:
             print(f"{where}: finished before", flush=True)
             return True
@@ -173,7 +187,7 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
     if device.type == "cuda":
         training.model.compiled()
         torch.cuda.reset_peak_memory_stats()
-    write_run(folder, settings, training.model, corpus.sha256, device)
+    write_run(folder, training.identity, training.model, device)
     epoch = 0.0
     # with all steps in the checkpoint, only the weights are missing
     if n_done < settings.steps:
@@ -206,11 +220,9 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
     return True
 
 
-def train_all(runs: Iterable[Settings], corpus: Corpus, folder: Path, deadline: float = math.inf) -> bool:
-    """Trains every run in a folder of its own, skipping those that have finished. Returns whether all have."""
-    finished = [
+def train_all(runs: Iterable[Settings], corpus: Corpus, folder: Path, deadline: float = math.inf) -> int:
+    """Trains every run in a folder of its own, skipping those that have finished. Returns how many have."""
+    return sum(
         time.monotonic() < deadline and train(run, corpus, folder / f"{run.name}-seed{run.seed}", deadline)
         for run in runs
-    ]
-    print(f"{sum(finished)} of {len(finished)} runs have finished", flush=True)
-    return all(finished)
+    )

@@ -208,7 +208,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
     assert run(path, tmp_path / "parts", *NSA) == 0
     assert "finished before" in capsys.readouterr().out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    with pytest.raises(SystemExit, match="has a run with other settings or another corpus"):
+    with pytest.raises(SystemExit, match="has a run with other settings, another corpus"):
         run(path, tmp_path / "parts", *NSA, "--seed", "1")
 
 
@@ -296,7 +296,7 @@ def test_an_epoch_that_would_end_after_the_deadline_does_not_begin(path: Path, l
 def test_a_figure_trains_what_is_left_and_reports_it(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(command.FIGURES, "demo", (replace(SMALL, steps=2), ("dense", "hybrid"), (0, 1)))
+    monkeypatch.setitem(command.FIGURES, "demo", command.Plan(replace(SMALL, steps=2), ("dense", "hybrid"), (0, 1)))
     options = ["figure", "demo", "--corpus", str(path), "--out", str(tmp_path / "demo")]
     assert command.main([*options, "--minutes", "0"]) == command.STOPPED
     assert command.main([*options, "--seeds", "0"]) == 0
@@ -315,6 +315,75 @@ def test_a_figure_trains_what_is_left_and_reports_it(
     assert f"| {sum(hybrid) / 2:.4f} ({min(hybrid):.4f} to {max(hybrid):.4f}) |" in page
     above = [b - a for a, b in zip(dense, hybrid, strict=True)]
     assert f"| {sum(above) / 2:+.4f} ({min(above):+.4f} to {max(above):+.4f}) |" in page
+
+
+def test_arms_of_a_figure_begin_with_the_weights_of_a_base(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = replace(SMALL, arm="dense-short", steps=2)
+    # weights do not change
+    after = replace(SMALL, steps=2, learning_rate=1e-30)
+    monkeypatch.setitem(command.FIGURES, "demo", command.Plan(after, ("dense", "dense-short"), (0, 1), base))
+    options = ["figure", "demo", "--corpus", str(path), "--out", str(tmp_path / "demo")]
+    assert command.main(options) == 0
+    assert "6 of 6 runs have finished" in capsys.readouterr().out
+    for seed in (0, 1):
+        folder = tmp_path / "demo-base" / f"dense-short-seed{seed}"
+        facts, (*_, end) = curves.read_run(folder)
+        weights = torch.load(folder / "weights.pt")
+        for arm in ("dense", "dense-short"):
+            found = curves.read_run(tmp_path / "demo" / f"{arm}-seed{seed}")[0]["start"]
+            assert found.items() >= {"arm": "dense-short", "seed": seed, "tokens": end["tokens"]}.items()
+            kept = torch.load(tmp_path / "demo" / f"{arm}-seed{seed}" / "weights.pt")
+            assert all(torch.equal(kept[name], weight) for name, weight in weights.items())
+        # in the same contexts, but for the rounding of the kept weights
+        same = curves.read_run(tmp_path / "demo" / f"dense-short-seed{seed}")[1][-1]
+        assert same["validation_loss"] == pytest.approx(end["validation_loss"], abs=0.01)
+        assert "start" not in facts
+    page = (tmp_path / "demo" / "report.md").read_text()
+    ends = [curves.read_run(tmp_path / "demo-base" / f"dense-short-seed{seed}")[1][-1] for seed in (0, 1)]
+    losses_of_base = [end["validation_loss"] for end in ends]
+    assert "begin with the weights of `dense-short` after 1,200 tokens" in page and "Not comparable" not in page
+    assert f"{sum(losses_of_base) / 2:.4f} ({min(losses_of_base):.4f} to {max(losses_of_base):.4f})" in page
+    # again: everything has finished
+    assert command.main(options) == 0
+    assert capsys.readouterr().out.count("finished before") == 6
+
+
+def test_a_base_that_has_not_finished_is_trained_first(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = replace(SMALL, arm="dense-short", steps=2)
+    monkeypatch.setitem(command.FIGURES, "demo", command.Plan(replace(SMALL, steps=2), ("dense",), (0,), base))
+    trained: list[str] = []
+
+    def train(settings: model.Settings, *_: object) -> bool:
+        trained.append(settings.arm)
+        return False
+
+    monkeypatch.setattr(training, "train", train)
+    options = ["figure", "demo", "--corpus", str(path), "--out", str(tmp_path / "demo")]
+    assert command.main(options) == command.STOPPED
+    assert trained == ["dense-short"] and "0 of 2 runs have finished" in capsys.readouterr().out
+
+
+def test_a_run_resumes_only_with_the_weights_with_which_it_began(path: Path, tmp_path: Path) -> None:
+    bases = [tmp_path / "base", tmp_path / "other"]
+    for seed, base in enumerate(bases):
+        assert run(path, base, "--steps", "2", "--seed", str(seed)) == 0
+    folder, start = tmp_path / "run", ["--start", str(bases[0])]
+    assert run(path, folder, *start) == 0
+    with pytest.raises(SystemExit, match="has a run with other settings, another corpus"):
+        run(path, folder, "--start", str(bases[1]))
+    with pytest.raises(SystemExit, match="has a run with other settings, another corpus"):
+        run(path, folder)
+    # moved, it is still the same
+    moved = bases[0].rename(tmp_path / "moved")
+    assert run(path, folder, "--start", str(moved)) == 0
+    with pytest.raises(SystemExit, match=r"start must be the folder of a finished run, which has weights\.pt, got"):
+        run(path, tmp_path / "again", *start)
+    with pytest.raises(SystemExit, match="has weights of other sizes or of nsa: train it with the same model"):
+        run(path, tmp_path / "again", "--start", str(moved), "--embed-dim", "64")
 
 
 def test_steps_are_timed_in_turns_and_compared_first(
