@@ -29,7 +29,6 @@ OUT = Path("out/lm")
 COMPARED = ("dense", "hybrid", "hybrid-local", "local", "dense-short")
 
 
-
 class Plan(NamedTuple):
     """The runs of a figure: an arm and a seed each.
 
