@@ -26,7 +26,8 @@ AUTO_ON_GPU = ("hopper", "triton")
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 # "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. Forward and
 # backward with 2^23 on `hopper` and `triton`, us: on the GPU, dense 226 and 301, causal 147 and 206, local 151 and 172;
-# by the wall clock, with nothing else between, 474 and 410, 330 and 302, 654 and 528 (H200, 16 heads of 128, bf16)
+# by the wall clock, with nothing else between, 474 and 410, 330 and 302, 654 and 528 (H200, 16 heads of 128, bf16). In
+# a model the host is ahead of the GPU at this size, so that the time on the GPU counts
 MIN_HOPPER_ELEMENTS = 1 << 23
 # of the kernels that iterate over tiles of 64 x 64
 MAX_FINE_HEAD_DIM = 128
@@ -234,7 +235,8 @@ def decide(
     """The backend of a call, as CallSpec has it.
 
     dtype    in which the call computes
-    specs    of q, k and v; None for a traced call, whose sizes may vary and whose addresses are unknown
+    specs    of q, k and v; None for a call that torch traces, transforms or profiles: sizes may vary, and addresses are
+             unknown until the operator runs
     missing  see `missing_option`
     """
     _check_is_str(backend)

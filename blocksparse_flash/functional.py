@@ -26,7 +26,7 @@ from .validation import ScoreOptions
 
 
 class _Call(NamedTuple):
-    """A checked call. specs: of q, k and v; None for a call that torch traces or transforms."""
+    """A checked call. specs: of q, k and v; None for a call that torch traces, transforms or profiles."""
 
     q: Tensor
     k: Tensor
@@ -116,8 +116,8 @@ def _packed(
 def _drawn_seed(q: Tensor) -> Tensor:
     """A random dropout seed, int64 (1,): from the CPU's generator, or from that of q's device within CUDA graphs.
 
-    A graph would repeat a seed of the host in each replay, but draws one of the device anew. torch.compile may make
-    graphs of what it compiles.
+    A CUDA graph would replay a seed of the host unchanged, but draws one of the device anew in each replay.
+    torch.compile may make graphs of what it compiles.
     """
     is_in_graph = torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
     device = q.device if is_in_graph else "cpu"
@@ -266,7 +266,7 @@ def attention_of_heads(
 
     q, k, v  checked, of one dtype, as `attention`
     layout   kv_heads heads of (q_len * heads / kv_heads) x kv_len, from a selection by token
-    returns  None if the kernels for the call need the rows packed: those that have no plan by key block
+    returns  None if the chosen kernels have no plan by key block: the caller then groups heads into rows
     """
     specs = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v) else None
     chosen = dispatch.decide(backend, q, k, v, q.dtype, specs, "")
@@ -412,9 +412,10 @@ def attention(
                q is the transpose of (batch, length, heads, head_dim), `out.transpose(1, 2).flatten(2)` copies nothing
 
     Score mods change the scores s = scale q k^T, in the order below. Their tensors are on q's device and of any
-    floating dtype, unless stated. They are computed in float32 and are differentiable. Backend "hopper" has no
-    pair_bias, has block_bias only for blocks whose sides are multiples of 128, and its gradient of alibi_slopes comes
-    from the kernels of "triton"; apart from that, they can be combined with each other and with everything above.
+    floating dtype, unless stated. They are computed in float32 and are differentiable. Backend "hopper" has neither
+    dropout nor pair_bias, has block_bias only for blocks whose sides are multiples of 128, and its gradient of
+    alibi_slopes comes from the kernels of "triton"; apart from that, they can be combined with each other and with
+    everything above.
 
     softcap    c from 1e-30 to 1e30: s = c * tanh(s / c), of magnitude below c (Gemma 2, section 2); None for no cap
     alibi_slopes  (heads,): s -= slope * |q_pos + (kv_len - q_len) - kv_pos|, distances aligned as with `causal` (Press
@@ -432,7 +433,9 @@ def attention(
                are exp(s) / (exp(sink) + sum of exp(s)) (Xiao et al. 2024, section 3.3; gpt-oss). The output of a query
                without keys stays 0
 
-    raises     TypeError, ValueError for arguments that do not fit, before anything is computed
+    raises     TypeError, ValueError for arguments that do not fit, before anything is computed. RuntimeError, except
+               with backend "reference", for torch.func.vmap, forward-mode differentiation, second derivatives and
+               batched gradients
 
     q, k and v may also be jagged tensors (torch.nested, layout=torch.jagged) of (batch, heads, tokens of each sequence,
     head_dim), without a layout. Each sequence attends to itself, with causal=True aligned at its end, and out and lse

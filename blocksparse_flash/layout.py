@@ -124,15 +124,15 @@ class BlockLayout(LayoutPlans):
         heads: int | None = None,
         batch: int | None = None,
     ) -> BlockLayout:
-        """The layout of the pairs for which fn is true, on the host (if `within` is given, on its device).
+        """The layout of the pairs for which fn is true, evaluated on the CPU; on the device of `within`, if given.
 
-        fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors that broadcast. With heads or batch given,
+        fn       fn(q_pos, kv_pos) -> bool tensor; int64 tensors on the CPU that broadcast. With heads or batch given,
                  fn(batch, head, q_pos, kv_pos). Called with some 4 M pairs at a time
         q_len, kv_len  tokens
         within   a layout: the result is from_predicate(fn) & within, but only the blocks of `within` are evaluated,
                  in O(nnz)
-        dedup_key  dedup_key(row, col) -> int64, arrays of the same shape: a promise that fn gives equal blocks for
-                 equal keys (ragged edges aside), so that only one of them is evaluated
+        dedup_key  dedup_key(row, col) -> int64, NumPy arrays of the same shape: a promise that fn gives equal blocks
+                 for equal keys (ragged edges aside), so that only one of them is evaluated
         heads, batch  None: one layout shared by all
 
         If neither `within` nor `dedup_key` is given, more than 10^8 pairs cause a warning and a progress bar, or, if
@@ -329,7 +329,7 @@ class BlockLayout(LayoutPlans):
         """Device of the layout's tensors; its plans may be on others."""
         return self._tensors.indptr.device
 
-    # ---- algebra
+    # ---- algebra: of layouts with equal lengths and block sizes; a batch or head axis of size 1 broadcasts
 
     @property
     @tracing.untraced
@@ -380,7 +380,7 @@ class BlockLayout(LayoutPlans):
         """Moves every pair by q queries and kv keys, toward the end if positive; drops pairs beyond the ends.
 
         Lengths and block size stay. Like all methods of this section: exact to the token, computed on the host in
-        O(tokens + nnz log nnz), with the result on the layout's device.
+        O(n log n) for n tokens and overlaps of old blocks with new ones, with the result on the layout's device.
         """
         return self._gathered(token_orders.shifted(self.q_len, q, "q"), token_orders.shifted(self.kv_len, kv, "kv"))
 

@@ -173,7 +173,7 @@ def rows(full: FullLayout, device: torch.device) -> Rows:
 
 
 def in_slots(layout: BlockLayout, is_token: Tensor, crop: Crop) -> BlockLayout:
-    """A layout in slots for one sequence with padding, which attends to nothing.
+    """A layout over the positions of one sequence's tokens, in slots of a cache; slots of padding attend to nothing.
 
     layout    in positions, which count tokens only
     is_token  bool (slots,), on the host

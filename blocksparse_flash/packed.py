@@ -21,7 +21,10 @@ from .runtime import tracing
 
 
 def layout_on_host(documents: Documents, block_size: Size, *, is_causal: bool = False) -> BlockLayout:
-    """The same layout made on the CPU, from boundaries there; is_causal drops kv_pos > q_pos + kv_len - q_len."""
+    """The BlockLayout of packed documents, made on the CPU from boundaries there.
+
+    is_causal  drops kv_pos > q_pos + kv_len - q_len
+    """
     q_pos, (batch, q_len, kv_len) = np.arange(documents.q_len), (documents.batch, documents.q_len, documents.kv_len)
     cu_q, cu_kv = (cu.cpu().numpy().astype(np.int64) for cu in documents.boundaries)
     for cu, length in ((cu_q, q_len), (cu_kv, kv_len)):
@@ -293,6 +296,9 @@ class Jagged(NamedTuple):
 
 
 def jagged_positions(offsets: torch.Tensor, n_tokens: int) -> torch.Tensor:
-    """int64 (n_tokens,): position of each token in its sequence, or after the last one; waits for no device."""
+    """int64 (n_tokens,): position of each token in its sequence, without waiting for the device.
+
+    Tokens beyond the last sequence count on from its end.
+    """
     tokens = torch.arange(n_tokens, device=offsets.device)
     return tokens - offsets[torch.searchsorted(offsets, tokens, right=True) - 1]

@@ -261,8 +261,9 @@ def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, is_lower: bool = 
     n_split   records at the front that are worth splitting: fewer than LONG
     is_lower  `Plan.is_lower_triangular`
 
-    At least one entry of padding: kernels read one index ahead. The lengths of a plan have different residues mod 8:
-    torch.compile takes equal lengths for one symbol, and would recompile for the next layout, where they differ.
+    At least one entry of padding: kernels read one index ahead. The lengths of indices, of bitmask_ids of rows and of
+    those of columns are 1, 3 and 5 mod 8: torch.compile takes equal lengths for one symbol, and would recompile for the
+    next layout, where they differ. Indices of rows and of columns are equally many, except of gathered tiles.
     """
     # 1 mod 8, and at least 9
     n_indices = 8 * max(1, -(-n_tiles // 8)) + 1

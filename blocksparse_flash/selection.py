@@ -170,7 +170,7 @@ def selected_attention_with_lse(
     # fake tensors may be used outside of their mode
     with tracing.mode_of(q):
         if 0 in q.shape[:2]:
-            # no queries: a layout still has one batch and one head, so one that selects nothing
+            # a layout has at least one batch and one head: without queries, one that selects nothing
             indices = indices.new_zeros(1, 1, indices.shape[2], 0)
         # query heads that select together
         group = heads // max(1, kv_heads) if indices.shape[1] in (1, kv_heads) else 1

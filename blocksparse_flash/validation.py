@@ -463,7 +463,7 @@ def check(
 
     The arguments are those of `attention`, and
     autocast  the dtype to which autocast converts, None where it is off
-    specs     of q, k and v, a cache key for their checks; None for a call that torch traces or transforms
+    specs     of q, k and v, a cache key for their checks; None for a call that torch traces, transforms or profiles
     """
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         for name, value in (("q", q), ("k", k), ("v", v)):

@@ -162,7 +162,7 @@ def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
         raise spec.wrong(node, f"{name} needs {' and '.join(missing)}. It takes {arguments_line(builder)}")
     values = {"block_size": spec.block_size, **{word: _literal(spec, part) for word, part in given.items()}}
     length = inspect.signature(builder).parameters.get("length")
-    # where it has a default, it is that of the mask's other arguments, which must give the right one
+    # a builder whose length has a default takes it from its other arguments; it is compared below
     takes_length = length is not None and length.default is length.empty
     if takes_length:
         values["length"] = _half(spec, name, node) if name in OF_HALF else spec.length

@@ -17,7 +17,8 @@ Differences from DeepSpeed, in every configuration:
 - Random blocks are drawn by the hash of `masks.random` from `seed`, a last argument that is required if there are any.
   DeepSpeed draws them from the global generator of Python's random module.
 - The length need not be a multiple of the block.
-- Every wrong argument raises a ValueError or a TypeError at construction.
+- Wrong arguments raise a ValueError or a TypeError at construction, except counts of blocks that exceed those of a row,
+  which raise when a layout is made.
 Further differences are in the docstring of each configuration.
 """
 

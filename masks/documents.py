@@ -1,7 +1,8 @@
 """Packed documents, laid end to end and given by cumulative lengths.
 
-Bitmasks are written word by word instead of through a predicate: document boundaries differ in almost every block, so
-that a predicate would be evaluated for every pair. Boundaries on a GPU stay there (blocksparse_flash/packed.py).
+Bitmasks of one sequence without windows are written word by word instead of through a predicate: document boundaries
+differ in almost every block, so that a predicate would be evaluated for every pair. Other documents are made from the
+ranges of keys of each query, and boundaries on a GPU stay there (both in blocksparse_flash/packed.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Packed(NamedTuple):
     ends: np.ndarray
 
 
-def _read_bounds(cu_seqlens: Any, name: str, *, is_padded: bool = False) -> np.ndarray:
+def read_bounds(cu_seqlens: Any, name: str, *, is_padded: bool = False) -> np.ndarray:
     """Checked boundaries. is_padded: whether repeated entries may stand for documents that do not exist."""
     bounds = read_integers(name, cu_seqlens)
     if not bounds.size:
@@ -73,8 +74,8 @@ def _read_rows(cu_seqlens: Boundaries, name: str, *, is_padded: bool) -> np.ndar
     else:
         is_batch = isinstance(cu_seqlens, list | tuple) and isinstance((cu_seqlens or [0])[0], list | tuple)
     if not is_batch:
-        return _read_bounds(cu_seqlens, name, is_padded=is_padded)[None]
-    rows = [_read_bounds(row, f"{name}[{i}]", is_padded=True) for i, row in enumerate(cu_seqlens)]
+        return read_bounds(cu_seqlens, name, is_padded=is_padded)[None]
+    rows = [read_bounds(row, f"{name}[{i}]", is_padded=True) for i, row in enumerate(cu_seqlens)]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
             f"{name}: expected as many entries for each sequence, got {[len(row) for row in rows]}: repeat the last one"

@@ -10,7 +10,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize
-from .documents import documents
+from .documents import documents, read_bounds
 from .public import public
 
 
@@ -32,21 +32,22 @@ def shared_prefix(
         1 1 0 0 1 1     1 1 0 0 1 1
 
     cu_seqlens  int (documents + 1,): starts at 0, never decreases, ends at the length; cu_seqlens[1] is the length of
-                the prefix
+                the prefix. A tensor on a GPU is copied to the host
     causal      True also requires kv_pos <= q_pos
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv)
     returns     BlockLayout of shape (1, 1, length, length), length = cu_seqlens[-1], shared by every head,
                 exact to the token
-    raises      ValueError if cu_seqlens is empty, does not start at 0 or decreases; TypeError unless all are ints and
-                causal is a bool
+    raises      ValueError if cu_seqlens is empty, has more than one axis, does not start at 0 or decreases; TypeError
+                unless all are ints and causal is a bool
 
     Wang et al., "FlashMask", arXiv:2410.01359, section 3 (share question mask).
 
     >>> shared_prefix([0, 256, 512, 1024]).density
     0.4375
     """
-    own = documents(cu_seqlens, causal=causal, block_size=block_size)
-    length, prefix = own.kv_len, int(cu_seqlens[1]) if len(cu_seqlens) > 1 else 0
+    bounds = read_bounds(cu_seqlens, "cu_seqlens")
+    own = documents(bounds, causal=causal, block_size=block_size)
+    length, prefix = own.kv_len, int(bounds[1]) if len(bounds) > 1 else 0
     n_full_cols = prefix // own.block_size[1]
     block_q = own.block_size[0]
     # rows with a query after the prefix attend to its cols

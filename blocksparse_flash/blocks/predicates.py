@@ -34,7 +34,7 @@ def check(fn: object, dedup_key: object) -> None:
 
 
 def warn_if_long(frame: Frame) -> bool:
-    """Whether to evaluate every pair takes a second or more; warns the caller of from_predicate if so."""
+    """Whether evaluating every pair takes a second or more; warns the caller of from_predicate if so."""
     n_pairs = frame.batch_heads * frame.q_len * frame.kv_len
     if n_pairs <= MANY_PAIRS:
         return False

@@ -182,8 +182,8 @@ class StoredBlocks:
         if len(found.keys):
             batch, head, q_pos, kv_pos = set_operations.first_pair(found, self._frame)
             raise ValueError(
-                f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, but "
-                f"the last key it may attend to is {q_pos + self.kv_len - self.q_len}: "
+                f"layout must be causal, but in batch {batch}, head {head} query {q_pos} attends to key {kv_pos}, "
+                f"beyond the last one it may attend to, {q_pos + self.kv_len - self.q_len}: "
                 "intersect with masks.causal, or attend with causal=True"
             )
 

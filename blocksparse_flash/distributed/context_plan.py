@@ -320,8 +320,9 @@ def plan(
     group    ProcessGroup, or DeviceMesh of one dimension such as mesh["context"]
     heads    (query heads, KV heads) of q and k, or an int for both
     order    assignment of tiles of 128 tokens to ranks: "contiguous", "zigzag" (balances causal masks), "balanced" (by
-             work), "tuned" (fewest transfers; takes seconds), or the rank of each tile. A rank may hold no tile. All
-             orders but "contiguous" leave gaps between a rank's tokens: use `positions`
+             work), "tuned" (searched for fewer transfers of the busiest rank, rows that reach nearly all tiles left
+             out; takes seconds), or the rank of each tile. A rank may hold no tile. All orders but "contiguous" leave
+             gaps between a rank's tokens: use `positions`
     scheme   "exchange" sends the needed keys (pass-KV), "all_gather" sends all keys to every rank, "ulysses" sends
              whole heads (the number of ranks must divide the KV heads); "auto" chooses the fastest for each layer, by
              the rates of H200s

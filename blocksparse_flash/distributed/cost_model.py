@@ -193,7 +193,7 @@ def slower_than_one(plan: Any) -> str:
         return ""
     is_fastest = all(costs.seconds[costs.scheme] == min(filter(None, costs.seconds.values())) for _, costs in slow)
     schemes = "" if is_fastest else ', scheme="auto", which is faster here'
-    orders = "" if plan.order == "tuned" else ', order="tuned", which moves least'
+    orders = "" if plan.order == "tuned" else ', order="tuned", which usually moves less'
     return (
         f"attention shared by {plan.n_ranks} ranks is predicted to be slower than on one {time_model.GPU}: "
         f"{', '.join(said for said, _ in slow)} as fast. Fewer ranks, a longer sequence, fewer KV heads{orders}"

@@ -40,7 +40,7 @@ class ExchangePlan(NamedTuple):
     touched       this rank's tokens whose result is a sum or merge over ranks
     table         int32 (ranks, touched): index of each touched token in a rank's result, a slot for this rank and a
                   position in the message for another; -1 if the rank contributes nothing
-    plan          the tensors of a plan.Plan
+    plan          the tensors of a plan_format.Plan
     send, receive  number of tokens to and from each rank
     """
 

@@ -17,7 +17,9 @@ SIMULATED = 4096
 
 
 class Lines(NamedTuple):
-    """Tile counts of the lines (tile rows or columns) of every head, in launch order: int64 (lines,). See plan.Plan.
+    """Tile counts of the lines (tile rows or columns) of every head, in launch order: int64 (lines,).
+
+    See plan_format.Plan.
 
     tiles    computed tiles
     partial  tiles that are not full

@@ -1,4 +1,7 @@
-"""Checks of the arguments of layers. Each returns its argument, or raises a TypeError or ValueError that names it."""
+"""Checks of the arguments of layers, which raise a TypeError or ValueError that names the argument.
+
+Those named check_* return None, the others the checked value. Two more functions say which kernels a layer may use.
+"""
 
 from __future__ import annotations
 

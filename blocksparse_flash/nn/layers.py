@@ -46,7 +46,7 @@ class SelfAttention(HoldsLayout):
     causal     True keeps only kv_pos <= q_pos
     rope       base of rotary positions, such as 10000.0, for an even head_dim; None adds no positions. The position of
                a token is its index, unless `positions` are passed to forward
-    dropout_p  probability of dropping an attention weight in training; drawn from PyTorch's CPU generator
+    dropout_p  probability of dropping an attention weight in training; drawn as with `seed=None` of `attention`
     head_dim   features per head; None means embed_dim // num_heads
     sinks      True learns a sink logit per head, the parameter `sinks` (num_heads,): one more term in the softmax
                denominator, without a value. It starts at 0 (the Zero Sink of Xiao et al. 2024, section 3.3; gpt-oss
@@ -295,7 +295,8 @@ class SelfAttention(HoldsLayout):
 class EncoderBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + dense(norm(x)), two linear layers with GELU between.
 
-    attention   a module from (batch, length, embed_dim) to the same shape, such as SelfAttention
+    attention   SelfAttention, or a module with an embed_dim and forward(x, kv_lengths, positions), which returns the
+                shape of x, (batch, length, embed_dim)
     hidden_dim  features between the dense layers; None is 4 embed_dim
     dropout_p   probability, 0 to 1, of dropping a hidden feature or a feature of either residual branch in training
     raises      TypeError, ValueError

@@ -29,7 +29,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
 class RotaryTable(NamedTuple):
     """Rotation angles of each token's features, returned by `rotary_table`.
 
-    cos, sin  float32 (length, head_dim / 2): cosines and sines of the angles
+    cos, sin  float32 (length, head_dim / 2): cosines and sines of the angles. Within the library also
+              (batch | 1, 1, length, head_dim / 2), for positions that differ between sequences
     """
 
     cos: Tensor
@@ -150,7 +151,7 @@ def rotate(heads: Tensor, table: RotaryTable) -> Tensor:
         return compiled
     cos, sin = table.cos.to(heads.dtype), table.sin.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
-    # of heads of two features, cat returns others than the strides that attention needs
+    # for head_dim 2, torch.cat returns strides that attention does not accept
     return in_order_of(heads, torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of calls on pages. Every error says what to do instead."""
+"""Checks of the arguments of calls on pages."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _builder(frame: Frame) -> Callable[[torch.Tensor, tuple[int, int, int]], lis
 def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *, non_blocking: bool) -> Plan:
     """The plan of full 128 x 128 blocks; bitmasks are numbered differently than by the host, and some are unused.
 
-    non_blocking  True: the host does not wait for the GPU; streams other than the current one must
+    non_blocking  True: the host does not wait for the GPU; streams other than the current one must wait for it
     """
     nnz = len(tiles.cols)
     _, ((_, n_split_rows), (_, n_split_cols)) = count_long(count_tiles(tiles, frame)[0], nnz, frame)

@@ -192,9 +192,10 @@ class LayoutPlans(StoredBlocks):
     # ---- choices between plans
 
     def _tile_shares(self, device: torch.device, causal: bool) -> Shares:
-        """The `Shares` of the layout, by which kernels choose their plan. Cached.
+        """The `Shares` of the whole layout, by which kernels choose their plan. Cached.
 
-        While torch.compile traces they are 1 for tile sizes without a plan.
+        While torch.compile traces they are 1 for tile sizes without a plan for this device and `causal`, which are not
+        used otherwise.
         """
         fine, gathered = True, True
         if torch.compiler.is_compiling():

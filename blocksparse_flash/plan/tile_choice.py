@@ -30,7 +30,8 @@ class Shares(NamedTuple):
 
     fine      in tiles of 64 x 64: 1/4 to 1
     gathered  in gathered tiles: the mean of 64 x 16 and 16 x 64, each at most fine / GATHERED_STEP, which stands for
-              steps of four neighbors; from 1/16
+              steps of four neighbors; from 1/16. As `fine` for full blocks of whole tiles of 64 x 64, which gain
+              nothing from gathered tiles
     """
 
     fine: float
@@ -113,7 +114,7 @@ def _cells(bitmasks: Array, frame: Frame, unit: Size) -> Array:
 
 
 def _existing_cells(frame: Frame, units: Size) -> Array:
-    """`_cells` of full blocks, by edge kind: see block_list.existing."""
+    """`_cells` of full blocks, by edge kind: see block_list.in_bounds_bitmasks."""
     exists = [
         np.arange(0, side, unit) < (length % side or side)
         for length, side, unit in zip(frame[2:4], frame.block_size, units, strict=True)

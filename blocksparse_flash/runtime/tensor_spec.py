@@ -86,7 +86,8 @@ _tma_can_load = functools.lru_cache(maxsize=4096)(tma_can_load)
 def is_tma_loadable(tensor: torch.Tensor) -> bool:
     """Whether TMA can load this tensor.
 
-    A tensor that torch.compile traces has no address. It counts as aligned; the launcher copies it if it is not.
+    A tensor that torch.compile traces has no address. It counts as aligned. When the operator runs, a tensor that is
+    not is copied, or the call goes to `triton`: see hopper.tma.to_tma_loadable and dispatch.resolve.
     """
     if tensor.stride(-1) != 1:
         return False

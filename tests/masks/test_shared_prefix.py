@@ -51,6 +51,9 @@ def test_without_continuations_it_is_the_prefix():
         ([1, 5], {}, ValueError, "cu_seqlens: expected 0 as the first entry, got 1"),
         ([0, 5, 3], {}, ValueError, "cu_seqlens: expected entries that never decrease"),
         ([0, 5.0], {}, TypeError, "cu_seqlens: expected ints"),
+        # of one sequence only
+        (torch.tensor([[0, 2, 4]]), {}, ValueError, r"cu_seqlens: expected one axis, got shape \(1, 3\)"),
+        ([[0, 2, 4]], {}, TypeError, r"cu_seqlens: expected ints, got \[0, 2, 4\]"),
         ([0, 5], {"causal": "no"}, TypeError, "causal: expected a bool"),
     ],
 )
