@@ -164,7 +164,7 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tens
 
 
 @torch.library.register_fake("blocksparse_flash::attention_backward")
-def _backward_fake(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+def fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     lse, wanted = arguments[8], arguments[-1]
     # sinks, alibi_slopes, block_bias, pair_bias
     of_mods = (

@@ -204,12 +204,12 @@ def selected_attention_with_lse(
             if found is not None:
                 return found
         is_direct = tracing.can_launch_directly(q, k, v)
-        packed_q = _pack(q, group, rows_per_token, is_direct=is_direct)
+        grouped_q = _group_heads(q, group, rows_per_token, is_direct=is_direct)
         out, lse = attention_with_lse(
-            packed_q, k, v, layout, causal=causal, scale=scale, deterministic=deterministic, backend=backend
+            grouped_q, k, v, layout, causal=causal, scale=scale, deterministic=deterministic, backend=backend
         )
-        out = _unpack(out, group, rows_per_token, is_direct=is_direct)
-        return out, _unpacked(lse[..., None], group, rows_per_token)[..., 0]
+        out = _ungroup_heads(out, group, rows_per_token, is_direct=is_direct)
+        return out, _ungroup_heads_plain(lse[..., None], group, rows_per_token)[..., 0]
 
 
 def _layout(indices: Tensor, bounds: Tensor | None, frame: Frame, rows_per_token: int) -> BlockLayout:
@@ -240,14 +240,14 @@ def layout_of_ranges(first: Tensor, stop: Tensor, kv_len: int) -> BlockLayout:
         return BlockLayout._from_selection(selection, frame)
 
 
-class _Packed(torch.autograd.Function):
-    """`_packed`, with its gradient."""
+class _GroupHeads(torch.autograd.Function):
+    """`_group_heads_plain`, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:
         ctx.sizes = group, rows_per_token
         # as int64: 8-byte loads are three times as fast
-        return _packed(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
+        return _group_heads_plain(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
 
     @staticmethod
     def jvp(_ctx: Any, *_tangents: Any) -> Any:
@@ -257,17 +257,17 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ops.refuse_mapped(grad)
         is_direct = tracing.can_launch_directly(grad, grad, grad)
-        return _unpack(grad, *ctx.sizes, is_direct=is_direct), None, None
+        return _ungroup_heads(grad, *ctx.sizes, is_direct=is_direct), None, None
 
 
-class _Unpacked(torch.autograd.Function):
-    """`_unpacked`, with its gradient."""
+class _UngroupHeads(torch.autograd.Function):
+    """`_ungroup_heads_plain`, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: int, rows_per_token: int) -> Tensor:
         ctx.sizes = group, rows_per_token
         # as int64, likewise
-        return _unpacked(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
+        return _ungroup_heads_plain(tensor.view(torch.int64), group, rows_per_token).view(tensor.dtype)
 
     @staticmethod
     def jvp(_ctx: Any, *_tangents: Any) -> Any:
@@ -277,23 +277,23 @@ class _Unpacked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ops.refuse_mapped(grad)
         is_direct = tracing.can_launch_directly(grad, grad, grad)
-        return _pack(grad, *ctx.sizes, is_direct=is_direct), None, None
+        return _group_heads(grad, *ctx.sizes, is_direct=is_direct), None, None
 
 
-def _pack(q: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
-    """`_packed`, fast where it can be. is_direct: torch neither traces nor transforms the call."""
+def _group_heads(q: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
+    """`_group_heads_plain`, faster where possible. is_direct: torch neither traces nor transforms the call."""
     if rows_per_token > 1 and is_direct and _has_words(q):
-        made: Tensor = _Packed.apply(q, group, rows_per_token)
+        made: Tensor = _GroupHeads.apply(q, group, rows_per_token)
         return made
-    return _packed(q, group, rows_per_token)
+    return _group_heads_plain(q, group, rows_per_token)
 
 
-def _unpack(rows: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
-    """`_unpacked`, likewise."""
+def _ungroup_heads(rows: Tensor, group: int, rows_per_token: int, *, is_direct: bool) -> Tensor:
+    """`_ungroup_heads_plain`, likewise."""
     if rows_per_token > 1 and is_direct and _has_words(rows):
-        made: Tensor = _Unpacked.apply(rows, group, rows_per_token)
+        made: Tensor = _UngroupHeads.apply(rows, group, rows_per_token)
         return made
-    return _unpacked(rows, group, rows_per_token)
+    return _ungroup_heads_plain(rows, group, rows_per_token)
 
 
 def _has_words(tensor: Tensor) -> bool:
@@ -303,7 +303,7 @@ def _has_words(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 and tensor.data_ptr() % 8 == 0 and all(number % per_word == 0 for number in numbers)
 
 
-def _packed(q: Tensor, group: int, rows_per_token: int) -> Tensor:
+def _group_heads_plain(q: Tensor, group: int, rows_per_token: int) -> Tensor:
     """(batch, heads, q_len, d) to (batch, heads / group, q_len * rows_per_token, d), the heads of a token together."""
     if rows_per_token == 1:
         return q
@@ -311,8 +311,8 @@ def _packed(q: Tensor, group: int, rows_per_token: int) -> Tensor:
     return pad(tokens, (0, 0, 0, rows_per_token - group)).flatten(2, 3)
 
 
-def _unpacked(rows: Tensor, group: int, rows_per_token: int) -> Tensor:
-    """The inverse of `_packed`."""
+def _ungroup_heads_plain(rows: Tensor, group: int, rows_per_token: int) -> Tensor:
+    """The inverse of `_group_heads_plain`."""
     if rows_per_token == 1:
         return rows
     return rows.unflatten(2, (-1, rows_per_token))[:, :, :, :group].transpose(2, 3).flatten(1, 2)

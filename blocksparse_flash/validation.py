@@ -51,7 +51,7 @@ def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}; {name}.to(q.device) moves it")
 
 
-def _converted(name: str, dtype: torch.dtype, wanted: str) -> str:
+def _dtype_hint(name: str, dtype: torch.dtype, wanted: str) -> str:
     """The hint for a tensor of an unsupported dtype."""
     if dtype.is_complex:
         return f"{name}.real makes one, without the imaginary part"
@@ -66,11 +66,11 @@ def _check_types(dtypes: Sequence[torch.dtype], autocast: torch.dtype | None) ->
     if q_dtype not in DTYPES:
         raise ValueError(
             f"q must be float16, bfloat16, float32 or float64, got {q_dtype}; "
-            f"{_converted('q', q_dtype, 'torch.bfloat16')}"
+            f"{_dtype_hint('q', q_dtype, 'torch.bfloat16')}"
         )
     if not (q_dtype == k_dtype == v_dtype):
         name, other = ("k", k_dtype) if k_dtype != q_dtype else ("v", v_dtype)
-        raise ValueError(f"{name} must have q's dtype {q_dtype}, got {other}; {_converted(name, other, 'q.dtype')}")
+        raise ValueError(f"{name} must have q's dtype {q_dtype}, got {other}; {_dtype_hint(name, other, 'q.dtype')}")
     return q_dtype
 
 
@@ -78,7 +78,7 @@ _ORDER = "check that the order is (batch, heads, length, head_dim)"
 _TRANSPOSE = "use transpose(1, 2) of q, k and v"
 
 
-def _swapped(q_shape: Shape, k_shape: Shape) -> str | None:
+def _transpose_hint(q_shape: Shape, k_shape: Shape) -> str | None:
     """The hint if the heads do not fit but would with axes 1 and 2 swapped, as in other libraries; or None."""
     (_, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
     # a sequence is longer than there are heads
@@ -114,7 +114,7 @@ def _check_shapes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, 
             f"they do not broadcast, k.expand({batch}, -1, -1, -1) does"
         )
     if heads % kv_heads if kv_heads else heads:
-        hint = _swapped(q_shape, k_shape) or f"repeat k and v, or {_ORDER}"
+        hint = _transpose_hint(q_shape, k_shape) or f"repeat k and v, or {_ORDER}"
         raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {kv_heads}; {hint}")
     if head_dim != k_dim:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {k_dim}; pad the smaller one with zeros")
@@ -151,7 +151,7 @@ def _agree_by_specs(specs: TensorSpecs, autocast: torch.dtype | None) -> Agreed:
     return _agree(dtypes, shapes, strides, autocast)
 
 
-def _as_layout(value: Any, q_len: int, kv_len: int) -> str:
+def _layout_hint(value: Any, q_len: int, kv_len: int) -> str:
     """How to make a layout from a value that is not one."""
     lengths = str(q_len) if q_len == kv_len else f"({q_len}, {kv_len})"
     if isinstance(value, str):
@@ -170,7 +170,7 @@ def _as_layout(value: Any, q_len: int, kv_len: int) -> str:
 
 def check_layout(layout: BlockLayout, batch: int, heads: int, q_len: int, kv_len: int) -> None:
     if not isinstance(layout, BlockLayout):
-        hint = _as_layout(layout, q_len, kv_len)
+        hint = _layout_hint(layout, q_len, kv_len)
         raise TypeError(f"layout must be a BlockLayout or None, got {type(layout).__name__}; {hint}")
     layout_batch, layout_heads, layout_q_len, layout_kv_len = layout.shape
     if layout_q_len != q_len or layout_kv_len != kv_len:

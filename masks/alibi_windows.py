@@ -15,7 +15,7 @@ from blocksparse_flash import BlockLayout
 from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
-from .checks import check_dense, read_integer, read_switch, specs_of
+from .checks import check_dense, read_integer, read_switch, type_name
 from .heads import MOST_HEADS, by_head
 from .local import local
 from .public import public
@@ -23,7 +23,7 @@ from .public import public
 
 def _read_positive(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a positive number, got {value!r} ({specs_of(value)})")
+        raise TypeError(f"{name}: expected a positive number, got {value!r} ({type_name(value)})")
     # no larger int becomes a float; nan becomes inf too
     number = float(value) if value <= sys.float_info.max else math.inf
     if not 0.0 < number < math.inf:
@@ -78,7 +78,7 @@ def alibi_windows(
         given = slopes.tolist() if isinstance(slopes, np.ndarray | torch.Tensor) else slopes
         if not isinstance(given, Sequence) or isinstance(given, str | bytes):
             raise TypeError(
-                f"slopes: expected numbers in a sequence, array or tensor, got {slopes!r} ({specs_of(slopes)})"
+                f"slopes: expected numbers in a sequence, array or tensor, got {slopes!r} ({type_name(slopes)})"
             )
         numbers = [_read_positive(f"slopes[{head}]", slope) for head, slope in enumerate(given)]
         if not numbers:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Length, read_canvas
-from .checks import specs_of
+from .checks import type_name
 from .other_names import close_masks, meant_argument
 from .public import public
 
@@ -223,7 +223,7 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
     1644
     """
     if not isinstance(spec, str):
-        raise TypeError(f"spec: expected a string, got {spec!r} ({specs_of(spec)})")
+        raise TypeError(f"spec: expected a string, got {spec!r} ({type_name(spec)})")
     if len(spec) > MOST_CHARACTERS:
         raise ValueError(f"spec: expected at most {MOST_CHARACTERS} characters, got {len(spec)}")
     canvas = read_canvas(length, block_size)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 
-def specs_of(value: object) -> str:
+def type_name(value: object) -> str:
     """The type of a refused value, as an error message names it.
 
-    >>> specs_of(1.5)
+    >>> type_name(1.5)
     'float'
     """
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -46,7 +46,7 @@ def read_integer(name: str, value: object, *, at_least: int, at_most: int | None
     """
     counted = f"int, a number of {unit}" if unit else "int"
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected {counted}, got {value!r} ({specs_of(value)})")
+        raise TypeError(f"{name}: expected {counted}, got {value!r} ({type_name(value)})")
     number = int(value)
     if number < at_least or (at_most is not None and number > at_most):
         limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
@@ -61,7 +61,7 @@ def read_fraction(name: str, value: object) -> float:
     0.25
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number from 0 to 1, got {value!r} ({specs_of(value)})")
+        raise TypeError(f"{name}: expected a number from 0 to 1, got {value!r} ({type_name(value)})")
     # also refuses nan; compared before float(), which no int above 1e308 becomes
     if value < 0.0 or not value <= 1.0:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {value!r}")
@@ -84,15 +84,15 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
     elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
         for place, value in enumerate(values):
             if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
-                raise TypeError(f"{name}: expected ints, got {value!r} ({specs_of(value)}) at index {place}")
+                raise TypeError(f"{name}: expected ints, got {value!r} ({type_name(value)}) at index {place}")
         # np.asarray([]) would be float64
         array = np.asarray(values) if len(values) else np.empty(0, dtype=np.int64)
     else:
-        raise TypeError(f"{name}: expected ints in a sequence, array or tensor, got {values!r} ({specs_of(values)})")
+        raise TypeError(f"{name}: expected ints in a sequence, array or tensor, got {values!r} ({type_name(values)})")
     # NumPy gives a list of ints another type only if one is too large for 64 bits
     is_too_large = isinstance(values, Sequence) and array.dtype.kind not in "iu"
     if array.dtype.kind not in "iu" and not is_too_large:
-        raise TypeError(f"{name}: expected ints, got {specs_of(values)}")
+        raise TypeError(f"{name}: expected ints, got {type_name(values)}")
     if is_too_large or (array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max):
         raise ValueError(f"{name}: expected ints from -2**63 to 2**63 - 1, got larger ones")
     if array.ndim != 1:
@@ -107,5 +107,5 @@ def read_switch(name: str, value: object) -> bool:
     True
     """
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name}: expected a bool, got {value!r} ({specs_of(value)})")
+        raise TypeError(f"{name}: expected a bool, got {value!r} ({type_name(value)})")
     return bool(value)

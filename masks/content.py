@@ -8,7 +8,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Canvas, read_canvas
-from .checks import check_dense, read_fraction, read_integer, read_switch, specs_of
+from .checks import check_dense, read_fraction, read_integer, read_switch, type_name
 from .local import past_of
 from .public import public
 
@@ -30,7 +30,7 @@ def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
     elif isinstance(scores, np.ndarray) and scores.dtype.kind == "f":
         array = scores
     else:
-        raise TypeError(f"scores: expected floats in an array or tensor, got {specs_of(scores)}")
+        raise TypeError(f"scores: expected floats in an array or tensor, got {type_name(scores)}")
     grid = canvas.n_rows, canvas.n_cols
     if not 2 <= array.ndim <= 4 or array.shape[-2:] != grid:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import MOST_TOKENS, BlockSize, Canvas, Length, check_rows, read_canvas
-from .checks import read_integer, specs_of
+from .checks import read_integer, type_name
 from .public import public
 
 Window = int | tuple[int | None, int | None]
@@ -26,7 +26,7 @@ def read_window(window: Window) -> tuple[int | None, int | None]:
         left, right = (None if side is None else _read_side(side) for side in window)
         return left, right
     if window is None:
-        raise TypeError(f"window: expected an int or (left, right), got {specs_of(window)}; (None, None) is unlimited")
+        raise TypeError(f"window: expected an int or (left, right), got {type_name(window)}; (None, None) is unlimited")
     side = _read_side(window)
     return side, side
 

@@ -8,7 +8,7 @@ import torch
 from blocksparse_flash import BlockLayout
 
 from .canvas import BlockSize, Canvas, distinct_blocks, read_canvas, spread
-from .checks import check_dense, read_integers, specs_of
+from .checks import check_dense, read_integers, type_name
 from .heads import by_head
 from .public import public
 
@@ -18,7 +18,7 @@ Buckets = np.ndarray | torch.Tensor
 def _read_buckets(name: str, buckets: Buckets) -> list[np.ndarray]:
     """int64 (length,) for each head, or a single one for all."""
     if not isinstance(buckets, np.ndarray | torch.Tensor):
-        raise TypeError(f"{name}: expected ints in an array or tensor, got {specs_of(buckets)}")
+        raise TypeError(f"{name}: expected ints in an array or tensor, got {type_name(buckets)}")
     if isinstance(buckets, torch.Tensor):
         check_dense(name, buckets)
     if buckets.ndim not in (1, 2) or (buckets.ndim == 2 and not len(buckets)):

@@ -140,16 +140,16 @@ def _said_order(call: Call) -> str:
     if best is None:
         return ""
     names = [*([] if best.q is None else ["q"]), *([] if best.kv is None else ["k", "v"])]
-    copied, order = f"{_listed(names)} are copied", "into an order in which scattered tokens share tiles"
+    copied, order = f"{_enumerated(names)} are copied", "into an order in which scattered tokens share tiles"
     if call.reordered is None:
         why = f"the tokens keep their order; without {call.why_not_reordered}"
-        return f"{why}, {_listed(names)} would be copied {order}"
+        return f"{why}, {_enumerated(names)} would be copied {order}"
     plain, done = (cost.work(each) for each in (dataclasses.replace(call, keeps_order=True), call))
     tiles = f"{done.computed / plain.computed:.2g} times as many pairs are computed as without that"
     return f"{copied} {order}: {tiles}" + ("" if best.q is None else ". out and lse are put back")
 
 
-def _listed(names: list[str]) -> str:
+def _enumerated(names: list[str]) -> str:
     """`q, k and v`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 

@@ -19,8 +19,8 @@ from .gathered_builder import GATHERED_STEP
 SLOWDOWN = {"hopper": {64: 1.08, 128: 1.2}, "triton": {64: 1.02, 128: 1.04}}
 # the same for gathered tiles, which only `hopper` has
 GATHERED_SLOWDOWN = {64: 1.45, 128: 1.6}
-# bitmasks are read in pieces of 16 keys
-_PIECE = 16
+# a bitmask is read 16 keys at a time
+_KEYS_PER_READ = 16
 
 
 class Shares(NamedTuple):
@@ -108,8 +108,8 @@ def _cells(bitmasks: Array, frame: Frame, unit: Size) -> Array:
     """Whether any pair of each cell attends: bool (bitmasks, cells down, cells across)."""
     (block_q, block_kv), (unit_q, unit_kv) = frame.block_size, unit
     lines = bitmasks.reshape(len(bitmasks), block_q // unit_q, unit_q, bitmasks.shape[2])
-    pieces = np.bitwise_or.reduce(lines, axis=2).view(np.uint16)[:, :, : block_kv // _PIECE]
-    found: Array = pieces.reshape(*pieces.shape[:2], block_kv // unit_kv, unit_kv // _PIECE).any(axis=3)
+    pieces = np.bitwise_or.reduce(lines, axis=2).view(np.uint16)[:, :, : block_kv // _KEYS_PER_READ]
+    found: Array = pieces.reshape(*pieces.shape[:2], block_kv // unit_kv, unit_kv // _KEYS_PER_READ).any(axis=3)
     return found
 
 
