@@ -146,7 +146,6 @@ def _bitmasks_of_runs(keys: Array, runs: Runs, lines: Array, queries: Array, fra
     lines, queries  block row of each run, and its query in there
     """
     (block_q, block_kv), n_cols = frame.block_size, frame.n_cols
-    steps = np.zeros((len(keys), block_q, block_kv + 1), np.int8)
     # runs ascend, so the runs of these block rows are contiguous
     begin, end = np.searchsorted(lines, [keys[0] // n_cols, keys[-1] // n_cols + 1])
     here = slice(int(begin), int(end))
@@ -156,7 +155,16 @@ def _bitmasks_of_runs(keys: Array, runs: Runs, lines: Array, queries: Array, fra
     block, run = block_list.ranges(low, counts), np.repeat(np.arange(len(low)), counts)
     origin = keys[block] % n_cols * block_kv
     query = queries[here][run]
+    first, stop = np.maximum(first[run] - origin, 0), np.minimum(stop[run] - origin, block_kv)
+    line = block * block_q + query
+    if np.bincount(line).max(initial=0) <= 1:
+        # one run for each query: its words are those before `stop` without those before `first`
+        before = block_list.pack(np.tri(block_kv + 1, block_kv, -1, dtype=np.bool_)[None])[0]
+        words = np.zeros((len(keys) * block_q, before.shape[1]), before.dtype)
+        words[line] = before[stop] ^ before[first]
+        return words.reshape(len(keys), block_q, -1)
+    steps = np.zeros((len(keys), block_q, block_kv + 1), np.int8)
     # runs of a query do not touch, so no two begin or end at the same place
-    steps[block, query, np.maximum(first[run] - origin, 0)] += 1
-    steps[block, query, np.minimum(stop[run] - origin, block_kv)] -= 1
+    steps[block, query, first] += 1
+    steps[block, query, stop] -= 1
     return block_list.pack(np.cumsum(steps, axis=2, dtype=np.int8)[:, :, :block_kv].view(np.bool_))

@@ -233,6 +233,12 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "blocks/key_runs.py",
+            "np.bincount(line).max(initial=0) <= 1",
+            "np.bincount(line).max(initial=0) <= 2",
+            "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
+        ),
+        (
+            "blocks/key_runs.py",
             "np.minimum(block_q, frame.q_len - rows % max(frame.n_rows, 1) * block_q)",
             "np.minimum(block_q, frame.q_len - rows * block_q)",
             "tests/interop/test_key_runs.py -k 'runs or few_pairs or from_flashmask'",
