@@ -61,6 +61,8 @@ def generate(
     from . import data, sets, tasks
 
     found = tasks.find(task)
+    if contour_length != data.Rules.contour_length and not found.name.startswith("path"):
+        raise ValueError(f"contour_length is only for Pathfinder, got task={task!r}")
     source = data.generator_of(found, data.Rules(contour_length), seed=seed)
     for split in splits:
         if split not in data.SPLITS:
@@ -124,6 +126,8 @@ def speed(
     """
     import torch
 
+    import masks
+
     from ..run import measure
     from . import published, tables
     from . import speed as steps
@@ -138,6 +142,8 @@ def speed(
     named = published.STEPS if tasks is None else tasks
     if unknown := [task for task in named if task not in published.STEPS]:
         raise ValueError(f"tasks must be among {', '.join(published.STEPS)}, got {unknown[0]!r}")
+    # before anything is measured
+    masks.build(mask, 64, block_size=16)
     for task, each, has_dropout in itertools.product(named, (None, mask), (True, False)):
         case = steps.case_of(task, mask=each, has_dropout=has_dropout, **sizes)
         lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)

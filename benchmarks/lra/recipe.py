@@ -18,12 +18,13 @@ import yaml
 
 from ..run import measure
 from . import reporting, tasks
+from .reporting import RUNS
 from .scoring import TEST, digest, trained_steps
 
 CONFIGS = Path(__file__).with_name("configs")
 # other folders of CONFIGS -> configurations of `ours` that are trained together with theirs
 GROUPS = {"ablation": ("pathx",)}
-RUNS, REPORT = Path("out/lra/runs"), Path("out/lra/report")
+REPORT = Path("out/lra/report")
 # has the folders of RUNS, with the tests of each and, of some, the weights that `keep` wrote
 RESULTS, WEIGHTS = Path("benchmarks/results/lra"), "weights.ckpt"
 # share of the loss of a guess from which on a stage counts as one that has learned nothing
@@ -242,6 +243,10 @@ def run(
             the training of the stages up to it, except where a run has a checkpoint
         results: the folder of results
     """
+    if not seeds or min(seeds) < 0:
+        raise ValueError(f"seeds must be one or more numbers of 0 or more, got {list(seeds)}")
+    if minutes is not None and not minutes >= 0:
+        raise ValueError(f"minutes must be 0 or more, got {minutes}")
     end = None if minutes is None else time.monotonic() + 60 * minutes
     names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]
     is_first = True

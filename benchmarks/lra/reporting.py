@@ -21,6 +21,7 @@ from .scoring import TEST, trained_steps
 from .tables import Line, Unfinished
 from .tasks import LRA
 
+RUNS = Path("out/lra/runs")
 CONFIGS = {
     f"{group}/{path.stem}": path
     for group in ("ours", "ablation")
@@ -228,7 +229,7 @@ def lengths(lines: pd.DataFrame) -> Figure:
 
 def report(
     *,
-    runs: Path = Path("out/lra/runs"),
+    runs: Path = RUNS,
     speed: Path | None = Path("benchmarks/results/lra_speed.jsonl"),
     out: Path = Path("benchmarks/lra/report"),
 ) -> None:
@@ -239,6 +240,9 @@ def report(
         speed: lines of `speed`; None leaves them out
         out: folder of report.md and its pictures
     """
+    # the default need not exist: lines of `speed` alone can be reported
+    if runs != RUNS and not runs.is_dir():
+        raise ValueError(f"runs must be a folder, got {runs}, which is none")
     tests, curves = tests_of(runs), curves_of(runs)
     begun = unfinished(runs, tests)
     lines = measure.read(speed) if speed is not None and speed.exists() else []

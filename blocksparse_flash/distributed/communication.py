@@ -11,9 +11,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..runtime import tracing
 
 # PyTorch 2.13 renames it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def refuse_transforms(*tensors: Tensor) -> None:
+    """RuntimeError for torch.func and tangents, which the operators between ranks would drop."""
+    tracing.refuse_transforms(None, *tensors)
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            "functions of several ranks do not support forward-mode differentiation (torch.autograd.forward_ad): "
+            "differentiate them by torch.autograd.grad"
+        )
 
 
 class AllToAll:

@@ -21,7 +21,7 @@ from ..layout import BlockLayout
 from ..plan_format import TILE
 from . import ownership, routing, time_model
 from .agreement import agreed, gather_objects
-from .communication import redistribute
+from .communication import redistribute, refuse_transforms
 from .cost_model import Costs, costs_of, report, slower_than_one
 from .exchange_plan import all_gather_plan, pass_kv_plan
 from .ownership import ORDERS, Pairs
@@ -117,6 +117,7 @@ class ContextPlan:
         computes from the gathered sequence counts n_ranks times.
         """
         _check_length(x, dim, self.local_length, f"rank {self.rank} holds")
+        refuse_transforms(x)
         message = torch.cat([x.movedim(dim, 0)] * self.n_ranks)
         send = [self.local_length] * self.n_ranks
         found = redistribute(message, send, self.sizes, self.group_name)
@@ -141,6 +142,11 @@ class ContextPlan:
 def check_plan(plan: Any) -> None:
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+
+
+def check_layer(plan: ContextPlan, layer: Any) -> None:
+    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
+        raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
 
 
 def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:

@@ -11,15 +11,14 @@ from torch import Tensor
 from .. import dispatch, validation
 from . import all_to_all, dtensors, pass_kv, time_model, ulysses
 from .agreement import agreed
-from .communication import redistribute
-from .context_plan import ContextPlan, check_plan
+from .communication import redistribute, refuse_transforms
+from .context_plan import ContextPlan, check_layer, check_plan
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
     """Raises if the arguments do not fit the plan."""
     check_plan(plan)
-    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(plan.layers):
-        raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
+    check_layer(plan, layer)
     if backend == "reference":
         raise ValueError('backend="reference" runs in a single process only; use "auto", "triton" or "eager"')
     for name, tensor in (("q", q), ("k", k)):
@@ -95,6 +94,7 @@ def _checked(
     backend: str,
 ) -> _Call:
     """The checked call: raises if the arguments do not fit attention or the plan."""
+    refuse_transforms(*(x for x in (q, k, v) if isinstance(x, Tensor)))
     autocast = validation.autocast_dtype(q)
     dtype, factor = validation.check(q, k, v, None, False, scale, None, 0.0, None, None, autocast)
     _check(q, k, plan, layer, backend)
@@ -166,6 +166,7 @@ def _attend(
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     if dtensors.are_dtensors(q, k, v):
+        check_plan(plan)
         whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), dtensors.like(lse, whole) if wants_lse else lse
@@ -223,8 +224,9 @@ def attention(
              chooses up to 4, and 1 under "all_gather"
     backend  "auto", "hopper", "triton" or "eager", as in blocksparse_flash.attention
     returns  (batch, heads, plan.local_length, v_head_dim)
-    raises   TypeError, ValueError on this rank if its arguments do not fit, before anything is sent; the other ranks
-             then fail after the group's timeout. With plan(..., check_calls=True) all ranks raise at once
+    raises   TypeError, ValueError on this rank if its arguments do not fit, and RuntimeError under torch.func and
+             forward-mode differentiation, before anything is sent; the other ranks then fail after the group's timeout.
+             With plan(..., check_calls=True) all ranks raise at once
 
     Every rank of the group must call it and its backward equally often and in the same order, with the same batch,
     dtype, head dimensions and requires_grad. The gradients are those of the sum of the losses of all ranks.

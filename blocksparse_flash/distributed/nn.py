@@ -5,10 +5,10 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..nn.arguments import rotary_base
+from ..nn.arguments import positive_int, rotary_base
 from ..nn.positions import rotary_table, rotate
 from ..nn.projections import heads_of
-from .context_plan import ContextPlan, check_plan
+from .context_plan import ContextPlan, check_layer, check_plan
 from .functional import attention
 
 
@@ -47,8 +47,9 @@ class SelfAttention(nn.Module):
                     "scores; blocksparse_flash.nn.SelfAttention has them, in one process"
                 )
         check_plan(plan)
+        check_layer(plan, layer)
         num_heads, kv_heads = plan.heads
-        if embed_dim < 1 or embed_dim % num_heads:
+        if positive_int("embed_dim", embed_dim) % num_heads:
             raise ValueError(f"embed_dim must be a multiple of the plan's {num_heads} query heads, got {embed_dim}")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         if rope is not None and self.head_dim % 2:

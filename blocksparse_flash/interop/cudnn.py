@@ -67,7 +67,8 @@ def from_cudnn(
     q_len, kv_len    tokens
     q2k_block_nums   integers (batch, heads, n_rows): how many entries count; None: all
     block_size       64 or 128 in cuDNN, 64 in FastVideo
-    raises           as `BlockLayout.from_topk`; TypeError, ValueError for counts of another type or shape
+    raises           as `BlockLayout.from_topk`; TypeError, ValueError for counts of another type or shape, and
+                     on the CPU for counts that exceed the width
     """
     if q2k_block_nums is None:
         return BlockLayout.from_topk(q2k_block_index, q_len, kv_len, block_size=block_size)
@@ -79,6 +80,12 @@ def from_cudnn(
         raise ValueError(
             f"q2k_block_nums must have shape {tuple(q2k_block_index.shape[:-1])}, one count per row of "
             f"q2k_block_index, got {tuple(q2k_block_nums.shape)}"
+        )
+    width = q2k_block_index.shape[-1]
+    if q2k_block_nums.device.type == "cpu" and ((q2k_block_nums < 0) | (q2k_block_nums > width)).any():
+        raise ValueError(
+            f"q2k_block_nums must be 0 .. {width}, the entries per row of q2k_block_index, got "
+            f"{int(q2k_block_nums.min())} .. {int(q2k_block_nums.max())}"
         )
     place = torch.arange(q2k_block_index.shape[-1], device=q2k_block_index.device)
     # from_topk ignores entries of -1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..blocks.checks import boolean, check_tensor
 from ..diffusers.selecting import Choice, top_blocks
 from ..diffusers.using import Use, _check_layout, _checked_order, _Layer
 from ..dispatch import BACKENDS
@@ -119,12 +120,18 @@ class VideoAttention:
             )
         if not isinstance(self.sparsity, int | float) or not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must be a number of at least 0 and below 1, got {self.sparsity!r}: 0 is dense")
+        if isinstance(self.sparsity, bool):
+            raise TypeError(f"sparsity must be a number, got {self.sparsity!r}")
+        boolean(self.causal, "causal")
+        if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, int | float)):
+            raise TypeError(f"scale must be a number or None, got {self.scale!r}: None is head_dim ** -0.5")
         if self.backend not in BACKENDS:
             raise ValueError(f'backend must be one of {BACKENDS}, got {self.backend!r}; "auto" chooses')
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, metadata: Any = None) -> Tensor:
         """Attention of query, key and value (batch, tokens, heads, head_dim) with metadata; see the class."""
         for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(name, tensor)
             if tensor.ndim != 4:
                 raise ValueError(f"{name} must be (batch, tokens, heads, head_dim), got {tuple(tensor.shape)}")
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))

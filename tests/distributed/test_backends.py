@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import masks
 from blocksparse_flash import BlockLayout, dispatch, distributed
@@ -49,6 +53,49 @@ def alone() -> Iterator[distributed.ContextPlan]:
         yield distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_transforms_are_refused(alone: distributed.ContextPlan) -> None:
+    """Their tangents would be lost: the operators between ranks have no forward-mode derivative."""
+    q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
+
+    def attend(q: Tensor) -> Tensor:
+        return distributed.attention(q, k, k, alone)
+
+    def gather(q: Tensor) -> Tensor:
+        return alone.gather(q, 2)
+
+    for call in (attend, gather):
+        for transform in (
+            lambda call: torch.func.jvp(call, (q,), (q,)),
+            lambda call: torch.func.vmap(call)(q[None]),
+            lambda call: torch.func.grad(lambda q: call(q).sum())(q),
+        ):
+            with pytest.raises(RuntimeError, match=r"cannot be transformed by torch\.func"):
+                transform(call)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="do not support forward-mode"):
+            call(forward_ad.make_dual(q, q))
+        with forward_ad.dual_level():
+            # without a tangent
+            call(q)
+
+
+def test_a_layer_checks_its_sizes(alone: distributed.ContextPlan) -> None:
+    for layer in (1, "a", True):
+        with pytest.raises(ValueError, match=r"layer must be 0 \.\. 0"):
+            distributed.SelfAttention(32, alone, layer=layer)
+    with pytest.raises(TypeError, match=r"embed_dim must be an int, got 32\.0"):
+        distributed.SelfAttention(32.0, alone)
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of the plan's 2 query heads, got 33"):
+        distributed.SelfAttention(33, alone)
+
+
+def test_a_dtensor_needs_a_plan_too(alone: distributed.ContextPlan) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    q = distribute_tensor(torch.zeros(1, 2, LENGTH, DIM), mesh, [Shard(2)])
+    with pytest.raises(TypeError, match=r"plan must be a ContextPlan, as distributed\.plan makes it, got NoneType"):
+        distributed.attention(q, q, q, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

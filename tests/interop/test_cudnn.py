@@ -80,6 +80,16 @@ INDEX = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
             "q2k_block_nums must be integers, got torch.float32",
             lambda: interop.from_cudnn(INDEX, 128, 128, q2k_block_nums=torch.ones(1, 1, 2)),
         ),
+        (
+            ValueError,
+            r"q2k_block_nums must be 0 \.\. 1, the entries per row of q2k_block_index, got 2 \.\. 2",
+            lambda: interop.from_cudnn(INDEX, 128, 128, q2k_block_nums=torch.full((1, 1, 2), 2)),
+        ),
+        (
+            ValueError,
+            r"q2k_block_nums must be 0 \.\. 1, .*got -1 \.\. 1",
+            lambda: interop.from_cudnn(INDEX, 128, 128, q2k_block_nums=torch.tensor([[[-1, 1]]])),
+        ),
         (TypeError, "q2k_block_index", lambda: interop.from_cudnn([[0]], 128, 128, q2k_block_nums=INDEX)),
     ],
 )

@@ -272,6 +272,12 @@ class Unhashable:
         return sliding(grid, sparsity)
 
 
+def test_what_is_no_tensor_is_refused() -> None:
+    key = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor, got NoneType"):
+        VideoAttention()(None, key, key)  # type: ignore[arg-type]
+
+
 def test_wrong_shapes_are_refused() -> None:
     query, key, value = tensors(kv_len=77)
     with pytest.raises(ValueError, match=r"key must be \(batch, tokens, heads, head_dim\), got \(77, 2, 16\)"):
@@ -283,17 +289,20 @@ def test_wrong_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("error", "wrong", "message"),
     [
-        ({"pattern": SLIDING}, "pattern must be a function"),
-        ({"pattern": Unhashable()}, r"pattern must be hashable.*@dataclass\(frozen=True\)"),
-        ({"sparsity": 1.0}, "sparsity must be .*got 1.0"),
-        ({"sparsity": "0.8"}, "sparsity must be .*got '0.8'"),
-        ({"backend": "cudnn"}, "backend must be one of .*got 'cudnn'"),
+        (ValueError, {"pattern": SLIDING}, "pattern must be a function"),
+        (ValueError, {"pattern": Unhashable()}, r"pattern must be hashable.*@dataclass\(frozen=True\)"),
+        (ValueError, {"sparsity": 1.0}, "sparsity must be .*got 1.0"),
+        (ValueError, {"sparsity": "0.8"}, "sparsity must be .*got '0.8'"),
+        (ValueError, {"backend": "cudnn"}, "backend must be one of .*got 'cudnn'"),
+        (TypeError, {"sparsity": False}, "sparsity must be a number, got False"),
+        (TypeError, {"causal": "no"}, "causal must be True or False, got 'no'"),
+        (TypeError, {"scale": "x"}, "scale must be a number or None, got 'x'"),
     ],
 )
-def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_options_are_refused(error: type[Exception], wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=message):
         VideoAttention(**wrong)
 
 

@@ -225,6 +225,10 @@ def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -
             lambda: generator_of(find("listops"), Rules(changes={"depth": 3})),
             r"rules: changes must be .* got \['depth'\]",
         ),
+        (
+            lambda: command.generate("listops-small", contour_length=9),
+            "contour_length is only for Pathfinder, got task='listops-small'",
+        ),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(

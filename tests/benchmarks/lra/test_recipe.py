@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -324,6 +325,20 @@ def test_a_stage_that_stops_early_stops_the_recipe(commands: list[list[str]], mo
 def test_an_unknown_name_lists_the_configurations() -> None:
     with pytest.raises(ValueError, match=r"name must be one of .*pathx.*, got 'pathy'"):
         recipe.stages("pathy")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": [-1]}, r"seeds must be one or more numbers of 0 or more, got \[-1\]"),
+        ({"seeds": []}, r"seeds must be one or more numbers of 0 or more, got \[\]"),
+        ({"minutes": -1.0}, r"minutes must be 0 or more, got -1\.0"),
+        ({"minutes": math.nan}, "minutes must be 0 or more, got nan"),
+    ],
+)
+def test_seeds_and_minutes_are_checked_first(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe.run("listops", **options)
 
 
 def test_without_the_extra_the_command_names_it() -> None:

@@ -303,6 +303,13 @@ def test_steps_with_and_without_dropout_have_rows_of_their_own() -> None:
         assert rows[name].endswith(end)
 
 
+def test_runs_that_are_not_there_replace_no_report(tmp_path: Path) -> None:
+    (tmp_path / "speed.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"runs must be a folder, got .*typo, which is none"):
+        reporting.report(runs=tmp_path / "typo", speed=tmp_path / "speed.jsonl", out=tmp_path)
+    assert not (tmp_path / "report.md").exists()
+
+
 def test_nothing_to_report_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing to report: no test\.jsonl, metrics\.csv or last\.ckpt"):
         reporting.report(runs=tmp_path, speed=tmp_path / "speed.jsonl", out=tmp_path / "out")

@@ -249,6 +249,12 @@ def test_flex_drops_scores_before_the_softmax() -> None:
     assert_as_accurate(out, plain, truth, name="out")
 
 
+def test_a_mask_is_checked_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="locall"):
+        command.speed(mask="locall(window=3)", quick=True, lengths=[], tasks=["image"], out=tmp_path / "speed.jsonl")
+    assert not (tmp_path / "speed.jsonl").exists()
+
+
 def test_an_unknown_provider_is_refused() -> None:
     with pytest.raises(
         ValueError, match="providers must be of blocksparse_flash, materialized, sdpa, flex, got 'xformers'"
