@@ -311,6 +311,7 @@ class BlockLayout(LayoutPlans):
     @property
     def nnz(self) -> int:
         """Stored blocks, full and partial, over all batches and heads of the layout."""
+        checks.check_in_memory(self._tensors.indptr, "layout")
         with tracing.outside_transforms(self._anchor):
             return int(self._tensors.indptr[-1, -1, -1])
 

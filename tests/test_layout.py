@@ -255,6 +255,9 @@ def test_moving_keeps_the_plans_of_every_tile(device: torch.device) -> None:
     layout = copy.copy(cases.LAYOUTS[-1].build())
     causal, fine = (layout.plan("meta", **options) for options in ({"causal": True}, {"tile": 64}))
     moved = layout.to("meta")
+    for count in ("nnz", "density"):
+        with pytest.raises(ValueError, match="layout is on the meta device, which holds no data"):
+            getattr(moved, count)
     assert moved.plan("meta", causal=True) is causal and moved.plan("meta", tile=64) is fine and fine.tile == 64
     # a plan of the other tile is not taken for it
     assert layout.plan(device).tile == 128 and layout.plan(device, tile=64).tile == 64

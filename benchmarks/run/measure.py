@@ -325,8 +325,14 @@ def parsed_with_sizes(parser: argparse.ArgumentParser, arguments: list[str] | No
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, oldest first."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of a file, oldest first; ValueError for a line that is not JSON."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    return found
 
 
 def described(line: dict[str, Any]) -> str:

@@ -86,6 +86,10 @@ class ContextPlan:
     layers: tuple[LayerPlan, ...]
     unfitted: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextPlan:
+        """The plan itself: it never changes, and belongs to a process group, which cannot be copied."""
+        return self
+
     @property
     def local_length(self) -> int:
         """Tokens of this rank."""

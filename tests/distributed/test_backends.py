@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -89,6 +90,15 @@ def test_a_layer_checks_its_sizes(alone: distributed.ContextPlan) -> None:
         distributed.SelfAttention(32.0, alone)
     with pytest.raises(ValueError, match="embed_dim must be a multiple of the plan's 2 query heads, got 33"):
         distributed.SelfAttention(33, alone)
+
+
+def test_a_copy_of_a_layer_shares_its_plan(alone: distributed.ContextPlan) -> None:
+    """As of torch.optim.swa_utils.AveragedModel."""
+    layer = distributed.SelfAttention(32, alone)
+    copied = copy.deepcopy(layer)
+    assert copied.plan is alone and copied.qkv.weight is not layer.qkv.weight
+    x = torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(copied(x), layer(x))
 
 
 def test_a_dtensor_needs_a_plan_too(alone: distributed.ContextPlan) -> None:

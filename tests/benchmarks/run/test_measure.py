@@ -1,8 +1,9 @@
-"""Times of runs on a GPU, with a host and a GPU that are simulated by their clocks."""
+"""Times of runs on a GPU, with a host and a GPU that are simulated by their clocks, and lines of results."""
 
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,12 @@ def test_the_gpu_does_not_sleep_for_long_calls(monkeypatch: pytest.MonkeyPatch) 
 def test_a_call_that_takes_longer_than_all_runs_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(of_host=0.3, of_gpu=100.0)
     assert times_of(clocks, monkeypatch) == pytest.approx([100.0]) and clocks.n_calls == 8
+
+
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"ms": 1.0}\n{"ms": 2.')
+    with pytest.raises(ValueError, match=r"lines\.jsonl, line 2 is not JSON"):
+        measure.read(path)
+    path.write_text('{"ms": 1.0}\n')
+    assert measure.read(path) == [{"ms": 1.0}]
