@@ -34,8 +34,12 @@ def make(
 
     folder            each entry is a package, a folder or a file, and goes to one split
     validation_share  of the bytes. These packages are read first, so that training drops what is in both
-    raises            ValueError if a split is empty
+    raises            ValueError if there is no such folder, max_bytes is below 1, or a split is empty
     """
+    if not folder.is_dir():
+        raise ValueError(f"folder must be a folder of packages, got {folder}, which is none")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be 1 or more, got {max_bytes}")
     found: dict[str, list[Path]] = {}
     for path in sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
         found.setdefault(path.relative_to(folder).parts[0], []).append(path)

@@ -80,6 +80,13 @@ def test_any_text_can_be_read(tmp_path: Path) -> None:
     assert {Path(name).suffix for name in made["packages"]} == {".md"}
 
 
+def test_a_folder_that_is_not_there_and_an_empty_corpus_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder must be a folder of packages, got .*nothing, which is none"):
+        corpus.make(tmp_path / "nothing", tmp_path / "corpus.bin")
+    with pytest.raises(ValueError, match="max_bytes must be 1 or more, got 0"):
+        corpus.make(tmp_path, tmp_path / "corpus.bin", max_bytes=0)
+
+
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no text for validation in .*: it needs more packages with \.py files"):
         corpus.make(tmp_path, tmp_path / "corpus.bin")
