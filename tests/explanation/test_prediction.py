@@ -76,8 +76,8 @@ def test_another_gpu_is_predicted_by_scaling() -> None:
         assert near is not None and near.device != scaled
         rates, _ = prediction.on_device(near, scaled)
         sizes = [abs(error) for error in calibrate.errors([*map(calibrate.measured, found)], rates)]
-        # runs of one kernel on the H200 differ by more: local by `triton` took 0.313 to 0.339 ms
-        assert statistics.median(sizes) < 0.05 and max(sizes) < 0.25, (device, rest, sizes)
+        # the mean, not the median, which half of the lines may exceed by any amount
+        assert statistics.mean(sizes) < 0.035 and max(sizes) < 0.12, (device, rest, sizes)
         every += sizes
     print(f"{len(every)} lines: off by {statistics.median(every):.1%} in the median, {max(every):.1%} at most")
 
