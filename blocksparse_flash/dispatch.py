@@ -26,8 +26,8 @@ AUTO_ON_GPU = ("hopper", "triton")
 TRITONS_WITH_HOPPER = ("3.6", "3.7", "3.8", "3.9")
 # "auto" leaves smaller calls to `triton`, whose launch costs the host less: elements of q and k together. Forward and
 # backward with 2^23 on `hopper` and `triton`, us: on the GPU, dense 226 and 301, causal 147 and 206, local 151 and 172;
-# by the wall clock, with nothing else between, 474 and 410, 330 and 302, 654 and 528 (H200, 16 heads of 128, bf16). In
-# a model the host is ahead of the GPU at this size, so that the time on the GPU counts
+# by the wall clock, with nothing else between, 474 and 410, 330 and 302, 654 and 528 (H200, 16 heads of 128, bf16).
+# Where other work keeps the GPU busy, its time alone counts
 MIN_HOPPER_ELEMENTS = 1 << 23
 # of the kernels that iterate over tiles of 64 x 64
 MAX_FINE_HEAD_DIM = 128

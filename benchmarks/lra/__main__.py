@@ -61,8 +61,6 @@ def generate(
     from . import data, sets, tasks
 
     found = tasks.find(task)
-    if contour_length != data.Rules.contour_length and not found.name.startswith("path"):
-        raise ValueError(f"contour_length is only for Pathfinder, got task={task!r}")
     source = data.generator_of(found, data.Rules(contour_length), seed=seed)
     for split in splits:
         if split not in data.SPLITS:

@@ -66,8 +66,14 @@ def _changed(source: sources.Source, changes: dict[str, Any], name: str) -> sour
     return dataclasses.replace(source, rules=dataclasses.replace(source.rules, **fields))  # type: ignore[arg-type]
 
 
+def check_contour_length(task: Task, rules: Rules) -> None:
+    if rules.contour_length != Rules.contour_length and not task.name.startswith("path"):
+        raise ValueError(f"rules.contour_length is only for Pathfinder, got task={task.name!r}")
+
+
 def generator_of(task: Task, rules: Rules, *, seed: int = 0) -> sources.Source:
     """The generator of a task."""
+    check_contour_length(task, rules)
     source: sources.Source
     if task.name.startswith("listops"):
         source = sources.ListOpsSource(listops.PRESETS["small" if task.name == "listops-small" else "lra"], seed)
@@ -144,8 +150,7 @@ class LraData(lightning.LightningDataModule):
         has_generator, is_path = source in ("generated", "fresh"), self.task.name.startswith("path")
         if self.rules.changes and not has_generator:
             raise ValueError(f"rules.changes are only for generated data, got source={source!r}")
-        if self.rules.contour_length != Rules.contour_length and not is_path:
-            raise ValueError(f"rules.contour_length is only for Pathfinder, got task={task!r}")
+        check_contour_length(self.task, self.rules)
         if reading is not None and source != "official":
             raise ValueError(f'reading is only for released files (source="official"), got source={source!r}')
         self.reading = released.Reading() if reading is None else reading

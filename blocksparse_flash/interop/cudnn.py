@@ -12,6 +12,7 @@ import torch
 
 from ..blocks.checks import check_tensor
 from ..layout import BlockLayout
+from ..runtime import tracing
 from .block_arrays import axes_of_call
 from .kv_lists import to_kv_lists
 
@@ -82,12 +83,14 @@ def from_cudnn(
             f"q2k_block_index, got {tuple(q2k_block_nums.shape)}"
         )
     width = q2k_block_index.shape[-1]
-    if q2k_block_nums.device.type == "cpu" and ((q2k_block_nums < 0) | (q2k_block_nums > width)).any():
-        raise ValueError(
-            f"q2k_block_nums must be 0 .. {width}, the entries per row of q2k_block_index, got "
-            f"{int(q2k_block_nums.min())} .. {int(q2k_block_nums.max())}"
-        )
-    place = torch.arange(q2k_block_index.shape[-1], device=q2k_block_index.device)
+    # as check_cols: on a GPU the check would wait for the device
+    if q2k_block_nums.device.type == "cpu" and q2k_block_nums.numel() and tracing.has_values(q2k_block_nums):
+        low, high = (int(bound) for bound in q2k_block_nums.aminmax())
+        if low < 0 or high > width:
+            raise ValueError(
+                f"q2k_block_nums must be 0 .. {width}, the entries per row of q2k_block_index, got {low} .. {high}"
+            )
+    place = torch.arange(width, device=q2k_block_index.device)
     # from_topk ignores entries of -1
     index = torch.where(place < q2k_block_nums[..., None], q2k_block_index, -1)
     return BlockLayout.from_topk(index, q_len, kv_len, block_size=block_size)

@@ -19,6 +19,7 @@ from ..dispatch import BACKENDS
 from ..functional import attention
 from ..layout import BlockLayout
 from ..runtime import tracing
+from ..validation import checked_scale
 
 Grid = tuple[int, int, int]
 # function of a grid (frames, height, width) of latent tokens and a sparsity: layout and order of `diffusers.use`
@@ -118,13 +119,12 @@ class VideoAttention:
                 f"pattern must be hashable, since its layouts are cached, got {self.pattern!r}: "
                 "@dataclass(frozen=True) makes dataclasses hashable"
             )
-        if not isinstance(self.sparsity, int | float) or not 0 <= self.sparsity < 1:
+        is_number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
+        if not is_number or not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must be a number of at least 0 and below 1, got {self.sparsity!r}: 0 is dense")
-        if isinstance(self.sparsity, bool):
-            raise TypeError(f"sparsity must be a number, got {self.sparsity!r}")
         boolean(self.causal, "causal")
-        if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, int | float)):
-            raise TypeError(f"scale must be a number or None, got {self.scale!r}: None is head_dim ** -0.5")
+        # of any head_dim
+        checked_scale(self.scale, 1, torch.float32)
         if self.backend not in BACKENDS:
             raise ValueError(f'backend must be one of {BACKENDS}, got {self.backend!r}; "auto" chooses')
 

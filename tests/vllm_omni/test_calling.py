@@ -296,9 +296,9 @@ def test_wrong_shapes_are_refused() -> None:
         (ValueError, {"sparsity": 1.0}, "sparsity must be .*got 1.0"),
         (ValueError, {"sparsity": "0.8"}, "sparsity must be .*got '0.8'"),
         (ValueError, {"backend": "cudnn"}, "backend must be one of .*got 'cudnn'"),
-        (TypeError, {"sparsity": False}, "sparsity must be a number, got False"),
+        (ValueError, {"sparsity": False}, "sparsity must be a number .*got False"),
         (TypeError, {"causal": "no"}, "causal must be True or False, got 'no'"),
-        (TypeError, {"scale": "x"}, "scale must be a number or None, got 'x'"),
+        (TypeError, {"scale": "x"}, "scale must be .*got 'x'"),
     ],
 )
 def test_wrong_options_are_refused(error: type[Exception], wrong: dict[str, Any], message: str) -> None:
