@@ -173,7 +173,7 @@ OF_CAUSAL_SLOPES = (1.09, 1.03)
 # the same for the backward of slopes by `triton`, which also has their gradient
 OF_SLOPES_GRADIENT = 3.2
 # time of the backward of `hopper` with deterministic=True, whose dq has a launch of its own, as a multiple of that
-# without: 1.05 to 1.30 on an H200 (kernels/hopper/TUNING.md)
+# without: 1.05 to 1.31 on an H200 (kernels/hopper/TUNING.md)
 OF_SEPARATE_DQ = 1.2
 
 
