@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a worker on each core: more threads would make collection on a machine of many cores take minutes
+    if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     # poisoned memory needs deterministic mode, which warns about PyTorch's nondeterministic operators
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation:UserWarning")
 

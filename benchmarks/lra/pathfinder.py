@@ -159,15 +159,17 @@ def generate(
     # word 0 of an image chooses its margin, the others its snakes
     choices = ((snakes.mix(keys) >> np.uint64(32)) * np.uint64(len(rules.margins))) >> np.uint64(32)
     for choice, margin in enumerate(rules.margins):
-        members = np.flatnonzero(choices == choice)
-        part = Images(*(field[members] for field in drawn))
+        of_margin = np.flatnonzero(choices == choice)
         tables, marker = _tables(rules, margin), paddles.marker(rules.marker_radius)
-        snakes.draw(tables, numbers_of_rules, keys[members], marker, levels, is_counterfactual, *part)
-        for field, found in zip(drawn, part, strict=True):
-            field[members] = found
-    if not drawn.attempts.all():
-        raise ValueError(
-            f"{rules} leaves no room for two snakes: {snakes.ATTEMPTS} attempts failed. "
-            "Shorter contours, shorter paddles or a larger image do"
-        )
+        # the first alone: rules without room fail after the attempts of one image, not of all
+        for members in (of_margin[:1], of_margin[1:]):
+            part = Images(*(field[members] for field in drawn))
+            snakes.draw(tables, numbers_of_rules, keys[members], marker, levels, is_counterfactual, *part)
+            if not part.attempts.all():
+                raise ValueError(
+                    f"{rules} leaves no room for two snakes: {snakes.ATTEMPTS} attempts failed. "
+                    "Shorter contours, shorter paddles or a larger image do"
+                )
+            for field, found in zip(drawn, part, strict=True):
+                field[members] = found
     return drawn

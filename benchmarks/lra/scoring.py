@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,15 @@ def digest(path: Path) -> str:
 
 
 def trained_steps(checkpoint: Path) -> int:
-    """Steps of a checkpoint; 0 if there is none."""
+    """Steps of a checkpoint; 0 if there is none. ValueError if the file is not a whole checkpoint."""
     if not checkpoint.exists():
         return 0
-    return int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+    try:
+        return int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{checkpoint} is not a whole checkpoint ({str(error).splitlines()[0]}): copy it again, or remove it"
+        ) from error
 
 
 def append_test(folder: Path, result: Result, **facts: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,3 +256,17 @@ def test_rules_without_room_are_refused() -> None:
     rules = dataclasses.replace(pathfinder.preset(32), contour_length=300)
     with pytest.raises(ValueError, match="leaves no room for two snakes"):
         pathfinder.generate(rules, [0], seed=0)
+
+
+def test_rules_without_room_are_refused_after_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def draw(*arguments: Any) -> None:
+        keys, attempts = arguments[2], arguments[-1]
+        drawn.append(len(keys))
+        attempts[:] = 0
+
+    monkeypatch.setattr(snakes, "draw", draw)
+    with pytest.raises(ValueError, match="leaves no room for two snakes"):
+        pathfinder.generate(pathfinder.preset(128), range(100), seed=0)
+    assert drawn == [1]

@@ -108,6 +108,18 @@ def begun(
         torch.save({"global_step": checkpoint}, folder / "checkpoints" / "last.ckpt")
 
 
+@pytest.mark.parametrize("size", [0, 100, 1000, None], ids=str)
+def test_a_checkpoint_that_is_cut_off_is_named(runs: Path, tmp_path: Path, size: int | None) -> None:
+    begun(runs / "mine", logged=20, checkpoint=19, max_steps=60)
+    path = runs / "mine" / "checkpoints" / "last.ckpt"
+    if size is None:
+        torch.save({"weights": {}}, path)
+    else:
+        path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"last\.ckpt is not a whole checkpoint \(.*\): copy it again, or remove it"):
+        reporting.report(runs=runs, speed=None, out=tmp_path / "out")
+
+
 def test_a_run_without_a_test_says_how_far_it_is_and_how_to_continue(runs: Path, tmp_path: Path) -> None:
     begun(runs / "ours" / "pathx-mixed", logged=730, checkpoint=500)
     begun(runs / "ours" / "pathx-64", logged=50)
