@@ -563,8 +563,12 @@ class BlockLayout(LayoutPlans):
             checks.boolean(causal, "causal")
         if non_blocking is not True and non_blocking is not False:
             checks.boolean(non_blocking, "non_blocking")
-        # the fast path: the device of a tensor needs no resolving
-        found: Plan | None = self._cache["plans"].get((device, causal, tile))
+        try:
+            # the fast path: the device of a tensor needs no resolving
+            found: Plan | None = self._cache["plans"].get((device, causal, tile))
+        except TypeError:
+            # not hashable: refused below
+            found = None
         if found is None:
             self._check_plan(device, causal, tile)
             found = self._planned(device, causal, tile, non_blocking)

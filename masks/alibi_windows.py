@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Real
@@ -24,8 +23,11 @@ from .public import public
 def _read_positive(name: str, value: object) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a positive number, got {value!r} ({type_name(value)})")
-    # no larger int becomes a float; nan becomes inf too
-    number = float(value) if value <= sys.float_info.max else math.inf
+    try:
+        number = float(value)
+    # an int or a fraction above the largest float
+    except OverflowError:
+        number = math.inf
     if not 0.0 < number < math.inf:
         raise ValueError(f"{name}: expected a positive number, got {value!r}")
     return number

@@ -209,8 +209,9 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
     tuples, by name or by position. Nothing else is evaluated: no other names, no arithmetic, no attributes.
 
     spec        for example "butterfly | local(window=512) - local(64)"; at most 2000 characters
-    length      tokens, or (q_len, kv_len), passed to every mask that takes a length; other masks, such as
-                "neighborhood(grid=(32, 32), kernel=7)", must have it. `block_diffusion` gets half of it: its layout has
+    length      tokens, or (q_len, kv_len), passed to every mask that needs a length; others must have it by their other
+                arguments, such as "neighborhood(grid=(32, 32), kernel=7)" and "documents([0, 256, 1024])", whose last
+                document ends at the length. `block_diffusion` gets half of it: its layout has
                 this many noised and clean tokens together
     block_size  tokens per side of a block, a multiple of 16, or (block_q, block_kv), passed to every mask that does not
                 set its own

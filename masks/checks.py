@@ -79,6 +79,8 @@ def read_integers(name: str, values: Sequence[int] | np.ndarray | torch.Tensor) 
     if isinstance(values, torch.Tensor):
         check_dense(name, values)
         array = values.detach().cpu().numpy() if values.dtype != torch.bfloat16 else np.empty(0)
+    elif isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected a plain array, got a masked one; its compressed() has the valid entries")
     elif isinstance(values, np.ndarray):
         array = values
     elif isinstance(values, Sequence) and not isinstance(values, str | bytes):

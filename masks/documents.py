@@ -182,8 +182,8 @@ def documents(
     prefix      number of keys at the beginning of each document that all of its tokens attend to, whatever `causal`
                 says (a packed prefix LM): an int, an int for each document, (documents,), or an array or tensor (batch,
                 documents). A number above the document's length means the whole document. Needs causal=True, or a
-                window without a limit to the left. Where cu_seqlens is a CUDA tensor: an int or a tensor there, in
-                which negative numbers count as 0
+                window (None, right) with a limit to the right alone. Where cu_seqlens is a CUDA tensor: an int or a
+                tensor there, in which negative numbers count as 0
     kv_cu_seqlens  boundaries of the documents among the keys, as many; cu_seqlens is then that of the queries. Default:
                 the same documents
     length      tokens, or (q_len, kv_len); default the last entry of cu_seqlens. Required for CUDA tensors

@@ -188,6 +188,12 @@ def test_from_scipy_ignores_stored_zeros_and_leaves_the_matrix_alone() -> None:
         np.testing.assert_array_equal(getattr(matrix, name), getattr(before, name))
 
 
+def test_from_scipy_counts_duplicates_of_narrow_types() -> None:
+    places = np.zeros(256, int)
+    matrix = scipy.sparse.coo_array((np.ones(256, np.uint8), (places, places)), shape=(1, 1))
+    assert BlockLayout.from_scipy(matrix, 128, 128).nnz == 1
+
+
 @given(problems())
 def test_from_ranges_gives_each_row_one_interval(problem: Problem) -> None:
     block_size, mask = problem.block_size, problem.mask

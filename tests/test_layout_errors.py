@@ -58,6 +58,24 @@ def _state(**changes: Any) -> BlockLayout:
 
 # name: (call, exception, pattern of its message)
 _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "rows-bool-in-a-list": (
+        lambda: _by_index([True, 0], [0, 0]),
+        ValueError,
+        "rows must be integers, got a bool in a list",
+    ),
+    "rows-masked": (
+        lambda: _by_index(np.ma.array([1, 2], mask=[0, 1]), [0, 0]),
+        ValueError,
+        "rows must be a plain array, got a",
+    ),
+    "device-name": (lambda: _GOOD.to("foo"), ValueError, "device must be one of PyTorch's, got 'foo'"),
+    "device-index": (lambda: _GOOD.to(-1), ValueError, "device must be one of PyTorch's, got -1"),
+    "device-none": (lambda: _GOOD.to(None), TypeError, "device must be a torch.device, a str or an int"),
+    "plan-device": (lambda: _GOOD.plan([]), TypeError, r"device must be a torch.device, .* got \[\]"),
+    "plan-device-name": (lambda: _GOOD.plan("cudaa"), ValueError, "device must be one of PyTorch's, got 'cudaa'"),
+    "plan-tile-list": (lambda: _GOOD.plan("cpu", tile=[64]), ValueError, r"tile must be 128, 64 or 16 .* got \[64\]"),
+    "plan-tile-float": (lambda: _GOOD.plan("cpu", tile=64.0), ValueError, "tile must be 128, 64 or 16 .* got 64.0"),
+    "bias_index-device": (lambda: _GOOD.bias_index("foo"), ValueError, "device must be one of PyTorch's, got 'foo'"),
     "indptr-list": (lambda: _direct(indptr=[0, 1, 3, 6]), TypeError, "indptr"),
     "indptr-int64": (lambda: _direct(indptr=_GOOD.indptr.long()), ValueError, "indptr must be int32, got torch.int64"),
     "indptr-1-axis": (lambda: _direct(indptr=_GOOD.indptr[0, 0]), ValueError, "indptr must have shape"),
@@ -160,10 +178,10 @@ _BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "fn must return a tensor that broad",
     ),
-    "heads-0": (lambda: _predicate(heads=0), ValueError, "heads must be at least 1"),
+    "heads-0": (lambda: _predicate(heads=0), ValueError, r"heads must be in 1 \.\. 2\*\*31 - 1"),
     "heads-float": (lambda: _predicate(heads=2.0), TypeError, "heads must be an int"),
     "heads-bool": (lambda: _predicate(heads=True), TypeError, "heads must be an int"),
-    "batch-negative": (lambda: _predicate(batch=-1), ValueError, "batch must be at least 1"),
+    "batch-negative": (lambda: _predicate(batch=-1), ValueError, r"batch must be in 1 \.\. 2\*\*31 - 1"),
     "within-tensor": (lambda: _predicate(within=_ONES), TypeError, "within must be a BlockLayout"),
     "within-length": (
         lambda: _predicate(within=_GOOD, q_len=41),

@@ -322,6 +322,16 @@ def test_a_changed_pickle_is_refused_even_if_it_is_a_valid_layout(kind: str, nam
     assert function(state, checksums) == layout
 
 
+@pytest.mark.parametrize("kind", ["canonical", "selected"])
+def test_a_file_may_be_loaded_onto_the_meta_device(kind: str) -> None:
+    layout = for_tampering(kind) if kind == "selected" else masks.causal(300, block_size=64)
+    file = io.BytesIO()
+    torch.save({"layout": layout, "weight": torch.ones(3)}, file)
+    file.seek(0)
+    found = torch.load(file, map_location="meta")["layout"]
+    assert found.device.type == "meta" and found.shape == layout.shape and found.block_size == layout.block_size
+
+
 def test_torch_load_trusts_only_the_function_that_checks_layouts() -> None:
     known = torch.serialization.get_safe_globals()
     assert [value for value in known if getattr(value, "__module__", "").startswith("blocksparse_flash")] == [

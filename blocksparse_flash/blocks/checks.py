@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -51,8 +52,8 @@ def position(value: object, size: int, name: str, hint: str) -> int:
 
 def axis(value: object, name: str) -> int:
     size = 1 if value is None else integer(value, name)
-    if size < 1:
-        raise ValueError(f"{name} must be at least 1, or None for one layout shared by all, got {size}")
+    if not 1 <= size < 2**31:
+        raise ValueError(f"{name} must be in 1 .. 2**31 - 1, or None for one layout shared by all, got {size}")
     return size
 
 
@@ -69,6 +70,18 @@ def sides(block_size: object, *, most: int | None = 256) -> Size:
                 f"block_size must be a multiple of 16{limits} on each side, got {block_size!r}; for example 128"
             )
     return block_q, block_kv
+
+
+@contextlib.contextmanager
+def renamed(inner: str, outer: str) -> Iterator[None]:
+    """Errors that begin with the name of an inner function's argument begin with that of the caller's argument."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, _, problem = str(error).partition(" ")
+        if name != inner:
+            raise
+        raise type(error)(f"{outer} {problem}") from error
 
 
 def check_multiple(large: Size, small: Size, expected: str) -> None:
@@ -127,8 +140,14 @@ def integers(values: object, name: str) -> Array:
             f"{name} must be a list of integers or a tensor with one axis, got a {type(values).__name__} that is "
             f"nested or holds something else; for example torch.tensor([0, 1])"
         ) from None
-    if not array.size and not isinstance(values, (torch.Tensor, np.ndarray)):
-        array = array.astype(np.int64)
+    if not isinstance(values, (torch.Tensor, np.ndarray)):
+        if not array.size:
+            array = array.astype(np.int64)
+        # NumPy would read True as 1 among integers
+        elif isinstance(values, Iterable) and any(isinstance(value, (bool, np.bool_)) for value in values):
+            raise ValueError(f"{name} must be integers, got a bool in a {type(values).__name__}")
+    if isinstance(array, np.ma.MaskedArray) or isinstance(values, np.ma.MaskedArray):
+        raise ValueError(f"{name} must be a plain array, got a masked one: {name}.compressed() has its valid entries")
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 1:

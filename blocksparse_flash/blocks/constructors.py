@@ -69,7 +69,7 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
             hint = "; blocksparse_flash.interop.from_scipy_csr(matrix) takes a matrix of tokens"
         raise ValueError(f"matrix must have shape (n_rows, n_cols) = ({n_rows}, {n_cols}), got {matrix.shape}{hint}")
     # a copy, since sum_duplicates works in place
-    csr = matrix.tocsr(copy=True)
+    csr = countable(matrix).tocsr(copy=True)
     csr.sum_duplicates()
     if (csr.data == 2).any():
         raise ValueError(
@@ -79,6 +79,11 @@ def by_matrix(matrix: Any, frame: Frame) -> Array:
     row = np.repeat(np.arange(n_rows), np.diff(csr.indptr))
     stored = csr.data != 0
     return by_index(row[stored], csr.indices[stored], frame)
+
+
+def countable(matrix: Any) -> Any:
+    """The matrix with int64 instead of narrow integers, so that sums of duplicates do not wrap: 257 ones are not 1."""
+    return matrix.astype(np.int64) if matrix.dtype.kind in "iu" else matrix
 
 
 def to_matrix(rows: BlockRows, frame: Frame, batch: int, head: int) -> Any:

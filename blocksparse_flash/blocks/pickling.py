@@ -36,7 +36,9 @@ def check_checksums(state: object, expected: object) -> None:
     if not isinstance(state, Mapping) or not isinstance(expected, Mapping) or state.keys() != expected.keys():
         raise ValueError("state and its checksums must be two dicts with the same keys: the file has been changed")
     for name, found in checksums(state).items():
-        if expected[name] != found:
+        # torch.load(..., map_location="meta") reads no values
+        is_read = not (isinstance(state[name], torch.Tensor) and state[name].is_meta)
+        if is_read and expected[name] != found:
             raise ValueError(
                 f"{name} is not the one that was saved: the file, or what was read of it, has been changed"
             )

@@ -46,7 +46,7 @@ def warn_if_long(frame: Frame) -> bool:
     return True
 
 
-def _accepts(fn: Predicate, n_arguments: int) -> bool:
+def accepts(fn: Predicate, n_arguments: int) -> bool:
     """Whether a function takes this many positional arguments; True if that is unknown."""
     try:
         inspect.signature(fn).bind(*range(n_arguments))
@@ -61,12 +61,12 @@ def _accepts(fn: Predicate, n_arguments: int) -> bool:
 def _arity_error(fn: Predicate, n_given: int) -> TypeError:
     """The error for a function that does not take its positions."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    if n_given == 2 and _accepts(fn, 4):
+    if n_given == 2 and accepts(fn, 4):
         return TypeError(
             f"fn must take (q_pos, kv_pos), but {name} takes 4 arguments, as FlexAttention's mask_mod(batch, head, "
             "q_pos, kv_pos) does: give heads=1, or as many heads= and batch= as it depends on"
         )
-    if n_given == 4 and _accepts(fn, 2):
+    if n_given == 4 and accepts(fn, 2):
         return TypeError(
             f"fn must take (batch, head, q_pos, kv_pos), since heads= or batch= was given, but {name} takes 2 "
             "arguments: leave out heads= and batch= for one layout that all share, or add the arguments"
@@ -88,6 +88,9 @@ _NOT_VECTORIZED = {
     "converted to Python scalars": _NUMBER,
     "converted to Scalar": _NUMBER,
     "converted to an index": _NUMBER,
+    # of torch.vmap
+    "data-dependent control flow": _TRUTH,
+    "calling .item() on a Tensor": _NUMBER,
 }
 
 
@@ -96,7 +99,7 @@ def _evaluated(fn: Predicate, positions: list[torch.Tensor]) -> object:
     try:
         return fn(*positions)
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, TypeError) and not _accepts(fn, len(positions)):
+        if isinstance(error, TypeError) and not accepts(fn, len(positions)):
             raise _arity_error(fn, len(positions)) from error
         for part, advice in _NOT_VECTORIZED.items():
             if part in str(error):

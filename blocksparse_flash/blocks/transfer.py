@@ -31,7 +31,12 @@ def resolved(device: torch.device | str | int) -> torch.device:
     """The device with its index, as tensors report it."""
     if isinstance(device, torch.device) and device.index is not None:
         return device
-    device = torch.device(device)
+    if not isinstance(device, torch.device | str | int) or isinstance(device, bool):
+        raise TypeError(f'device must be a torch.device, a str or an int, such as "cuda", got {device!r}')
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one of PyTorch's, got {device!r}: {error}") from error
     if device.type == "cpu" or device.index is not None:
         return device
     if device.type == "cuda":

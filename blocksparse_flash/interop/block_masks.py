@@ -209,7 +209,7 @@ def to_deepspeed(layout: BlockLayout, *, block: int | None = None) -> torch.Tens
     returns  int64 (heads | 1, n, n)
     raises   ValueError if a block is partial, or if the layout is rectangular, ragged or has a batch axis
     """
-    return _to_square(layout, block, "DeepSpeed", causal=False)
+    return _to_square(layout, block, "block", "DeepSpeed", causal=False)
 
 
 def from_xformers(sparsity_layout: torch.Tensor, *, block_size: int, causal: bool = False) -> BlockLayout:
@@ -234,7 +234,7 @@ def to_xformers(layout: BlockLayout, *, block_size: int | None = None, causal: b
     raises      ValueError as to_deepspeed
     """
     causal = checks.boolean(causal, "causal")
-    return _to_square(layout, block_size, "xFormers", causal=causal).to(layout.device)
+    return _to_square(layout, block_size, "block_size", "xFormers", causal=causal).to(layout.device)
 
 
 def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
@@ -246,12 +246,15 @@ def _from_square(tensor: object, block: int, name: str) -> BlockLayout:
         raise ValueError(f"sparsity_layout must have shape (heads, n, n), got {array.shape}")
     check_zeros_and_ones(array, "sparsity_layout")
     length = array.shape[1] * side
+    if length >= 2**31:
+        raise ValueError(f"{name} must give fewer than 2**31 tokens, got {array.shape[1]} blocks of {side}")
     return BlockLayout.from_block_mask(array != 0, length, length, block_size=side)
 
 
-def _to_square(layout: BlockLayout, block: int | None, peer: str, *, causal: bool) -> torch.Tensor:
+def _to_square(layout: BlockLayout, block: int | None, name: str, peer: str, *, causal: bool) -> torch.Tensor:
     check_layout(layout)
-    sides = layout.block_size if block is None else checks.sides(checks.integer(block, "block size"))
+    with checks.renamed("block_size", name):
+        sides = layout.block_size if block is None else checks.sides(checks.integer(block, name))
     batch, _, q_len, kv_len = layout.shape
     if batch != 1 or q_len != kv_len or sides[0] != sides[1] or q_len % sides[0]:
         raise ValueError(

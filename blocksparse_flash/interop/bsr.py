@@ -14,6 +14,7 @@ import torch
 
 from ..blocks import block_list, checks
 from ..blocks.block_list import FULL, Array, BlockList, Frame, Size
+from ..blocks.constructors import countable
 from ..blocks.key_runs import merged
 from ..layout import BlockLayout
 from .block_arrays import blocks_of, check_zeros_and_ones, host, layout_of_runs, one_head, runs_of
@@ -241,7 +242,7 @@ def from_scipy_bsr(matrix: Any, *, q_len: int | None = None, kv_len: int | None 
         )
     if not matrix.has_canonical_format:
         # copied, since sum_duplicates works in place
-        matrix = _countable(matrix).copy()
+        matrix = countable(matrix).copy()
         matrix.sum_duplicates()
     arrays = matrix.indptr, matrix.indices, matrix.data
     return _from_bsr(*arrays, matrix.shape, "matrix", q_len=q_len, kv_len=kv_len)
@@ -282,14 +283,9 @@ def from_scipy_csr(matrix: Any, *, block_size: int | Size = 128) -> BlockLayout:
         )
     if matrix.ndim != 2:
         raise ValueError(f"matrix must have two axes (q_len, kv_len), got shape {matrix.shape}")
-    csr = _countable(matrix).tocsr(copy=True)
+    csr = countable(matrix).tocsr(copy=True)
     csr.sum_duplicates()
     return _from_csr(csr.indptr, csr.indices, csr.data, csr.shape, "matrix", block_size=block_size)
-
-
-def _countable(matrix: Any) -> Any:
-    """The matrix with int64 instead of narrow integers, so that sums of duplicates do not wrap: 257 ones are not 1."""
-    return matrix.astype(np.int64) if matrix.dtype.kind in "iu" else matrix
 
 
 # ----------------------------------------------------------------------------------------------------- torch.sparse

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..blocks import checks
 from ..blocks.checks import check_tensor
 from ..layout import BlockLayout
 from ..runtime import tracing
@@ -72,7 +73,8 @@ def from_cudnn(
                      on the CPU for counts that exceed the width
     """
     if q2k_block_nums is None:
-        return BlockLayout.from_topk(q2k_block_index, q_len, kv_len, block_size=block_size)
+        with checks.renamed("indices", "q2k_block_index"):
+            return BlockLayout.from_topk(q2k_block_index, q_len, kv_len, block_size=block_size)
     for name, tensor in (("q2k_block_index", q2k_block_index), ("q2k_block_nums", q2k_block_nums)):
         check_tensor(name, tensor)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
@@ -91,6 +93,8 @@ def from_cudnn(
                 f"q2k_block_nums must be 0 .. {width}, the entries per row of q2k_block_index, got {low} .. {high}"
             )
     place = torch.arange(width, device=q2k_block_index.device)
-    # from_topk ignores entries of -1
-    index = torch.where(place < q2k_block_nums[..., None], q2k_block_index, -1)
-    return BlockLayout.from_topk(index, q_len, kv_len, block_size=block_size)
+    # from_topk ignores entries of -1, which an unsigned type does not have
+    signed = q2k_block_index if q2k_block_index.dtype.is_signed else q2k_block_index.long()
+    index = torch.where(place < q2k_block_nums[..., None], signed, -1)
+    with checks.renamed("indices", "q2k_block_index"):
+        return BlockLayout.from_topk(index, q_len, kv_len, block_size=block_size)

@@ -37,8 +37,8 @@ def from_flex_attention(block_mask: BlockMask, *, batch: int | None = None, head
         raise TypeError(f"block_mask must be a flex_attention BlockMask, got {type(block_mask).__name__}")
     if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise ValueError(
-            "block_mask has been sliced and lost its mask_mod: set block_mask.mask_mod to one that knows the slice, "
-            "or convert the whole mask and slice the layout"
+            "block_mask has been sliced and lost its mask_mod: convert the whole mask and slice the layout, or set "
+            "block_mask.mask_mod to one that knows the slice and block_mask.seq_lengths to its (q_len, kv_len)"
         )
     q_len, kv_len = (checks.length(int(length), "seq_lengths") for length in block_mask.seq_lengths)
     return from_kv_lists(

@@ -92,7 +92,8 @@ class LayoutPlans(StoredBlocks):
 
     def _check_plan(self, device: torch.device | str | int, causal: bool, tile: int) -> None:
         """Refuses tiles that no plan has and, while torch.compile traces, plans that were not made before."""
-        if tile not in (TILE, FINE_TILE, PIECE):
+        resolved(device)
+        if isinstance(tile, float) or tile not in (TILE, FINE_TILE, PIECE):
             raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {PIECE} tokens, got {tile!r}")
         # list entries of tiles of 64 x 64 have 24 bits for a tile index
         if tile != TILE and max(self.q_len, self.kv_len) > PARTIAL * FINE_TILE:

@@ -255,6 +255,21 @@ def layout_of(mask: np.ndarray, block_size: Any = 128) -> BlockLayout:
         ),
         (lambda: from_deepspeed(torch.ones(2, 3, 3), block=8), ValueError, "block must be a multiple of 16, got 8"),
         (
+            lambda: from_deepspeed(torch.ones(2, 3, 3), block=2**30),
+            ValueError,
+            r"block must give fewer than 2\*\*31 tokens, got 3 blocks of 1073741824",
+        ),
+        (
+            lambda: to_deepspeed(layout_of(causal(32, 32), 16), block=8),
+            ValueError,
+            "^block must be a multiple of 16 from 16 to 256 on each side, got 8",
+        ),
+        (
+            lambda: to_xformers(layout_of(causal(32, 32), 16), block_size=1.5),
+            TypeError,
+            "block_size must be an int, got 1.5",
+        ),
+        (
             lambda: from_xformers(torch.ones(1, 4, 4), block_size=-1),
             ValueError,
             "block_size must be a multiple of 16, got -1",

@@ -60,6 +60,15 @@ def test_without_counts_all_entries_count() -> None:
     assert interop.from_cudnn(index, 192, 192, q2k_block_nums=counts) == fewer
 
 
+@pytest.mark.parametrize("n_rows", [3, 300])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_indices_of_narrow_types(dtype: torch.dtype, n_rows: int) -> None:
+    index = torch.full((1, 1, n_rows, 2), 2, dtype=dtype)
+    counts = torch.ones(1, 1, n_rows, dtype=torch.int32)
+    found = interop.from_cudnn(index, 64 * n_rows, 64 * n_rows, q2k_block_nums=counts)
+    assert found.indices[: found.nnz].tolist() == [2] * n_rows
+
+
 INDEX = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
 
 
@@ -91,6 +100,9 @@ INDEX = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
             lambda: interop.from_cudnn(INDEX, 128, 128, q2k_block_nums=torch.tensor([[[-1, 1]]])),
         ),
         (TypeError, "q2k_block_index", lambda: interop.from_cudnn([[0]], 128, 128, q2k_block_nums=INDEX)),
+        (TypeError, "^q2k_block_index must be a torch.Tensor", lambda: interop.from_cudnn([[0]], 128, 128)),
+        (ValueError, r"^q2k_block_index must be -1 .* got -2", lambda: interop.from_cudnn(INDEX - 2, 128, 128)),
+        (ValueError, "^batch must be in 1 ..", lambda: interop.to_cudnn(ragged(), batch=2**63)),
     ],
 )
 def test_wrong_arguments_are_named(error: type[Exception], message: str, call: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
+import masks
 from blocksparse_flash import BlockLayout, reference
 from blocksparse_flash.interop import (
     BlockSparseTensors,
@@ -322,7 +323,7 @@ def int32(values: Any) -> torch.Tensor:
             {"full_kv_num_blocks": int32([[[1, 1]]])},
             r"both name block \(row 0, col 0\): kernels would count its keys twice",
         ),
-        ({"mask_mod": lambda b, h, q, kv: q - kv}, "fn must return a bool tensor"),
+        ({"mask_mod": lambda b, h, q, kv: q - kv}, "mask_mod must return a bool tensor"),
         (
             {"kv_num_blocks": torch.tensor([[[1.0, 1.0]]])},
             "kv_num_blocks, kv_indices must be integers, got torch.float32",
@@ -337,8 +338,8 @@ def test_wrong_block_masks_are_refused(changes: dict[str, Any], message: str) ->
 
 def test_wrong_calls_with_flex_attention_are_refused() -> None:
     made = create_block_mask(MASK_MODS["by head and batch"], 2, 3, 256, 256, device="cpu", BLOCK_SIZE=64)
-    with pytest.raises(ValueError, match=r"has been sliced and lost its mask_mod: set block_mask\.mask_mod"):
-        from_flex_attention(made[:1])
+    with pytest.raises(ValueError, match=r"lost its mask_mod: .* and block_mask\.seq_lengths to its"):
+        from_flex_attention(made[:, :, 1:3])
     with pytest.raises(TypeError, match="block_mask must be a flex_attention BlockMask, got Tensor"):
         from_flex_attention(torch.ones(4, 4))
     with pytest.raises(ValueError, match="kv_num_blocks, kv_indices: batch and heads must be equal or 1"):
@@ -391,6 +392,39 @@ def test_wrong_types_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mask_mod must be given.*batch= and heads= only apply to mask_mod"):
         none = BlockSparseTensors(int32([[[0]]]), int32([[[[0]]]]), block_size=(64, 64))
         from_flash_attention_4(none, 64, 64, heads=2)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "error", "message"),
+    [
+        (lambda q, kv: q >= kv, TypeError, r"^mask_mod must be a function of \(batch, head, q_pos, kv_pos\), got"),
+        (
+            lambda b, h, q, kv: (q >= kv) and kv > 5,
+            ValueError,
+            "^mask_mod must compute with tensors .* one truth value",
+        ),
+        (lambda b, h, q, kv: q.item() >= kv, ValueError, "^mask_mod must compute with tensors .* made one number"),
+        (lambda b, h, q, kv: (q >= kv) * 1.0, ValueError, "^mask_mod must return a bool tensor"),
+    ],
+    ids=["two positions", "truth", "number", "float"],
+)
+def test_a_wrong_mask_mod_is_named(mask_mod: Any, error: type[Exception], message: str) -> None:
+    tensors = to_flash_attention_4(masks.causal(100)).block_sparse_tensors
+    with pytest.raises(error, match=message):
+        from_flash_attention_4(tensors, 100, 100, mask_mod=mask_mod)
+
+
+def test_a_slice_with_its_own_mask_mod_and_lengths_is_taken() -> None:
+    made = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 512, 512, device="cpu")[:, :, 1:3]
+    made.mask_mod, made.seq_lengths = (lambda b, h, q, kv: q + 128 >= kv), (256, 512)
+    assert from_flex_attention(made) == masks.causal(512).crop(128, 384, 0, 512)
+
+
+def test_tables_are_copies() -> None:
+    layout = masks.local(100, window=5, block_size=32)
+    for tensor in to_flash_attention_4(layout).aux_tensors:
+        tensor.zero_()
+    assert layout == masks.local(100, window=5, block_size=32)
 
 
 def test_tables_too_large_are_refused_before_they_are_made() -> None:

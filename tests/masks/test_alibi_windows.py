@@ -56,6 +56,12 @@ def test_slopes_come_in_any_container(make):
     )
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float16, np.float64, Fraction])
+def test_numbers_of_any_type(number):
+    found = masks.alibi_windows(300, slopes=[number(0.5)], threshold=number(8))
+    assert found == masks.alibi_windows(300, slopes=[0.5], threshold=8.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -71,6 +71,7 @@ def test_an_empty_list_is_accepted():
         ([[0, 1]], TypeError, "tokens: expected ints, got .* at index 0"),
         ("012", TypeError, "tokens: expected ints in a sequence, array or tensor, got '012'"),
         ({0, 1}, TypeError, "tokens: expected ints in a sequence, array or tensor, got"),
+        (np.ma.array([1, 2], mask=[0, 1]), TypeError, "tokens: expected a plain array, got a masked one"),
         (np.array([0.0]), TypeError, "tokens: expected ints, got ndarray of float64"),
         (np.array([True]), TypeError, "tokens: expected ints, got ndarray of bool"),
         (torch.tensor([0.0]), TypeError, "tokens: expected ints, got Tensor of torch.float32"),

@@ -156,3 +156,9 @@ def test_refused_scores(choose, given, scores, error, message):
 def test_refused(choose, arguments, error, message):
     with pytest.raises(error, match=message):
         choose(np.zeros((4, 4)), 512, 512, **arguments)
+
+
+@pytest.mark.parametrize(("lengths", "name"), [((2**31, 512), "q_len"), ((512, 2**31), "kv_len")])
+def test_lengths_that_are_too_large_are_named(lengths, name):
+    with pytest.raises(ValueError, match=f"{name}: .* from 0 to 2147483647, got 2147483648"):
+        masks.top_k(np.zeros((4, 4)), *lengths, k=1)
