@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layout import BlockLayout
 from .arguments import positive_int, probability
 from .kv_cache import KVCache, check_is_cache
-from .layers import SelfAttention, check_widths
+from .layers import SelfAttention, check_block_input, check_widths, listed_blocks
 from .positions import RotaryTable
 
 
@@ -61,6 +61,7 @@ class DecoderBlock(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths, positions and cache as SelfAttention."""
+        check_block_input(x, self.attention.embed_dim)
         if cache is None:
             return self._transform(x, kv_lengths, positions, None)
         check_is_cache(cache)
@@ -92,9 +93,7 @@ class Decoder(nn.Module):
 
     def __init__(self, blocks: Iterable[DecoderBlock]) -> None:
         super().__init__()
-        listed = list(blocks)
-        if not listed:
-            raise ValueError("blocks must be one or more, got none")
+        listed = listed_blocks(blocks, "DecoderBlock")
         for block in listed:
             if not isinstance(block, DecoderBlock):
                 raise TypeError(f"blocks must be DecoderBlocks, got {type(block).__name__}")

@@ -304,9 +304,11 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, attention: SelfAttention, *, hidden_dim: int | None = None, dropout_p: float = 0.0) -> None:
         super().__init__()
-        if not isinstance(attention, nn.Module) or not hasattr(attention, "embed_dim"):
+        is_other = isinstance(attention, nn.MultiheadAttention)
+        if not isinstance(attention, nn.Module) or not hasattr(attention, "embed_dim") or is_other:
             raise TypeError(
-                f"attention must be a module with an embed_dim, such as SelfAttention, got {type(attention).__name__}"
+                "attention must be a module with an embed_dim that takes (x, kv_lengths, positions), such as "
+                f"SelfAttention, got {type(attention).__name__}"
             )
         embed_dim, dropout_p = attention.embed_dim, probability("dropout_p", dropout_p)
         hidden_dim = 4 * embed_dim if hidden_dim is None else positive_int("hidden_dim", hidden_dim)
@@ -322,8 +324,25 @@ class EncoderBlock(nn.Module):
         self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths and positions as SelfAttention."""
+        check_block_input(x, self.attention.embed_dim)
         x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions))
         return x + self.dropout(self.dense(self.dense_norm(x)))
+
+
+def check_block_input(x: Any, embed_dim: int) -> None:
+    """Checks the input of a block before its norm does; that of attention checks jagged tensors."""
+    if not packed.is_jagged(x):
+        check_input(x, embed_dim)
+
+
+def listed_blocks(blocks: Any, kind: str) -> list[Any]:
+    """The blocks of a stack, at least one."""
+    if not isinstance(blocks, Iterable):
+        raise TypeError(f"blocks must be {kind}s in a list, got {type(blocks).__name__}")
+    found = list(blocks)
+    if not found:
+        raise ValueError("blocks must be one or more, got none")
+    return found
 
 
 def check_widths(blocks: Sequence[Any]) -> None:
@@ -346,9 +365,7 @@ class Encoder(nn.Module):
 
     def __init__(self, blocks: Iterable[EncoderBlock]) -> None:
         super().__init__()
-        listed = list(blocks)
-        if not listed:
-            raise ValueError("blocks must be one or more, got none")
+        listed = listed_blocks(blocks, "EncoderBlock")
         for block in listed:
             if not hasattr(block, "attention"):
                 raise TypeError(f"blocks must have an attention, as EncoderBlock has, got {type(block).__name__}")

@@ -11,7 +11,9 @@ from torch.nn.functional import linear
 
 from ..blocks.checks import boolean
 from ..functional import attention
-from .arguments import Layout, check_tensor, checked_layout, probability
+from ..packed import is_jagged
+from ..runtime import tracing
+from .arguments import Layout, check_tensor, checked_layout, positive_int, probability
 from .layout_buffers import HoldsLayout
 
 
@@ -31,6 +33,8 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
             "sequence that are not padding"
         )
     is_padding = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+    if not tracing.has_values(key_padding_mask):
+        return (~is_padding).sum(dim=1)
     if key_padding_mask.dtype != torch.bool and bool((key_padding_mask[~is_padding] != 0).any()):
         raise ValueError("key_padding_mask must be bool, or float with 0 and -inf only; add other values to attn_mask")
     if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
@@ -39,6 +43,21 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
             "the right, or give a layout per batch"
         )
     return (~is_padding).sum(dim=1)
+
+
+def _check_heads(names: tuple[str, str], embed_dim: Any, num_heads: Any) -> None:
+    if positive_int(names[0], embed_dim) % positive_int(names[1], num_heads):
+        raise ValueError(f"{names[0]} must be a multiple of {names[1]}={num_heads}, got {embed_dim}")
+
+
+def _check_input(name: str, x: Any) -> None:
+    """Refuses what neither projections nor attention take."""
+    check_tensor(name, x)
+    if x.layout not in (torch.strided, torch.jagged) or (x.is_nested and not is_jagged(x)):
+        kind = "nested tensor that is not jagged" if x.is_nested else f"{x.layout} one"
+        raise ValueError(f"{name} must be a dense tensor or a nested one of layout torch.jagged, got a {kind}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating point, the features of tokens, got {x.dtype}")
 
 
 def _pair_bias(attn_mask: Tensor, heads: int, q: Tensor, k: Tensor) -> Tensor:
@@ -93,6 +112,10 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
             if value:
                 raise ValueError(f"{name} must be False, got {value!r}: it adds a key that is not in the layout")
         probability("dropout", dropout, below_one=True)
+        _check_heads(("embed_dim", "num_heads"), embed_dim, num_heads)
+        for name, size in {**dict(zip(("kdim", "vdim"), others, strict=False)), **named}.items():
+            if name in ("kdim", "vdim") and size is not None:
+                positive_int(name, size)
         super().__init__(embed_dim, num_heads, dropout, bias, False, False, *others, **named)
         self.layout, self.causal = checked_layout(layout), boolean(causal, "causal")
         self._is_packed = self._qkv_same_embed_dim
@@ -144,7 +167,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         if key_padding_mask is not None and kv_lengths is not None:
             raise ValueError("key_padding_mask and kv_lengths describe the same padding: give one of them")
         for name, given in (("query", query), ("key", key), ("value", value)):
-            check_tensor(name, given)
+            _check_input(name, given)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
             raise ValueError(
                 "query, key and value must all have 3 axes (2 without a batch), got "
@@ -155,6 +178,13 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
             if given.shape[-1] != size:
                 raise ValueError(f"{name} must have {size} features per token, got shape {tuple(given.shape)}")
         boolean(is_causal, "is_causal")
+        if query.is_nested and not self.batch_first:
+            raise ValueError("query is a nested tensor, which needs batch_first=True in the constructor")
+        if query.is_nested and self.layout is not None:
+            raise ValueError(
+                "the layer's layout must be None for a nested query, whose sequences attend to themselves; "
+                "torch.nested.to_padded_tensor(query, 0.0) pads the sequences"
+            )
         is_batched = query.dim() == 3
         if not is_batched:
             query, key, value = query[None], key[None], value[None]
@@ -190,6 +220,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """
 
     def __init__(self, *arguments: Any, layout: Layout = None, causal: bool = False, **named: Any) -> None:
+        sizes = {**dict(zip(("d_model", "nhead"), arguments, strict=False)), **named}
+        if "d_model" in sizes and "nhead" in sizes:
+            _check_heads(("d_model", "nhead"), sizes["d_model"], sizes["nhead"])
         super().__init__(*arguments, **named)
         theirs = self.self_attn
         own = {"dropout": theirs.dropout, "bias": theirs.in_proj_bias is not None, "batch_first": theirs.batch_first}

@@ -39,7 +39,7 @@ def video_sparse_attention(
     coarse_gate  floating point, broadcasts to the result, such as (batch, heads, q_len, v_head_dim), and is converted
                  to its dtype; None: no coarse branch
     returns      (batch, heads, q_len, v_head_dim)
-    raises       TypeError, ValueError; RuntimeError under transforms of torch.func
+    raises       TypeError, ValueError; RuntimeError under transforms of torch.func, and in torch.export and torch.jit
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient; q, k
     and v have gradients through both branches. Memory is O(heads * (length / block_size)^2 + heads * length).
@@ -58,6 +58,11 @@ def video_sparse_attention(
     _check_block_size("block_size", block_size)
     _check_gate(coarse_gate, q, v)
     tracing.refuse_transforms(None, q, k, v, coarse_gate)
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        raise RuntimeError(
+            "video_sparse_attention cannot be in a graph of torch.export or torch.jit, since each call makes a plan: "
+            "leave it out of the graph"
+        )
     group = q.shape[1] // max(1, k.shape[1])
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (

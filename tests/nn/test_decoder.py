@@ -113,6 +113,12 @@ def test_blocks_that_share_a_layer_need_a_cache_each() -> None:
             r"blocks must have the same embed_dim, got \[8, 16\]",
         ),
         (lambda: Decoder([torch.nn.Linear(4, 4)]), TypeError, "blocks must be DecoderBlocks, got Linear"),
+        (lambda: Decoder(torch.nn.Linear(4, 4)), TypeError, "blocks must be DecoderBlocks in a list, got Linear"),
+        (
+            lambda: DecoderBlock(SelfAttention(8, 2, causal=True))(torch.zeros(1, 5, 4)),
+            ValueError,
+            r"x must have shape \(batch, length, embed_dim=8\), got \(1, 5, 4\)",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(call: Any, error: type[Exception], message: str) -> None:

@@ -457,7 +457,24 @@ def test_positions_that_do_not_fit_are_refused() -> None:
             TypeError,
             "layout must be a function that returns a BlockLayout, but for length 80 it returned NoneType; layout=None",
         ),
-        (lambda: EncoderBlock(5), TypeError, "attention must be a module with an embed_dim, .* got int"),
+        (lambda: EncoderBlock(5), TypeError, "attention must be a module with an embed_dim .* got int"),
+        (
+            lambda: EncoderBlock(torch.nn.MultiheadAttention(32, 4)),
+            TypeError,
+            r"attention must be .* takes \(x, kv_lengths, positions\), .* got MultiheadAttention",
+        ),
+        (lambda: Encoder(EncoderBlock(module())), TypeError, "blocks must be EncoderBlocks in a list, got EncoderB"),
+        (lambda: Encoder([EncoderBlock(module())])(None), TypeError, "x must be a torch.Tensor, got NoneType"),
+        (
+            lambda: Encoder([EncoderBlock(module())])(tokens()[..., :8]),
+            ValueError,
+            r"x must have shape \(batch, length, embed_dim=32\), got \(2, 80, 8\)",
+        ),
+        (
+            lambda: Encoder([EncoderBlock(module())])(tokens().long()),
+            ValueError,
+            "x must be floating point, the features of tokens, got torch.int64",
+        ),
         (lambda: Encoder([torch.nn.ReLU()]), TypeError, "blocks must have an attention"),
         (
             lambda: Encoder(EncoderBlock(SelfAttention(width, 2)) for width in (8, 16)),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import masks
 from blocksparse_flash import BlockLayout
@@ -239,11 +241,55 @@ def test_layouts_of_other_lengths_are_refused() -> None:
         module(X, X, X)
 
 
+def nested(layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        # nested tensors that are not jagged will change
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(n, 24) for n in (3, 7)], layout=layout)
+
+
+def test_padding_of_fake_and_meta_tensors_is_not_read() -> None:
+    layer = MultiheadAttention(24, 3, batch_first=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x, padding = mode.from_tensor(X), torch.zeros(X.shape[:2], dtype=torch.bool)
+        assert layer(x, x, x, key_padding_mask=padding)[0].shape == X.shape
+    x = X.to("meta")
+    padding = torch.zeros(X.shape[:2], dtype=torch.bool, device="meta")
+    assert layer.to("meta")(x, x, x, key_padding_mask=padding)[0].shape == X.shape
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: MultiheadAttention(24, 3, dropout=1.0), ValueError, "dropout must be at least 0 and below 1, got 1.0"),
         (lambda: MultiheadAttention(24, 3, causal="no"), TypeError, "causal must be True or False"),
+        (lambda: MultiheadAttention(24, 5), ValueError, "embed_dim must be a multiple of num_heads=5, got 24"),
+        (lambda: MultiheadAttention(24, 0), ValueError, "num_heads must be 1 or more, got 0"),
+        (lambda: MultiheadAttention(24, 3, kdim=1.5), TypeError, "kdim must be an int, got 1.5"),
+        (lambda: MultiheadAttention(24, 3, 0.0, True, False, False, 8, 0), ValueError, "vdim must be 1 or more, got 0"),
+        (lambda: TransformerEncoderLayer(24, 5), ValueError, "d_model must be a multiple of nhead=5, got 24"),
+        (lambda: TransformerEncoderLayer(d_model=24, nhead=5), ValueError, "d_model must be a multiple of nhead=5"),
+        (lambda: MultiheadAttention(24, 3)(X.long(), X, X), ValueError, "query must be floating point, .* torch.int64"),
+        (
+            lambda: MultiheadAttention(24, 3)(X, X.to_sparse(), X),
+            ValueError,
+            "key must be a dense tensor.*sparse_coo",
+        ),
+        (
+            lambda: MultiheadAttention(24, 3, batch_first=True)(*[nested(torch.strided)] * 3),
+            ValueError,
+            "query must be a dense tensor or .* torch.jagged, got a nested tensor that is not jagged",
+        ),
+        (
+            lambda: MultiheadAttention(24, 3)(*[nested(torch.jagged)] * 3),
+            ValueError,
+            "query is a nested tensor, which needs batch_first=True in the constructor",
+        ),
+        (
+            lambda: MultiheadAttention(24, 3, batch_first=True, layout="local(window=3)")(*[nested(torch.jagged)] * 3),
+            ValueError,
+            "the layer's layout must be None for a nested query",
+        ),
         (lambda: MultiheadAttention(24, 3)(X, None, X), TypeError, "key must be a torch.Tensor, got NoneType"),
         (
             lambda: MultiheadAttention(24, 3)(X, X, X, key_padding_mask=[0]),

@@ -159,6 +159,14 @@ def test_scores_beyond_the_range_of_float16_are_scaled_in_time() -> None:
     assert torch.equal(out, 2 * q)
 
 
+def test_an_exported_graph_cannot_hold_it() -> None:
+    layer = VideoSparseAttention(16, 2, (4, 4, 4), k_blocks=1)
+    with pytest.raises(
+        RuntimeError, match=r"video_sparse_attention cannot be in a graph of torch\.export or torch\.jit"
+    ):
+        torch.export.export(layer, (torch.randn(1, 64, 16),))
+
+
 def test_compilers_leave_it_out() -> None:
     """Regression: with fullgraph=True the error asked for a plan of a layout that is made inside."""
     q = drawn(1, 2, 64, 16).detach()

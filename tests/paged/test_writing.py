@@ -34,11 +34,11 @@ def test_tokens_are_appended_at_the_end_of_each_sequence(order: str, device: tor
 
 
 def test_nothing_is_written_for_a_batch_of_empty_sequences() -> None:
-    cache = torch.randn(4, 2, 16, 8)
-    before = cache.clone()
+    caches = torch.randn(2, 4, 2, 16, 8)
+    before = caches.clone()
     table, lengths = torch.full((3, 2), 10**6).int(), torch.zeros(3, dtype=torch.int32)
-    append_to_pages(*torch.ones(2, 3, 2, 4, 8), cache, cache, table, lengths)
-    assert torch.equal(cache, before)
+    append_to_pages(*torch.ones(2, 3, 2, 4, 8), *caches, table, lengths)
+    assert torch.equal(caches, before)
 
 
 def test_decoding_in_pages_is_decoding() -> None:
@@ -108,6 +108,45 @@ def test_wrong_tokens_are_refused() -> None:
     for k, v in ((torch.zeros(3, 4, 1, 8),) * 2, (torch.zeros(3, 2, 1, 8), torch.zeros(3, 2, 2, 8))):
         with pytest.raises(ValueError, match=r"k and v must have shape \(batch, kv_heads = 2, tokens, head_dim\)"):
             append_to_pages(k, v, cache, cache, table, lengths)
+
+
+def test_two_tokens_in_one_place_are_refused() -> None:
+    k_pages, v_pages = torch.zeros(2, 4, 1, 16, 4)
+    k = torch.arange(2.0)[:, None, None, None].expand(2, 1, 1, 4).contiguous()
+    shared = torch.tensor([[3], [3]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"page_table must .* got place 0 of page 3 for sequences 0 and 1"):
+        append_to_pages(k, k, k_pages, v_pages, shared, torch.tensor([1, 1]))
+    twice, new = torch.tensor([[2, 2]], dtype=torch.int32), torch.ones(1, 1, 17, 4)
+    with pytest.raises(ValueError, match=r"page_table must .* got place 0 of page 2 for sequences 0 and 0"):
+        append_to_pages(new, new, k_pages, v_pages, twice, torch.tensor([17]))
+    assert not k_pages.any() and not v_pages.any()
+    # other places of one page, and a sequence that stores nothing
+    append_to_pages(k + 1, k + 1, k_pages, v_pages, shared, torch.tensor([1, 2]))
+    append_to_pages(k + 3, k + 3, k_pages, v_pages, shared, torch.tensor([0, 3]))
+    assert k_pages[3, 0, :4, 0].tolist() == [1, 2, 4, 0]
+
+
+def test_values_need_a_cache_of_their_own_unless_they_are_features_of_the_keys() -> None:
+    cache, table, lengths = torch.zeros(4, 1, 16, 8), torch.tensor([[1]], dtype=torch.int32), torch.tensor([1])
+    k = torch.arange(8.0)[None, None, None]
+    for v_pages in (cache, cache[:]):
+        with pytest.raises(ValueError, match="v_pages must have memory of its own"):
+            append_to_pages(k, 2 * k, cache, v_pages, table, lengths)
+    append_to_pages(k, k[..., :4], cache, cache[..., :4], table, lengths)
+    assert torch.equal(cache[1, 0, 0], k[0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_tokens_that_need_a_gradient_are_refused(name: str) -> None:
+    k_pages, v_pages = torch.zeros(2, 4, 1, 16, 4)
+    new = {"k": torch.ones(1, 1, 1, 4), "v": torch.ones(1, 1, 1, 4)}
+    new[name].requires_grad_()
+    where = k_pages, v_pages, torch.tensor([[0]], dtype=torch.int32), torch.tensor([1])
+    with pytest.raises(ValueError, match=f"a cache holds no gradients, .* and {name} needs one"):
+        append_to_pages(*new.values(), *where)
+    with torch.no_grad():
+        append_to_pages(*new.values(), *where)
+    assert k_pages[0, 0, 0].tolist() == [1, 1, 1, 1]
 
 
 def test_keys_without_features_are_named() -> None:
