@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import masks
 from blocksparse_flash import BlockLayout, attention, interop, paged_attention
@@ -133,8 +134,18 @@ def _flex(case: Case, device: str) -> Call | None:
     if case.page_size:
         return None
     layout = case.layout()
-    mask = None if layout is None else interop.to_flex_attention(layout).to(device)
+    mask = _every_block(case, device) if layout is None else interop.to_flex_attention(layout).to(device)
     return functools.partial(compiled_flex(), block_mask=mask, enable_gqa=True)
+
+
+def _every_block(case: Case, device: str) -> BlockMask:
+    """All keys in full blocks: without a BlockMask, FlexAttention makes one block of 2^30 keys."""
+    n_rows, n_cols = (-(-length // BLOCK) for length in (case.q_len, case.kv_len))
+    cols = torch.arange(n_cols, dtype=torch.int32, device=device).expand(1, 1, n_rows, n_cols).contiguous()
+    counts = torch.full((1, 1, n_rows), n_cols, dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        torch.zeros_like(counts), cols, counts, cols, BLOCK_SIZE=BLOCK, seq_lengths=(case.q_len, case.kv_len)
+    )
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.run import decode as benchmark
 from benchmarks.run import measure
@@ -90,6 +91,21 @@ def test_ours_and_flex_are_given_the_same_mask() -> None:
     assert mask.shape == (1, 1, 3, 2048)
     n_blocks = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
     assert int(n_blocks) == layout.nnz
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_is_given_blocks_of_a_dense_call_too() -> None:
+    case = Case(1, 3, 512, "dense")
+    flex = benchmark._flex(case, "cpu")
+    assert flex is not None
+    mask = flex.keywords["block_mask"]
+    assert (
+        mask.BLOCK_SIZE == (128, 128) and mask.full_kv_num_blocks.tolist() == [[[4]]] and not mask.kv_num_blocks.any()
+    )
+    q, k, v = benchmark.inputs(case, "cpu")
+    found = flex_attention(q, k, v, **flex.keywords)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("pattern", ["paged 16", "selected 64"])
