@@ -207,7 +207,11 @@ class SelfAttention(HoldsLayout):
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | None, causal: bool, kv_lengths: Tensor | None
     ) -> Tensor:
-        mods: dict[str, Any] = {"sinks": self.sinks, "softcap": self.softcap, "alibi_slopes": self.alibi_slopes}
+        slopes: Tensor | None = self.alibi_slopes
+        # those of a layer that was built on the meta device keep their values, on the CPU
+        if slopes is not None and q.is_meta:
+            slopes = slopes.to(q.device)
+        mods: dict[str, Any] = {"sinks": self.sinks, "softcap": self.softcap, "alibi_slopes": slopes}
         dropout_p = self.dropout_p if self.training else 0.0
         return attention(q, k, v, layout, causal=causal, kv_lengths=kv_lengths, dropout_p=dropout_p, **mods)
 
