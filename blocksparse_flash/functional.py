@@ -108,7 +108,7 @@ def _packed(
     if scores.alibi_slopes is not None and not packing.is_square:
         raise ValueError(
             "alibi_slopes must be None for nested tensors with other sequences of queries than of keys: distances "
-            "would be those of the packed tokens. k with the offsets of q has the same sequences"
+            "would be those of the packed tokens. k with the offsets of q, and as many values, has the same sequences"
         )
     return packing
 

@@ -46,7 +46,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out_a, out_b  (batch, heads, q_len, v_head_dim)
     lse_a, lse_b  (batch, heads, q_len), as attention_with_lse returns them; -inf for a row without keys
     returns       (out, lse) as attention_with_lse returns them for all keys, in the dtypes of out_a and lse_a. A key in
-                  both sets would count twice. A row without keys in both stays 0 and -inf, and its gradients are 0
+                  both sets would count twice, and so would sinks: give them to one of the two calls. A row without keys
+                  in both stays 0 and -inf, and its gradients are 0
     raises        TypeError, ValueError for tensors that do not fit together
 
     Associative and commutative, up to rounding. Kernels combine tiles by the same rule (FlashAttention, section 3.1).

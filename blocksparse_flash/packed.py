@@ -257,7 +257,7 @@ class Jagged(NamedTuple):
 
     q, k, v    (1, heads, tokens of all sequences, head_dim)
     layout     of the sequences, with the causal pairs only if the call is causal
-    is_square  whether queries and keys have the same sequences
+    is_square  whether queries and keys have the same sequences, and as many tokens after the last one
     offsets    int64 (batch + 1,): where the sequences of the queries begin and end
     """
 
@@ -286,9 +286,15 @@ class Jagged(NamedTuple):
                 "torch.nested.nested_tensor_from_jagged(values, k.offsets()) does"
             )
         packed_q, packed_k, packed_v = (t.transpose(1, 2).values().transpose(0, 1)[None] for t in (q, k, v))
+        if packed_k.shape[2] != packed_v.shape[2]:
+            raise ValueError(
+                f"v must have as many values as k, {packed_k.shape[2]} tokens in all, got {packed_v.shape[2]}: those "
+                "after the last sequence count too"
+            )
         layout = jagged_layout(q, k, packed_q.shape[2], packed_k.shape[2], causal=causal)
         offsets = offsets_of(q)
-        return cls(packed_q, packed_k, packed_v, layout, offsets is offsets_of(k), offsets)
+        is_square = offsets is offsets_of(k) and packed_q.shape[2] == packed_k.shape[2]
+        return cls(packed_q, packed_k, packed_v, layout, is_square, offsets)
 
     def unpacked(self, result: torch.Tensor) -> torch.Tensor:
         """A result (1, heads, tokens of all sequences, ...) as a jagged tensor (batch, heads, tokens, ...)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import statistics
 import sys
 import time
@@ -125,7 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _list()
         else:
             _bench(options)
-    except ValueError as error:
+        sys.stdout.flush()
+    # matplotlib may be missing
+    except (ValueError, ImportError) as error:
         print(f"python -m masks: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # the reader, such as head, has enough; Python would flush once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -89,6 +89,29 @@ def test_options_of_padded_batches_are_refused(name):
         attention(q, k, v, **{name: value})
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_slopes_need_as_many_values_of_queries_as_of_keys(side):
+    """Regression: values after the last sequence shifted the distances."""
+    offsets = torch.tensor([0, 3, 10])
+    n_values = {"q": 10, "k": 10, side: 13}
+    q, k = (
+        torch.nested.nested_tensor_from_jagged(torch.randn(n, 2, 16), offsets).transpose(1, 2)
+        for n in n_values.values()
+    )
+    with pytest.raises(ValueError, match=r"alibi_slopes must be None for nested tensors .* and as many values"):
+        attention(q, k, k, alibi_slopes=torch.full((2,), 0.5))
+    attention(q, k, k)
+
+
+def test_values_after_the_last_sequence_are_those_of_keys_and_of_values():
+    offsets = torch.tensor([0, 3, 10])
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(torch.randn(n, 2, 16), offsets).transpose(1, 2) for n in (10, 10, 13)
+    )
+    with pytest.raises(ValueError, match="v must have as many values as k, 10 tokens in all, got 13"):
+        attention(q, k, v)
+
+
 def test_tensors_that_do_not_fit_are_refused():
     q, k, v = inputs(LENGTHS, LENGTHS, 4)
     with pytest.raises(

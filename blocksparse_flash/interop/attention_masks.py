@@ -55,17 +55,17 @@ def from_huggingface(attention_mask: torch.Tensor, *, block_size: int | Size = 1
 def to_huggingface(layout: BlockLayout, *, dtype: torch.dtype = torch.bool) -> torch.Tensor:
     """The 4-D attention mask of a layout, on its device.
 
-    dtype    torch.bool: True attends; a floating type: 0 for pairs that attend and finfo(dtype).min for the others,
-             to be added to the scores. See from_huggingface for queries without keys
+    dtype    torch.bool: True attends; a floating type of 16 bits or more: 0 for pairs that attend and finfo(dtype).min
+             for the others, to be added to the scores. See from_huggingface for queries without keys
     returns  (batch | 1, heads | 1, q_len, kv_len)
     raises   ValueError for another dtype
     """
     check_layout(layout)
+    if dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.bool or a floating type of 16 bits or more, got {dtype}")
     mask = layout.to_dense()
     if dtype == torch.bool:
         return mask
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype must be torch.bool or a floating type, got {dtype}")
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 

@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
+from ..blocks import checks
 from ..layout import BlockLayout
 from .arguments import positive_int
+
+
+def _build(spec: str, length: int | tuple[int, int], block_size: int | tuple[int, int]) -> BlockLayout:
+    from .. import masks
+
+    return masks.build(spec, length, block_size=block_size)
 
 
 class LayoutByLength:
@@ -20,7 +27,8 @@ class LayoutByLength:
     spec        text for `masks.build`, such as "sink_window(sinks=4, window=256) | butterfly"
     block_size  tokens per side of a block, or (queries, keys), for masks that do not set their own; default 128
     maxsize     lengths whose layouts are kept; beyond them the layout used longest ago is dropped; default 16
-    raises      TypeError if spec is not a string. A wrong word in it raises an error of `masks.build` at the first call
+    raises      TypeError, ValueError if spec is not a string or block_size no size of blocks. A wrong word in spec
+                raises an error of `masks.build` at the first call
 
     torch.compile cannot build layouts: compile a module that has the BlockLayout of one length.
 
@@ -36,15 +44,12 @@ class LayoutByLength:
                 "or a function of the length is a layout= itself"
             )
         self.spec = spec
+        checks.sides(block_size)
         # hashable
         self.block_size = tuple(block_size) if isinstance(block_size, list) else block_size
         self.maxsize = positive_int("maxsize", maxsize)
-        self._kept = functools.lru_cache(maxsize=maxsize)(self._build)
-
-    def _build(self, length: int) -> BlockLayout:
-        from .. import masks
-
-        return masks.build(self.spec, length, block_size=self.block_size)
+        # by all that the layout depends on, since attributes can be assigned
+        self._kept = functools.lru_cache(maxsize=maxsize)(_build)
 
     def __call__(self, length: int) -> BlockLayout:
         """The layout of shape (1, heads | 1, length, length), on the CPU.
@@ -56,7 +61,7 @@ class LayoutByLength:
                 f"layout must be a BlockLayout while torch.compile traces, got {self!r}: give the module "
                 f"layout={self!r}(length), of one length, before compiling it"
             )
-        return self._kept(length)
+        return self._kept(self.spec, tuple(length) if isinstance(length, list) else length, self.block_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.spec, self.block_size, self.maxsize)

@@ -185,6 +185,10 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
                 "the layer's layout must be None for a nested query, whose sequences attend to themselves; "
                 "torch.nested.to_padded_tensor(query, 0.0) pads the sequences"
             )
+        masks_given = {"key_padding_mask": key_padding_mask, "kv_lengths": kv_lengths, "attn_mask": attn_mask}
+        for name, mask in masks_given.items():
+            if query.is_nested and mask is not None:
+                raise ValueError(f"{name} must be None for a nested query, whose sequences attend to themselves")
         is_batched = query.dim() == 3
         if not is_batched:
             query, key, value = query[None], key[None], value[None]

@@ -85,7 +85,7 @@ class LayoutPlans(StoredBlocks):
         if "shares" in self._cache:
             moved._cache["shares"] = self._cache["shares"]
         for name in ("plans", "orders"):
-            moved._cache[name].update({key: made for key, made in self._cache[name].items() if key[0] == device})
+            moved._cache[name].update({key: made for key, made in [*self._cache[name].items()] if key[0] == device})
         return moved
 
     # ---- plans
@@ -116,8 +116,8 @@ class LayoutPlans(StoredBlocks):
         plans: dict[tuple[Any, bool, int], Plan] = self._cache["plans"]
         key = device, causal, tile
         if key not in plans:
-            # a plan on the meta device has shapes alone
-            elsewhere = [plan for at, plan in plans.items() if at[1:] == key[1:] and at[0].type != "meta"]
+            # a plan on the meta device has shapes alone; a copy, since other threads may add plans
+            elsewhere = [plan for at, plan in [*plans.items()] if at[1:] == key[1:] and at[0].type != "meta"]
             with tracing.outside_transforms(self._anchor):
                 if elsewhere:
                     plans[key] = elsewhere[0].to(device, non_blocking=non_blocking)
@@ -232,7 +232,7 @@ class LayoutPlans(StoredBlocks):
             plans = {} if known is None else known.layout._cache["plans"]
             return known if any((device, False, tile) in plans for tile in (TILE, FINE_TILE, PIECE)) else None
         if key not in found:
-            elsewhere = [order for at, order in found.items() if at[1:] == key[1:]]
+            elsewhere = [order for at, order in [*found.items()] if at[1:] == key[1:]]
             with tracing.outside_transforms(self._anchor):
                 host = elsewhere[0] if elsewhere else self._new_order(*key[1:])
                 found[key] = None if host is None else host.to(device)

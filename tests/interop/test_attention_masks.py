@@ -103,7 +103,12 @@ def wrong(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (
             lambda: to_huggingface(from_huggingface(wrong(0), block_size=16), dtype=torch.int64),
             ValueError,
-            "dtype must be torch.bool or a floating type, got torch.int64",
+            "dtype must be torch.bool or a floating type of 16 bits or more, got torch.int64",
+        ),
+        (
+            lambda: to_huggingface(from_huggingface(wrong(0), block_size=16), dtype=torch.float8_e4m3fn),
+            ValueError,
+            "dtype must be torch.bool or a floating type of 16 bits or more, got torch.float8_e4m3fn",
         ),
         (
             lambda: kv_lengths_from_huggingface(torch.tensor([[1, 1, 0], [0, 1, 1]])),

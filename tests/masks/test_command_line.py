@@ -136,6 +136,18 @@ def test_a_wrong_option_prints_the_usage(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_reader_may_stop_early():
+    command = f"{sys.executable} -m masks list | head -1"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and found.stdout.count("\n") == 1 and not found.stderr
+
+
+def test_a_picture_without_matplotlib_is_an_error(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["show", "causal", "--length", "256", "--out", str(tmp_path / "picture.png")]) == 2
+    assert "python -m masks: layout.plot needs matplotlib" in capsys.readouterr().err
+
+
 def test_the_module_runs():
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -69,6 +69,20 @@ def test_a_list_of_block_sizes_can_be_hashed() -> None:
     assert hash(made) == hash(same) and made == same and made(64) == same(64)  # type: ignore[arg-type]
 
 
+def test_layouts_follow_the_attributes() -> None:
+    layout = LayoutByLength("causal", block_size=64)
+    assert layout(64) == masks.causal(64, block_size=64)
+    layout.spec, layout.block_size = "local(window=1)", 32
+    assert layout(64) == masks.local(64, window=1, block_size=32)
+    assert layout([64, 128]) == masks.local((64, 128), window=1, block_size=32)
+
+
+@pytest.mark.parametrize("block_size", [17, "x", (16, 32, 64), torch.tensor(16)], ids=str)
+def test_wrong_block_sizes_are_refused_at_once(block_size: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="block_size must be"):
+        LayoutByLength("causal", block_size=block_size)
+
+
 def test_what_is_no_specification_is_refused() -> None:
     with pytest.raises(TypeError, match=r"spec must be a str .*got BlockLayout"):
         LayoutByLength(masks.causal(50))  # type: ignore[arg-type]

@@ -290,6 +290,20 @@ def test_padding_of_fake_and_meta_tensors_is_not_read() -> None:
             ValueError,
             "the layer's layout must be None for a nested query",
         ),
+        (
+            lambda: MultiheadAttention(24, 3, batch_first=True)(
+                *[nested(torch.jagged)] * 3, key_padding_mask=torch.zeros(2, 7, dtype=torch.bool)
+            ),
+            ValueError,
+            "key_padding_mask must be None for a nested query",
+        ),
+        (
+            lambda: MultiheadAttention(24, 3, batch_first=True)(
+                *[nested(torch.jagged)] * 3, attn_mask=torch.zeros(7, 7)
+            ),
+            ValueError,
+            "attn_mask must be None for a nested query",
+        ),
         (lambda: MultiheadAttention(24, 3)(X, None, X), TypeError, "key must be a torch.Tensor, got NoneType"),
         (
             lambda: MultiheadAttention(24, 3)(X, X, X, key_padding_mask=[0]),

@@ -1504,8 +1504,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "nn/layout_by_length.py",
-            "masks.build(self.spec, length, block_size=self.block_size)",
-            "masks.build(self.spec, length)",
+            "masks.build(spec, length, block_size=block_size)",
+            "masks.build(spec, length)",
             BY_LENGTH,
         ),
         (
