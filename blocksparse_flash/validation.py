@@ -224,6 +224,15 @@ def _check_seed(seed: int | Tensor, q: Tensor) -> None:
         raise ValueError(f"seed must fit a signed 64-bit integer, got {seed}; seed % 2**63 does")
 
 
+def check_no_gradient(name: str, tensor: Tensor) -> None:
+    """ValueError for a tensor that would have a gradient, where a cache takes it and is then changed in place."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError(
+            f"a cache holds no gradients, but gradients are enabled and {name} needs one: make the call under "
+            "torch.no_grad() or torch.inference_mode(), or train without a cache"
+        )
+
+
 def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, most: str = "the length of k") -> None:
     """Accept a length of 0 .. kv_len for each batch; most: what kv_len is, for the message."""
     if not isinstance(kv_lengths, Tensor):

@@ -27,7 +27,7 @@ from blocksparse_flash import BlockLayout, attention, interop, paged_attention
 
 from . import measure
 from .correctness import is_right, mask_of
-from .peers import Call, compiled_flex, sdpa_call
+from .peers import Call, compiled_flex, flex_lists, sdpa_call
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 KEYS = [
@@ -140,12 +140,9 @@ def _flex(case: Case, device: str) -> Call | None:
 
 def _every_block(case: Case, device: str) -> BlockMask:
     """All keys in full blocks: without a BlockMask, FlexAttention makes one block of 2^30 keys."""
-    n_rows, n_cols = (-(-length // BLOCK) for length in (case.q_len, case.kv_len))
-    cols = torch.arange(n_cols, dtype=torch.int32, device=device).expand(1, 1, n_rows, n_cols).contiguous()
-    counts = torch.full((1, 1, n_rows), n_cols, dtype=torch.int32, device=device)
-    return BlockMask.from_kv_blocks(
-        torch.zeros_like(counts), cols, counts, cols, BLOCK_SIZE=BLOCK, seq_lengths=(case.q_len, case.kv_len)
-    )
+    every = torch.ones(-(-case.q_len // BLOCK), case.kv_len // BLOCK, dtype=torch.bool, device=device)
+    lists = *flex_lists(~every), *flex_lists(every)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, seq_lengths=(case.q_len, case.kv_len))
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:

@@ -105,8 +105,6 @@ def from_flash_attention_4(
             "tensors are of variable length (cu_total_m_blocks): convert each sequence by itself, "
             "or describe the packed batch as one layout, with documents apart"
         )
-    if mask_mod is not None and not callable(mask_mod):
-        raise TypeError(f"mask_mod must be a function of batch, head, q_pos and kv_pos, got {type(mask_mod).__name__}")
     own_size = getattr(tensors, "block_size", None)
     block_size = None if block_size is None else checks.sides(block_size, most=None)
     if own_size is not None and block_size is not None and tuple(own_size) != block_size:

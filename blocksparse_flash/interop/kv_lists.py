@@ -72,8 +72,8 @@ def block_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     table = np.full((frame.batch, frame.heads, frame.n_rows, frame.n_cols), block_list.EMPTY, np.int32)
     table.reshape(-1)[found.keys] = found.ids
     # a copy, since the words are those of the layout
-    arrays = table, words.view(np.int32).copy()
-    return torch.from_numpy(arrays[0]).to(layout.device), torch.from_numpy(arrays[1]).to(layout.device)
+    bitmasks = torch.from_numpy(words.view(np.int32).copy())
+    return torch.from_numpy(table).to(layout.device), bitmasks.to(layout.device)
 
 
 def mask_mod_of(layout: BlockLayout) -> MaskMod:
@@ -118,11 +118,11 @@ def from_kv_lists(
     block_size  multiples of 16; sides above 256 are split
     axes        (batch, heads) for which mask_mod is evaluated; None: those of the lists
     """
+    if mask_mod is not None and not predicates.accepts(mask_mod, 4):
+        raise TypeError(f"mask_mod must be a function of (batch, head, q_pos, kv_pos), got {mask_mod!r}")
     keys, frame = _keys(partial, names[0], q_len, kv_len, checks.sides(block_size, most=None))
-    layout = _full_layout(keys, frame)
+    layout, has_axes = _full_layout(keys, frame), any(size is not None for size in axes)
     if mask_mod is not None:
-        if not predicates.accepts(mask_mod, 4):
-            raise TypeError(f"mask_mod must be a function of (batch, head, q_pos, kv_pos), got {mask_mod!r}")
         batch, heads = (size if want is None else want for size, want in zip(frame[:2], axes, strict=True))
         checks.joint((checks.axis(batch, "batch"), checks.axis(heads, "heads")), frame[:2], names[0])
         fn = _by_position(mask_mod, partial.counts.device)
@@ -130,10 +130,10 @@ def from_kv_lists(
             layout = BlockLayout.from_predicate(
                 fn, q_len, kv_len, block_size=layout.block_size, within=layout, batch=batch, heads=heads
             )
-    elif len(keys) or any(size is not None for size in axes):
+    elif len(keys) or has_axes:
         raise ValueError(
             f"mask_mod must be given: {names[0]} names {len(keys)} blocks whose pairs it decides"
-            + ("; batch= and heads= only apply to mask_mod" if any(size is not None for size in axes) else "")
+            + ("; batch= and heads= only apply to mask_mod" if has_axes else "")
         )
     counts, cols = full
     if counts is None or cols is None:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from ..blocks.checks import check_tensor as check_tensor
 from ..layout import BlockLayout
+from ..packed import is_jagged
 from ..plan import block_selection
 from ..validation import MAX_HEAD_DIM, MAX_SCALE, check_device
 
@@ -76,24 +77,29 @@ def checked_alibi(alibi: Any, num_heads: int) -> bool | tuple[float, ...]:
     return tuple(float(slope) for slope in alibi)
 
 
-def check_input(x: Any, embed_dim: int) -> None:
+def check_input(x: Any, embed_dim: int, *, may_be_jagged: bool = False) -> None:
     """Refuse an input of another shape."""
-    check_dense_input(x)
+    check_features("x", x, may_be_jagged=may_be_jagged)
     if x.dim() != 3 or x.shape[2] != embed_dim:
         raise ValueError(f"x must have shape (batch, length, embed_dim={embed_dim}), got {tuple(x.shape)}")
 
 
-def check_dense_input(x: Any) -> None:
-    check_tensor("x", x)
-    if x.is_nested:
+def check_features(name: str, x: Any, *, may_be_jagged: bool = False) -> None:
+    """Refuse what is not floating point in a dense tensor, or in a nested one of layout torch.jagged."""
+    check_tensor(name, x)
+    if x.is_nested and may_be_jagged and not is_jagged(x):
+        raise ValueError(f"{name} must be a dense tensor or a nested one of layout torch.jagged, got layout {x.layout}")
+    if x.is_nested and not may_be_jagged:
         raise ValueError(
-            "x must be a dense tensor, got a nested one: x.values()[None] with cu_seqlens=x.offsets() holds its "
-            "sequences as packed documents, for layers that take cu_seqlens"
+            f"{name} must be a dense tensor, got a nested one: {name}.values()[None] with cu_seqlens={name}.offsets() "
+            "holds its sequences as packed documents, for layers that take cu_seqlens"
         )
-    if x.layout is not torch.strided:
-        raise ValueError(f"x must be a dense tensor, got a {x.layout} one; x.to_dense() makes one")
+    if not x.is_nested and x.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got a {x.layout} one; {name}.to_dense() makes one")
     if not x.is_floating_point():
-        raise ValueError(f"x must be floating point, the features of tokens, got {x.dtype}; nn.Embedding makes them")
+        raise ValueError(
+            f"{name} must be floating point, the features of tokens, got {x.dtype}; nn.Embedding makes them"
+        )
 
 
 def check_gates(name: str, gates: Any, q: Tensor) -> None:

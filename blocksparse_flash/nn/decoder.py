@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.checks import listed
 from ..layout import BlockLayout
-from .arguments import positive_int, probability
+from .arguments import check_input, positive_int, probability
 from .kv_cache import KVCache, check_is_cache
-from .layers import SelfAttention, check_block_input, check_widths, listed_blocks
+from .layers import SelfAttention, check_widths
 from .positions import RotaryTable
 
 
@@ -61,7 +62,8 @@ class DecoderBlock(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths, positions and cache as SelfAttention."""
-        check_block_input(x, self.attention.embed_dim)
+        # before the norm computes
+        check_input(x, self.attention.embed_dim, may_be_jagged=True)
         if cache is None:
             return self._transform(x, kv_lengths, positions, None)
         check_is_cache(cache)
@@ -93,13 +95,10 @@ class Decoder(nn.Module):
 
     def __init__(self, blocks: Iterable[DecoderBlock]) -> None:
         super().__init__()
-        listed = listed_blocks(blocks, "DecoderBlock")
-        for block in listed:
-            if not isinstance(block, DecoderBlock):
-                raise TypeError(f"blocks must be DecoderBlocks, got {type(block).__name__}")
-        check_widths(listed)
-        self.blocks = nn.ModuleList(listed)
-        self.norm = nn.RMSNorm(listed[0].attention.embed_dim)
+        found: list[Any] = listed(blocks, DecoderBlock, "blocks")
+        check_widths(found)
+        self.blocks = nn.ModuleList(found)
+        self.norm = nn.RMSNorm(found[0].attention.embed_dim)
 
     def new_caches(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> list[KVCache]:
         """An empty KVCache for each block.

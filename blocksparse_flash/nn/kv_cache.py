@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import layout_crops
+from .. import layout_crops, validation
 from ..layout import BlockLayout
 from .arguments import check_tensor, positive_int
 
@@ -152,11 +152,8 @@ class KVCache:
         name    of the argument, for the message
         tensor  None: the layer has none
         """
-        if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(
-                f"a cache holds no gradients, but gradients are enabled and {name} needs one: call the layer under "
-                "torch.no_grad() or torch.inference_mode(), or train without a cache"
-            )
+        if tensor is not None:
+            validation.check_no_gradient(name, tensor)
 
     def claim(self, layer: Any) -> None:
         """Records the layer that uses this cache; ValueError if the cache holds tokens of another layer.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .. import packed
-from ..blocks.checks import boolean
+from ..blocks.checks import boolean, listed
 from ..functional import attention
 from ..layout import BlockLayout
 from ..validation import check_device, checked_softcap
@@ -328,25 +328,10 @@ class EncoderBlock(nn.Module):
         self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None
     ) -> Tensor:
         """x (batch, length, embed_dim) to the same shape; kv_lengths and positions as SelfAttention."""
-        check_block_input(x, self.attention.embed_dim)
+        # before the norm computes
+        check_input(x, self.attention.embed_dim, may_be_jagged=True)
         x = x + self.dropout(self.attention(self.attention_norm(x), kv_lengths, positions))
         return x + self.dropout(self.dense(self.dense_norm(x)))
-
-
-def check_block_input(x: Any, embed_dim: int) -> None:
-    """Checks the input of a block before its norm does; that of attention checks jagged tensors."""
-    if not packed.is_jagged(x):
-        check_input(x, embed_dim)
-
-
-def listed_blocks(blocks: Any, kind: str) -> list[Any]:
-    """The blocks of a stack, at least one."""
-    if not isinstance(blocks, Iterable):
-        raise TypeError(f"blocks must be {kind}s in a list, got {type(blocks).__name__}")
-    found = list(blocks)
-    if not found:
-        raise ValueError("blocks must be one or more, got none")
-    return found
 
 
 def check_widths(blocks: Sequence[Any]) -> None:
@@ -369,13 +354,13 @@ class Encoder(nn.Module):
 
     def __init__(self, blocks: Iterable[EncoderBlock]) -> None:
         super().__init__()
-        listed = listed_blocks(blocks, "EncoderBlock")
-        for block in listed:
+        found: list[Any] = listed(blocks, nn.Module, "blocks")
+        for block in found:
             if not hasattr(block, "attention"):
                 raise TypeError(f"blocks must have an attention, as EncoderBlock has, got {type(block).__name__}")
-        check_widths(listed)
-        self.blocks = nn.ModuleList(listed)
-        self.norm = nn.LayerNorm(listed[0].attention.embed_dim)
+        check_widths(found)
+        self.blocks = nn.ModuleList(found)
+        self.norm = nn.LayerNorm(found[0].attention.embed_dim)
 
     def forward(
         self, x: Tensor, kv_lengths: Tensor | None = None, positions: Tensor | RotaryTable | None = None

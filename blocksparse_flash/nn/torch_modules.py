@@ -11,9 +11,8 @@ from torch.nn.functional import linear
 
 from ..blocks.checks import boolean
 from ..functional import attention
-from ..packed import is_jagged
 from ..runtime import tracing
-from .arguments import Layout, check_tensor, checked_layout, positive_int, probability
+from .arguments import Layout, check_features, checked_layout, positive_int, probability
 from .layout_buffers import HoldsLayout
 
 
@@ -48,16 +47,6 @@ def _lengths(key_padding_mask: Tensor, batch: int, kv_len: int) -> Tensor:
 def _check_heads(names: tuple[str, str], embed_dim: Any, num_heads: Any) -> None:
     if positive_int(names[0], embed_dim) % positive_int(names[1], num_heads):
         raise ValueError(f"{names[0]} must be a multiple of {names[1]}={num_heads}, got {embed_dim}")
-
-
-def _check_input(name: str, x: Any) -> None:
-    """Refuses what neither projections nor attention take."""
-    check_tensor(name, x)
-    if x.layout not in (torch.strided, torch.jagged) or (x.is_nested and not is_jagged(x)):
-        kind = "nested tensor that is not jagged" if x.is_nested else f"{x.layout} one"
-        raise ValueError(f"{name} must be a dense tensor or a nested one of layout torch.jagged, got a {kind}")
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be floating point, the features of tokens, got {x.dtype}")
 
 
 def _pair_bias(attn_mask: Tensor, heads: int, q: Tensor, k: Tensor) -> Tensor:
@@ -167,7 +156,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         if key_padding_mask is not None and kv_lengths is not None:
             raise ValueError("key_padding_mask and kv_lengths describe the same padding: give one of them")
         for name, given in (("query", query), ("key", key), ("value", value)):
-            _check_input(name, given)
+            check_features(name, given, may_be_jagged=True)
         if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
             raise ValueError(
                 "query, key and value must all have 3 axes (2 without a batch), got "

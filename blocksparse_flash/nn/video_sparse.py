@@ -14,7 +14,7 @@ from .. import validation
 from ..functional import attention
 from ..layout import BlockLayout
 from ..runtime import tracing
-from .arguments import check_dense_input, check_gates, check_positions, check_tensor, positive_int
+from .arguments import check_features, check_gates, check_positions, check_tensor, positive_int
 from .layers import SelfAttention
 from .positions import RotaryTable
 
@@ -194,7 +194,7 @@ class VideoSparseAttention(nn.Module):
                    None is the row-major index
         raises     TypeError, ValueError
         """
-        check_dense_input(x)
+        check_features("x", x)
         if x.dim() != 3 or x.shape[1] != len(self.order):
             raise ValueError(
                 f"x must have shape (batch, {len(self.order)} tokens of the grid, embed_dim), got {tuple(x.shape)}"

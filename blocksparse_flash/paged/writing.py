@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import validation
 from ..runtime import tracing
 from .checks import check_lists, check_new_tokens, check_tensors
 
@@ -32,12 +33,8 @@ def append_to_pages(
     """
     check_new_tokens(k, v)
     check_tensors(k, k_pages, v_pages, "k")
-    for name, new in (("k", k), ("v", v)):
-        if torch.is_grad_enabled() and new.requires_grad:
-            raise ValueError(
-                f"a cache holds no gradients, but gradients are enabled and {name} needs one: call append_to_pages "
-                "under torch.no_grad() or torch.inference_mode()"
-            )
+    validation.check_no_gradient("k", k)
+    validation.check_no_gradient("v", v)
     batch, kv_heads, tokens, _ = k.shape
     n_pages, cache_heads, page, v_dim = v_pages.shape
     if kv_heads != cache_heads or v.shape != (batch, kv_heads, tokens, v_dim) or v.dtype != k.dtype:

@@ -92,7 +92,7 @@ class LayoutPlans(StoredBlocks):
 
     def _check_plan(self, device: torch.device | str | int, causal: bool, tile: int) -> None:
         """Refuses tiles that no plan has and, while torch.compile traces, plans that were not made before."""
-        resolved(device)
+        device = resolved(device)
         if isinstance(tile, float) or tile not in (TILE, FINE_TILE, PIECE):
             raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {PIECE} tokens, got {tile!r}")
         # list entries of tiles of 64 x 64 have 24 bits for a tile index
@@ -100,11 +100,11 @@ class LayoutPlans(StoredBlocks):
             raise ValueError(
                 f"tile must be {TILE} for more than 2**30 tokens, got {tile} for {self.q_len} x {self.kv_len} tokens"
             )
-        if torch.compiler.is_compiling() and (resolved(device), causal, tile) not in self._cache["plans"]:
+        if torch.compiler.is_compiling() and (device, causal, tile) not in self._cache["plans"]:
             which, options = (f" with tile={tile}", f", tile={tile}") if tile != TILE else ("", "")
             call, causality = f"plan(q.device{options}" if options else "to(q.device", ", causal=True" if causal else ""
             raise ValueError(
-                f"layout has no plan{which} for {resolved(device)} and torch.compile cannot make one: call "
+                f"layout has no plan{which} for {device} and torch.compile cannot make one: call "
                 f"layout.{call}{causality}) before"
             )
 

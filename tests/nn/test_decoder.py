@@ -106,13 +106,13 @@ def test_blocks_that_share_a_layer_need_a_cache_each() -> None:
         ),
         (lambda: DecoderBlock(SelfAttention(8, 2, causal=True), hidden_dim=0), ValueError, "hidden_dim must be 1"),
         (lambda: DecoderBlock(SelfAttention(8, 2, causal=True), dropout_p=2.0), ValueError, "dropout_p must be from 0"),
-        (lambda: Decoder([]), ValueError, "blocks must be one or more"),
+        (lambda: Decoder([]), ValueError, "blocks must hold at least one DecoderBlock, got none"),
         (
             lambda: Decoder(DecoderBlock(SelfAttention(width, 2, causal=True)) for width in (8, 16)),
             ValueError,
             r"blocks must have the same embed_dim, got \[8, 16\]",
         ),
-        (lambda: Decoder([torch.nn.Linear(4, 4)]), TypeError, "blocks must be DecoderBlocks, got Linear"),
+        (lambda: Decoder([torch.nn.Linear(4, 4)]), TypeError, "blocks must be DecoderBlocks in a list, got Linear"),
         (lambda: Decoder(torch.nn.Linear(4, 4)), TypeError, "blocks must be DecoderBlocks in a list, got Linear"),
         (
             lambda: DecoderBlock(SelfAttention(8, 2, causal=True))(torch.zeros(1, 5, 4)),

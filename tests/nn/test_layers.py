@@ -464,7 +464,7 @@ def test_positions_that_do_not_fit_are_refused() -> None:
             TypeError,
             r"attention must be .* takes \(x, kv_lengths, positions\), .* got MultiheadAttention",
         ),
-        (lambda: Encoder(EncoderBlock(module())), TypeError, "blocks must be EncoderBlocks in a list, got EncoderB"),
+        (lambda: Encoder(EncoderBlock(module())), TypeError, "blocks must be Modules in a list, got EncoderBlock"),
         (lambda: Encoder([EncoderBlock(module())])(None), TypeError, "x must be a torch.Tensor, got NoneType"),
         (
             lambda: Encoder([EncoderBlock(module())])(tokens()[..., :8]),
@@ -537,7 +537,7 @@ def test_dropout_of_features_is_for_training() -> None:
 
 
 def test_an_encoder_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="blocks must be one or more"):
+    with pytest.raises(ValueError, match="blocks must hold at least one Module, got none"):
         Encoder([])
 
 

@@ -1477,9 +1477,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             CACHED,
         ),
         (
-            "nn/kv_cache.py",
-            "if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:",
-            "if tensor is not None and torch.is_grad_enabled() and tensor.is_cuda:",
+            "validation.py",
+            "if torch.is_grad_enabled() and tensor.requires_grad:",
+            "if torch.is_grad_enabled() and tensor.is_cuda:",
             CACHED,
         ),
         ("nn/layers.py", "self.project(x, positions, first=cache.length)", "self.project(x, positions)", CACHED),
