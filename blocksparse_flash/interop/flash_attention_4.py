@@ -56,9 +56,9 @@ def to_flash_attention_4(layout: BlockLayout) -> FlashAttention4Mask:
     """FlashAttention-4's block-sparse tensors of a layout, on its device, O(nnz) but for aux_tensors.
 
     Partial blocks need a mask_mod, a CuTe function that the caller compiles. With table, bitmasks = aux_tensors, int32
-    (batch | 1, heads | 1, n_rows, n_cols) and (distinct, block_q, words), it computes
+    (batch | 1, heads | 1, n_rows, n_cols) and (2 + distinct, block_q, words), it computes
 
-        i = table[b or 0, h or 0, q // block_q, kv // block_kv]          -1 full, -2 empty
+        i = table[b or 0, h or 0, q // block_q, kv // block_kv]          0 empty, 1 full
         attends = bitmasks[i, q % block_q, kv % block_kv // 32] >> (kv % block_kv % 32) & 1
 
     `interop.kv_lists.mask_mod_of` does the same in torch. FlashAttention-4 restricts block_size by GPU (sm90: block_kv

@@ -58,7 +58,8 @@ def to_flex_attention(layout: BlockLayout) -> BlockMask:
 
     Full blocks go to full_kv_*, partial and ragged blocks to kv_*, as in create_block_mask. mask_mod reads the bitmasks
     of the layout and is valid for every pair, since FlexAttention without torch.compile evaluates it for all of them.
-    The format takes O(n_rows * n_cols) memory, a layout O(nnz).
+    The format takes O(n_rows * n_cols) memory, a layout O(nnz). Move the layout to the device of q before, not the
+    BlockMask after: BlockMask.to does not move the tensors that mask_mod reads.
 
     layout   any layout with queries and keys; batch and head axes of size 1 stay shared
     returns  BlockMask with BLOCK_SIZE = layout.block_size; FlexAttention's kernels may require multiples of their tile,

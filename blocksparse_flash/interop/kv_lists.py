@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..blocks import block_list, checks, predicates
-from ..blocks.block_list import FULL, Array, Frame, Size
+from ..blocks.block_list import EMPTY, FULL, Array, Frame, Size
 from ..layout import BlockLayout
 from .block_arrays import blocks_of, host
 
@@ -59,21 +59,21 @@ def _padded(keys: Array, frame: Frame, width: int | None, device: torch.device) 
 def block_table(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """(table, bitmasks) that find any pair of a layout by its position, on the layout's device.
 
-    table     int32 (batch, heads, n_rows, n_cols): -1 full, -2 empty, or an index into bitmasks
-    bitmasks  int32 (distinct, block_q, words), at least one
+    table     int32 (batch, heads, n_rows, n_cols): index into bitmasks
+    bitmasks  int32 (2 + distinct, block_q, words): of an empty block, of a full block, then of partial blocks
     """
     found, frame = blocks_of(layout)
-    words = found.bitmasks if len(found.bitmasks) else np.zeros((1, *found.bitmasks.shape[1:]), np.uint32)
+    one = 1, *found.bitmasks.shape[1:]
+    # in the order of EMPTY and FULL, which are -2 and -1
+    words = np.concatenate([np.zeros(one, np.uint32), np.full(one, 2**32 - 1, np.uint32), found.bitmasks])
     if max(frame.n_blocks, words.size) >= 2**31:
         raise ValueError(
             f"layout must have fewer than 2**31 blocks, stored or not, and words of bitmasks, to be found by position, "
             f"got {frame.n_blocks} and {words.size}: use a larger block_size, or convert fewer heads at a time"
         )
-    table = np.full((frame.batch, frame.heads, frame.n_rows, frame.n_cols), block_list.EMPTY, np.int32)
-    table.reshape(-1)[found.keys] = found.ids
-    # a copy, since the words are those of the layout
-    bitmasks = torch.from_numpy(words.view(np.int32).copy())
-    return torch.from_numpy(table).to(layout.device), bitmasks.to(layout.device)
+    table = np.zeros((frame.batch, frame.heads, frame.n_rows, frame.n_cols), np.int32)
+    table.reshape(-1)[found.keys] = found.ids - EMPTY
+    return torch.from_numpy(table).to(layout.device), torch.from_numpy(words.view(np.int32)).to(layout.device)
 
 
 def mask_mod_of(layout: BlockLayout) -> MaskMod:
@@ -90,8 +90,8 @@ def mask_mod_of(layout: BlockLayout) -> MaskMod:
         place = (q_pos // block_q) * n_cols + kv_pos // block_kv
         index = table[batch * batch_step + head * head_step + place]
         key = kv_pos % block_kv
-        word = bitmasks[(index.clamp(min=0) * block_q + q_pos % block_q) * words + key // 32]
-        return (index == FULL) | ((index >= 0) & (((word >> (key % 32)) & 1) == 1))
+        word = bitmasks[(index * block_q + q_pos % block_q) * words + key // 32]
+        return ((word >> (key % 32)) & 1) == 1
 
     return mask_mod
 
