@@ -133,16 +133,26 @@ def _ours(case: Case, device: str) -> Call:
 def _flex(case: Case, device: str) -> Call | None:
     if case.page_size:
         return None
-    layout = case.layout()
-    mask = _every_block(case, device) if layout is None else interop.to_flex_attention(layout).to(device)
-    return functools.partial(compiled_flex(), block_mask=mask, enable_gqa=True)
+    return functools.partial(compiled_flex(), block_mask=_block_mask(case, device), enable_gqa=True)
 
 
-def _every_block(case: Case, device: str) -> BlockMask:
-    """All keys in full blocks: without a BlockMask, FlexAttention makes one block of 2^30 keys."""
-    every = torch.ones(-(-case.q_len // BLOCK), case.kv_len // BLOCK, dtype=torch.bool, device=device)
-    lists = *flex_lists(~every), *flex_lists(every)
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, seq_lengths=(case.q_len, case.kv_len))
+def _block_mask(case: Case, device: str) -> BlockMask:
+    """The mask of a case; without a BlockMask, FlexAttention makes one block of 2^30 keys."""
+    layout, pairs = case.layout(), None
+    every = torch.ones(1, case.kv_len // BLOCK, dtype=torch.bool, device=device)
+    made = BlockMask.from_kv_blocks(*flex_lists(~every), *flex_lists(every), BLOCK_SIZE=BLOCK)
+    if layout is not None:
+        made, table = interop.to_flex_attention(layout.to(device)), layout.to_dense().reshape(-1).to(device)
+
+        def pairs(_batch: Tensor, _head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+            return table[q_pos * case.kv_len + kv_pos]
+
+    lists = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
+    # a block has the queries of all heads of a KV head, which FlexAttention puts into one tile
+    rows = max(BLOCK, HEADS // KV_HEADS * case.q_len)
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=(rows, BLOCK), mask_mod=pairs, seq_lengths=(case.q_len, case.kv_len)
+    )
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:

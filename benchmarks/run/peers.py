@@ -167,7 +167,7 @@ def flex_mask(pattern: Pattern, device: str) -> Any:
     if pattern.block_size % BLOCK:
         layout = pattern.layout()
         assert layout is not None
-        return interop.to_flex_attention(layout.with_block_size(BLOCK)).to(device)
+        return interop.to_flex_attention(layout.with_block_size(BLOCK).to(device))
     diagonal = np.eye(len(pattern.blocks), dtype=bool) & pattern.causal
     causal_pairs = (lambda b, h, q, kv: q >= kv) if pattern.causal else None
     partial, full = (torch.from_numpy(blocks).to(device) for blocks in (diagonal, pattern.blocks & ~diagonal))

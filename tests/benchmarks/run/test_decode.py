@@ -94,17 +94,20 @@ def test_ours_and_flex_are_given_the_same_mask() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_is_given_blocks_of_a_dense_call_too() -> None:
-    case = Case(1, 3, 512, "dense")
-    flex = benchmark._flex(case, "cpu")
+@pytest.mark.parametrize(("q_len", "rows"), [(3, 128), (64, 256)])
+@pytest.mark.parametrize("pattern", ["dense", "sparse"])
+def test_flex_computes_with_its_blocks_what_attention_does(pattern: str, q_len: int, rows: int) -> None:
+    case = Case(1, q_len, 2048, pattern)
+    flex, layout = benchmark._flex(case, "cpu"), case.layout()
     assert flex is not None
     mask = flex.keywords["block_mask"]
-    assert (
-        mask.BLOCK_SIZE == (128, 128) and mask.full_kv_num_blocks.tolist() == [[[4]]] and not mask.kv_num_blocks.any()
-    )
+    assert mask.BLOCK_SIZE == (rows, 128)
+    if layout is None:
+        assert mask.full_kv_num_blocks.tolist() == [[[16]]] and not mask.kv_num_blocks.any()
     q, k, v = benchmark.inputs(case, "cpu")
     found = flex_attention(q, k, v, **flex.keywords)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    pairs = None if layout is None else layout.to_dense()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
