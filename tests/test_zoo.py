@@ -334,7 +334,7 @@ def score_mods(layout: Layout, call: Call, dtype: torch.dtype, device: torch.dev
 
 
 @lru_cache(maxsize=64)
-def blocks_of(layout: Layout) -> Tensor | None:
+def blocks_of(layout: Layout) -> plain.BlockOfPairs | None:
     return plain.block_of_pairs(layout.build()) if isinstance(layout, cases.Case) else None
 
 

@@ -105,7 +105,7 @@ def trained_mods(call: Call, mods: Iterable[str]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=32)
-def _blocks(call: Call) -> Tensor | None:
+def _blocks(call: Call) -> plain.BlockOfPairs | None:
     layout = call.layout()
     return plain.block_of_pairs(layout) if layout is not None and call.variant.has_bias else None
 
@@ -128,9 +128,7 @@ def expected(
         mask = None if mask is None else F.pad(mask, (0, 0, more_rows, 0))
         if variant.has_pairs:
             options = options | {"pair_bias": F.pad(options["pair_bias"], (0, 0, more_rows, 0))}
-        blocks = (
-            None if blocks is None or layout is None else F.pad(blocks, (0, 0, more_rows, 0), value=layout.capacity)
-        )
+        blocks = None if blocks is None else blocks._replace(more_rows=more_rows)
 
     def results(dtype: torch.dtype) -> list[list[Tensor]]:
         wide = torch.promote_types(dtype, torch.float32)

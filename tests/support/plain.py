@@ -16,10 +16,11 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blocksparse_flash import BlockLayout, reference
@@ -28,23 +29,37 @@ ORDERS = 4
 ROUNDINGS = 8
 
 
-def block_of_pairs(layout: BlockLayout) -> Tensor:
-    """Index of the stored block of each pair, int64 (batch | 1, heads | 1, q_len, kv_len); layout.capacity if none."""
-    (block_q, block_kv), capacity = layout.block_size, layout.capacity
-    found = torch.full(layout.shape, capacity)
+class BlockOfPairs(NamedTuple):
+    """The stored block of each pair.
+
+    index       int64 (batch | 1, heads | 1, n_rows, n_cols): the block, or layout.capacity if it is not stored
+    block_size  (block_q, block_kv)
+    lengths     (q_len, kv_len)
+    more_rows   queries in front that are in no block
+    """
+
+    index: Tensor
+    block_size: tuple[int, int]
+    lengths: tuple[int, int]
+    more_rows: int = 0
+
+
+def block_of_pairs(layout: BlockLayout) -> BlockOfPairs:
+    index = torch.full((*layout.shape[:2], layout.n_rows, layout.n_cols), layout.capacity)
     for batch, head in torch.cartesian_prod(*map(torch.arange, layout.shape[:2])).tolist():
         for row, (begin, end) in enumerate(layout.indptr[batch, head].unfold(0, 2, 1).tolist()):
-            for block in range(begin, end):
-                col = int(layout.indices[block])
-                rows = slice(row * block_q, (row + 1) * block_q)
-                found[batch, head, rows, col * block_kv : (col + 1) * block_kv] = block
-    return found
+            index[batch, head, row, layout.indices[begin:end].long()] = torch.arange(begin, end)
+    return BlockOfPairs(index, layout.block_size, layout.shape[2:])
 
 
-def bias_of_pairs(block_bias: Tensor, blocks: Tensor) -> Tensor:
-    """Block bias as a bias of pairs, broadcastable to (batch, heads, q_len, kv_len); `blocks` from block_of_pairs."""
-    padded = torch.nn.functional.pad(block_bias, (0, 1))
-    return padded[blocks.to(padded.device)] if padded.dim() == 1 else padded[..., blocks[0, 0].to(padded.device)]
+def bias_of_pairs(block_bias: Tensor, blocks: BlockOfPairs) -> Tensor:
+    """Block bias as a bias of pairs, broadcastable to (batch, heads, q_len, kv_len)."""
+    padded, index = F.pad(block_bias, (0, 1)), blocks.index.to(block_bias.device)
+    of_blocks = padded[index] if padded.dim() == 1 else padded[..., index[0, 0]]
+    (block_q, block_kv), (q_len, kv_len) = blocks.block_size, blocks.lengths
+    # not an index for each pair, whose gradient takes minutes in deterministic mode: PyTorch adds repeats one by one
+    pairs = of_blocks[..., :, None, :, None].expand(*of_blocks.shape[:-1], block_q, of_blocks.shape[-1], block_kv)
+    return F.pad(pairs.flatten(-4, -3).flatten(-2)[..., :q_len, :kv_len], (0, 0, blocks.more_rows, 0))
 
 
 @contextlib.contextmanager
@@ -64,7 +79,7 @@ def results(
     mask: Tensor | None = None,
     *,
     score_mods: Mapping[str, Tensor] | None = None,
-    blocks: Tensor | None = None,
+    blocks: BlockOfPairs | None = None,
     roundings: Sequence[int] | None = None,
     **options: Any,
 ) -> list[list[Tensor]]:
@@ -140,7 +155,7 @@ def _by_both_methods(
     mask: Tensor | None,
     other_outs: list[Tensor | int],
     score_mods: Mapping[str, Tensor],
-    blocks: Tensor | None,
+    blocks: BlockOfPairs | None,
     **options: Any,
 ) -> list[list[Tensor]]:
     """Results by autograd, by the backward of FlashAttention, and by the latter with other values of out."""
@@ -164,7 +179,7 @@ def _by_both_methods(
     return found
 
 
-def _reference_options(score_mods: Mapping[str, Tensor], blocks: Tensor | None) -> dict[str, Tensor]:
+def _reference_options(score_mods: Mapping[str, Tensor], blocks: BlockOfPairs | None) -> dict[str, Tensor]:
     """Score mods as options of reference.attention, which takes a bias of pairs instead of block_bias."""
     options = dict(score_mods)
     if blocks is not None and "block_bias" in options:
@@ -180,7 +195,7 @@ def _by_flash_attention(
     dlse: Tensor,
     mask: Tensor | None,
     score_mods: Mapping[str, Tensor],
-    blocks: Tensor | None,
+    blocks: BlockOfPairs | None,
     *,
     softcap: float | None = None,
     scale: float | None = None,
