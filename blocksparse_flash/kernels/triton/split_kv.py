@@ -25,6 +25,7 @@ from ...runtime.launch import Config, Launch, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of, specs_of
 from ...score_mods import Scores
 from ..arguments import (
+    TILE,
     Options,
     PlanSpecs,
     columns_of_values,
@@ -338,8 +339,8 @@ def division_of(
     n_blocks = -(-packed * q_len // chosen.block_q)
     n_programs = batch * heads // packed * n_blocks
     n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // options.tile)
-    # blocks of 128 rows get at least two tiles per split, to repay writing and reading 4 bytes per value
-    n_worth = n_tiles // max(1, chosen.block_q // 64)
+    # at least 128 keys per split, and two tiles with 128 rows, to repay writing and reading 4 bytes per value
+    n_worth = n_tiles // max(1, TILE // options.tile, chosen.block_q // 64)
     return Division(chosen, dim_v, packed, n_blocks, n_programs, num_splits(n_worth, n_programs, n_sms))
 
 

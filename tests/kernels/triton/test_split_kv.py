@@ -286,6 +286,26 @@ def test_num_splits_fills_the_gpu(n_tiles: int, n_programs: int, n_sms: int, exp
     assert split_kv.num_splits(n_tiles, n_programs, n_sms) == expected
 
 
+@pytest.mark.parametrize(
+    ("tile", "q_len", "expected"),
+    [
+        # 23 tiles of 128 keys, or as many keys in 46 tiles of 64; 4, 64 and 256 rows that share them
+        (128, 1, 23),
+        (64, 1, 23),
+        (128, 16, 23),
+        (64, 16, 23),
+        (128, 64, 11),
+        (64, 64, 23),
+    ],
+)
+def test_a_split_has_128_keys_or_more_and_two_tiles_for_128_rows(tile: int, q_len: int, expected: int) -> None:
+    q, n_tiles = torch.empty(1, 32, q_len, 128, dtype=BFLOAT16), 23 * 128 // tile
+    options = split_kv.options_of(q, [], 1.0, False, 0.0)._replace(tile=tile, major=9, shared_memory=232448)
+    shapes = q.shape, (1, 8, 1 << 14, 128)
+    found = split_kv.division_of(shapes, 2, (1, 1, 1, 8), n_tiles, options, 132)
+    assert found.n_splits == expected
+
+
 def test_no_layout_of_the_zoo_is_split() -> None:
     """Hence the layouts of this file: those of the zoo have too many queries."""
     assert not any(
