@@ -132,12 +132,12 @@ def section(lines: pd.DataFrame) -> str:
             shown.append({**line, "ratio": "-" if pd.isna(dense) else f"{ratio:.2f}"})
     columns = {
         "model": "{model}", "tokens": "{n:,}", "arm": "{pattern}", "attention": "{provider}", "ms": "{ms:.1f}",
-        "tokens/s": "{tokens_per_s:,.0f}", "times the fastest dense": "{ratio}", "peak GB": "{memory}",
+        "tokens/s": "{tokens_per_s:,.0f}", "speed-up over the fastest dense": "{ratio}", "peak GB": "{memory}",
         "measured on": "{device}, {commit}",
     }  # fmt: skip
     return joined(
-        "Tokens per second of a training step (`python -m benchmarks.lm steps`): medians of wall-clock times, in turns "
-        f"in one process, torch {' and '.join(sorted({*lines['torch']}))}. Peak memory is in addition to weights, "
-        "gradients and the state of AdamW.",
+        "Tokens per second of a training step (`python -m benchmarks.lm steps`): medians of wall-clock times, "
+        f"interleaved in one process, torch {' and '.join(sorted({*lines['torch']}))}. Peak memory is in addition to "
+        "weights, gradients and the state of AdamW.",
         listing(pd.DataFrame(shown), columns),
     )

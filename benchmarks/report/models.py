@@ -162,8 +162,8 @@ def _selection_layers(lines: pd.DataFrame) -> str:
         return ""
     first = lines.iloc[0]
     return joined(
-        f"Layers with {first['heads']} query heads on {first['kv_heads']:.0f} of dimension {first['head_dim']}, width "
-        "2,048 and rotary positions: milliseconds of forward and backward, in brackets the speed-up over "
+        f"Layers with {first['heads']} query and {first['kv_heads']:.0f} KV heads of dimension {first['head_dim']}, "
+        "width 2,048 and rotary positions: milliseconds of forward and backward, in brackets the speed-up over "
         "`SelfAttention`, which is dense and causal. A token selects 16 blocks of 64 and has a window of 512 (NSA), 8 "
         "blocks of 256 (MoBA), or 16 blocks of 128, with the loss of the indexer (shared index).",
         table(["tokens", *map(code, names)], rows),
@@ -247,7 +247,7 @@ def packed_steps(lines: pd.DataFrame) -> str:
     baselines = ("transformers flex_attention", "transformers flash_attention_2", "torch varlen_attn")
     missing = [name for name in baselines if name not in set(packed["provider"])]
     return joined(
-        "Training steps of a model shaped like Llama (8 layers of width 2,048, 16 heads on 4) on "
+        "Training steps of a model shaped like Llama (8 layers of width 2,048, 16 query and 4 KV heads) on "
         f"{first['n']:,} tokens of packed documents of unequal lengths, bf16, one {first['device']}, commit "
         f"{first['commit']}, {measurements.versions(packed, 'torch', 'transformers')}. Milliseconds, in brackets the "
         "time divided by ours. `sdpa` gets a dense mask. Timing was interleaved.",
@@ -310,10 +310,10 @@ def memory(lines: pd.DataFrame) -> str:
                 {
                     "tokens": f"{n:,}", "standard, MB": f"{standard / 1e6:,.0f}",
                     **{
-                        f"{line.backend}, MB (times less)": f"{line.peak_bytes / 1e6:,.0f} "
+                        f"{line.backend}, MB (ratio)": f"{line.peak_bytes / 1e6:,.0f} "
                         f"({standard / line.peak_bytes:.1f})" for line in ours.itertuples()
                     },
-                    "times less in the paper": f"{in_paper[0][0] / in_paper[1][0]:.1f}" if in_paper[0] else "-",
+                    "ratio in the paper": f"{in_paper[0][0] / in_paper[1][0]:.1f}" if in_paper[0] else "-",
                 }
             )  # fmt: skip
     if not rows:
@@ -322,8 +322,8 @@ def memory(lines: pd.DataFrame) -> str:
     return joined(
         f"Peak memory of forward and backward of dense attention alone, batch {first['batch']}, {first['heads']} heads "
         f"of dimension {first['head_dim']}, {first['device']}, `python -m benchmarks.lra speed`, commit "
-        f"{first['commit']}. `standard` keeps the score matrix in memory. In parentheses: how many times less memory "
-        "this library takes. The last column has the same ratio from table 21 of the FlashAttention paper, in fp16 on "
+        f"{first['commit']}. `standard` keeps the score matrix in memory. In parentheses: memory of `standard` divided "
+        "by ours. The last column has this ratio from table 21 of the FlashAttention paper, in fp16 on "
         "an A100 with 40 GB (`-`: `standard` ran out of memory).",
         listing(pd.DataFrame(rows), {name: f"{{{name}}}" for name in rows[0]}),
     )

@@ -4,7 +4,7 @@ A block list is three arrays:
     keys      int64 (nnz,), strictly ascending: (batch_head * n_rows + row) * n_cols + col, where
               batch_head = batch * heads + head
     ids       int32 (nnz,): FULL, or index of the bitmask
-    bitmasks  uint32 (distinct, block_q, ceil(block_kv / 32)), key 0 in the lowest bit
+    bitmasks  uint32 (distinct, block_q, ceil(block_kv / 32)), key 0 of the block in the lowest bit
 
 It is canonical if no stored block is empty, a block is FULL exactly when all its existing pairs attend (a ragged last
 block has only the pairs inside the lengths), bits of pairs that do not exist are 0, and bitmasks are distinct, used,
@@ -122,7 +122,7 @@ def no_bitmasks(block_size: Size) -> Array:
 
 
 def pack(bits: Array) -> Array:
-    """bool (..., block_q, block_kv) -> uint32 (..., block_q, ceil(block_kv / 32)), key 0 in the lowest bit."""
+    """bool (..., block_q, block_kv) -> uint32 (..., block_q, ceil(block_kv / 32)), the first key in the lowest bit."""
     octets = np.packbits(bits, axis=-1, bitorder="little")
     missing = -octets.shape[-1] % 4
     if missing:

@@ -5,10 +5,10 @@
                 process (up to rounding for rows that a kernel splits)
     backward    returns dk and dv of received tokens to their owners, which add them in rank order and in float32
 
-With scheme="all_gather" every rank sends all its keys once, by that collective; the rest is the same. Rows that need no
-received keys are computed while messages travel, if there are many. Heads are split into chunks with a message each, so
-that one chunk travels while another is computed. The waits are inside the operator, where neither autograd nor a
-compiler can move them. Rows that reach most keys may use pass_q.py instead.
+This is scheme="exchange". With scheme="all_gather" every rank sends all its keys once, by that collective; the rest is
+the same. Rows that need no received keys are computed while messages travel, if there are many. Heads are split into
+chunks with a message each, so that one chunk travels while another is computed. The waits are inside the operator,
+where neither autograd nor a compiler can move them. Rows that reach most keys may use pass_q.py instead.
 """
 
 from __future__ import annotations

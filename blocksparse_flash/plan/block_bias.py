@@ -1,4 +1,4 @@
-"""Index between stored blocks and the cells of a plan's tiles, for `block_bias`; biases from and to dense form.
+"""Mapping between stored blocks and the cells of a plan's tiles, for `block_bias`; biases from and to dense form.
 
 A bias has one number per stored block, in the order of the layout's `indices`. Tiles are cut into cells of
 gcd(128, side) tokens per side, so that each cell lies in one block, whatever the block size. Everything is computed on

@@ -1,6 +1,6 @@
 """Score mods of the Hopper kernels: softcap and ALiBi slopes before the mask, sinks in the epilogue; in base 2.
 
-Block bias is one number per tile of 128 x 128, so that it takes no instruction per score: the forward shifts the maxima
+Block bias is one number per tile of 128 x 128, so it takes no instruction per score: the forward shifts the maxima
 of rows by it (`online_softmax`), and the backward subtracts it from lse.
 """
 

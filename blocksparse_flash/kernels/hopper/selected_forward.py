@@ -9,7 +9,7 @@ rows per step:
     work item, k, v -> shared memory       wait for k and v
     q of a step -> shared memory           wait for q | s = q k^T, release q | softmax | out = p v | store out and lse
 
-The out of a step are partial results, one for each query block: normalized, rounded to q's dtype and written to a
+The outputs of a step are partial results, one for each query block: normalized, rounded to q's dtype and written to a
 workspace. triton/merge_selected.py combines those of each query block by their lse, as in split-KV. Query blocks are
 processed in rounds, two launches each, whose partial results fit into the workspace. Results are bitwise reproducible.
 

@@ -4,7 +4,7 @@ With p = exp(scale q k^T - lse), dp = dout v^T and delta = rowsum(dout * out) - 
     ds = p * (dp - delta)      dv = p^T dout      dk = scale ds^T q      dq = scale ds k
 Three launches: the preprocess (lse and delta of each query); dk and dv, one program per block of keys of a KV head,
 iterating over the tile column for each query head of the group; dq, one program per block of queries, iterating over
-the tile row. On Hopper one joint launch computes dk, dv and dq where that pays (`joint_pays`), at head_dim 128 always.
+the tile row. On Hopper one joint launch computes dk, dv and dq where that pays (`joint_pays`; always at head_dim 128).
 
 No atomics, 8 bytes of workspace per query and head, bitwise reproducible. Rows without keys (lse -inf) give zeros.
 Score mods are recomputed and differentiated; the dq launch also sums the gradients of slopes and block biases. The
