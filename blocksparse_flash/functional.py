@@ -113,6 +113,12 @@ def _packed(
     return packing
 
 
+def _for_backward(tensor: Tensor) -> Tensor:
+    """The tensor, or its copy if autograd cannot save it, since it was made in inference mode."""
+    is_refused = not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return tensor.clone() if is_refused else tensor
+
+
 def _drawn_seed(q: Tensor) -> Tensor:
     """A random dropout seed, int64 (1,): from the CPU's generator, or from that of q's device within CUDA graphs.
 
@@ -138,7 +144,7 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     if spec.dropout_p == 0:
         seed = None
     elif isinstance(seed, Tensor):
-        seed = seed.reshape(1)
+        seed = _for_backward(seed.reshape(1))
     elif seed is None:
         seed = _drawn_seed(q)
     else:
@@ -146,7 +152,7 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     if seed is not None and specs is None:
         (seed,) = tracing.as_graph_constants([seed], q)
     if kv_lengths is not None:
-        kv_lengths = kv_lengths.contiguous()
+        kv_lengths = _for_backward(kv_lengths.contiguous())
     if is_reference:
         with tracing.mode_of(q):
             mask, options = None if layout is None else _dense(layout, q), _for_reference(scores, layout)

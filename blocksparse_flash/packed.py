@@ -252,6 +252,15 @@ def _check_offsets(name: str, offsets: torch.Tensor, length: int, longest: int |
         )
 
 
+def _values_by_head(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a jagged tensor (batch, heads, tokens, head_dim), (heads, tokens of all sequences, head_dim)."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not tensor.is_inference():
+        # PyTorch makes no views here of jagged tensors from outside the mode
+        # PyTorch's stubs take _values for the method of sparse tensors
+        return tensor._values  # type: ignore[return-value]
+    return tensor.transpose(1, 2).values().transpose(0, 1)
+
+
 class Jagged(NamedTuple):
     """Jagged tensors as one packed sequence.
 
@@ -285,7 +294,7 @@ class Jagged(NamedTuple):
                 "v must have the sequences of k: make both with the same offsets, as "
                 "torch.nested.nested_tensor_from_jagged(values, k.offsets()) does"
             )
-        packed_q, packed_k, packed_v = (t.transpose(1, 2).values().transpose(0, 1)[None] for t in (q, k, v))
+        packed_q, packed_k, packed_v = (_values_by_head(t)[None] for t in (q, k, v))
         if packed_k.shape[2] != packed_v.shape[2]:
             raise ValueError(
                 f"v must have as many values as k, {packed_k.shape[2]} tokens in all, got {packed_v.shape[2]}: those "

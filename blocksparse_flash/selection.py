@@ -158,11 +158,7 @@ def selected_attention_with_lse(
         dispatch.decide(backend, q, k, v, dtype, None, "")
     if backend != "reference":
         tracing.refuse_transforms(backend, q, k, v, indices, bounds)
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        raise RuntimeError(
-            "selected_attention cannot be in a graph of torch.export or torch.jit, since each call makes a plan: leave "
-            "it out of the graph"
-        )
+    tracing.refuse_export("selected_attention")
     # symbolic sizes become constants: plans have fixed sizes
     heads, q_len, kv_heads, kv_len = map(int, (*q.shape[1:3], *k.shape[1:3]))
     # a block longer than the keys is cut to them, in whole tiles

@@ -385,3 +385,16 @@ def test_a_gpu_call_with_a_host_layout_is_planned_once(device):
     assert layout.plan(device) is layout.plan(device)
     expected = attention(**{name: value.cpu() for name, value in call.items()}, layout=layout)
     torch.testing.assert_close(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_and_seeds_from_inference_mode_can_be_saved_for_the_backward(backend: str) -> None:
+    with torch.inference_mode():
+        lengths, seed = torch.tensor([9, 4]), torch.tensor(3)
+    leaves = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+
+    def grads(lengths: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = attention(*leaves, kv_lengths=lengths, dropout_p=0.2, seed=seed, backend=backend)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    torch.testing.assert_close(grads(lengths, seed), grads(torch.tensor([9, 4]), torch.tensor(3)))

@@ -205,3 +205,13 @@ def test_jagged_beside_dense_tensors_are_refused():
     q, k = jagged((4, 6), 2, 8).transpose(1, 2), torch.randn(2, 2, 6, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"q must be a dense, .* make q, k and v all jagged"):
         attention(q, k, k)
+
+
+def test_tensors_from_outside_inference_mode_attend_in_it() -> None:
+    values, offsets = torch.randn(20, 2, 8), torch.tensor([0, 5, 20])
+    q = torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+    expected = attention(q, q, q, causal=True)
+    with torch.inference_mode():
+        found = attention(q, q, q, causal=True)
+        explain(q, q, q, causal=True)
+    torch.testing.assert_close(found.values(), expected.values())

@@ -115,6 +115,10 @@ def check_positions(positions: Any) -> None:
     if not isinstance(positions, Tensor):
         kind = type(positions).__name__
         raise TypeError(f"positions must be a tensor of numbers, got {kind}; torch.as_tensor(positions) makes one")
+    if positions.layout is not torch.strided:
+        raise ValueError(
+            f"positions must be a dense tensor, got a {positions.layout} one; positions.to_dense() makes one"
+        )
     if positions.is_complex():
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")
     if positions.dtype == torch.bool:

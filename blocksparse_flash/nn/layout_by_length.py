@@ -61,7 +61,10 @@ class LayoutByLength:
                 f"layout must be a BlockLayout while torch.compile traces, got {self!r}: give the module "
                 f"layout={self!r}(length), of one length, before compiling it"
             )
-        return self._kept(self.spec, tuple(length) if isinstance(length, list) else length, self.block_size)
+        # before the cache, which takes 200.0 for 200
+        if isinstance(length, (tuple, list)):
+            return self._kept(self.spec, tuple(checks.length(each, "length") for each in length), self.block_size)
+        return self._kept(self.spec, checks.length(length, "length"), self.block_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.spec, self.block_size, self.maxsize)

@@ -79,7 +79,7 @@ def mixture_of_block_attention(
     scale       of the attention scores; None is head_dim ** -0.5
     deterministic  as `attention`
     returns     (batch, heads, q_len, v_head_dim)
-    raises      TypeError, ValueError; RuntimeError under transforms of torch.func
+    raises      TypeError, ValueError; RuntimeError under transforms of torch.func, and in torch.export and torch.jit
 
     Selection, layout and plan are made on the device of q, without synchronization. The selection has no gradient.
     Without by_group, or with at most 2 query heads per KV head, a call on a GPU takes one bit of memory per pair and

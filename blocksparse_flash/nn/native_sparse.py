@@ -195,7 +195,7 @@ def native_sparse_attention(
     always      blocks that are always selected: the first ones, and the last ones up to the query's own
     scale       of the scores; None is head_dim ** -0.5
     returns     (batch, heads, length, v_head_dim)
-    raises      TypeError, ValueError; RuntimeError under transforms of torch.func
+    raises      TypeError, ValueError; RuntimeError under transforms of torch.func, and in torch.export and torch.jit
 
     Selection, layouts and plans are made on the device of q, without synchronization, except in the first call with
     each length. The selection has no gradient. torch.compile calls this function outside of its graphs (a graph break).
@@ -218,6 +218,7 @@ def native_sparse_attention(
     _check_lengths(branches, q, compressed_size, stride)
     _check_gates(gates, q)
     tracing.refuse_transforms(None, q, *compressed, *selected, *window, gates)
+    tracing.refuse_export("native_sparse_attention")
     sizes: dict[str, Any] = {"k_blocks": k_blocks, "block_size": block_size, "compressed_size": compressed_size}
     sizes |= {"stride": stride, "always": always}
     compressed_out, selected_out = _compressed_and_selected(

@@ -97,7 +97,7 @@ def shared_index_attention(
     scale       of the attention scores; None is head_dim ** -0.5
     with_loss   False skips the loss, which takes about as long as the attention
     returns     out (batch, heads, length, v_head_dim); and the loss, a scalar in float32 (float64 for float64), or None
-    raises      TypeError, ValueError; RuntimeError under transforms of torch.func
+    raises      TypeError, ValueError; RuntimeError under transforms of torch.func, and in torch.export and torch.jit
 
     P and Q are distributions over the selected tokens up to a query: P is the mean of the attention weights of the
     heads that share the selection, and Q is the softmax of the index scores. The loss is their cross-entropy, averaged

@@ -112,6 +112,14 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self._place_layout()
 
+    def _reset_parameters(self) -> None:
+        """As torch, which asks whether the weights are packed."""
+        kept = self._qkv_same_embed_dim
+        # torch's constructor calls this before _is_packed exists
+        self._qkv_same_embed_dim = getattr(self, "_is_packed", kept)
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = kept
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k, v (batch, heads, length, head_dim)."""
         if self._is_packed:
@@ -216,6 +224,9 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         sizes = {**dict(zip(("d_model", "nhead"), arguments, strict=False)), **named}
         if "d_model" in sizes and "nhead" in sizes:
             _check_heads(("d_model", "nhead"), sizes["d_model"], sizes["nhead"])
+        order = ("d_model", "nhead", "dim_feedforward", "dropout")
+        dropout = {**dict(zip(order, arguments, strict=False)), **named}.get("dropout", 0.1)
+        probability("dropout", dropout, below_one=True)
         super().__init__(*arguments, **named)
         theirs = self.self_attn
         own = {"dropout": theirs.dropout, "bias": theirs.in_proj_bias is not None, "batch_first": theirs.batch_first}

@@ -58,11 +58,7 @@ def video_sparse_attention(
     _check_block_size("block_size", block_size)
     _check_gate(coarse_gate, q, v)
     tracing.refuse_transforms(None, q, k, v, coarse_gate)
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        raise RuntimeError(
-            "video_sparse_attention cannot be in a graph of torch.export or torch.jit, since each call makes a plan: "
-            "leave it out of the graph"
-        )
+    tracing.refuse_export("video_sparse_attention")
     group = q.shape[1] // max(1, k.shape[1])
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (
@@ -169,8 +165,9 @@ class VideoSparseAttention(nn.Module):
         self.grid, self.cube = tuple(grid), tuple(cube)
         if len(self.grid) != len(self.cube):
             raise ValueError(f"cube must have one size for each of the {len(self.grid)} axes of grid, got {self.cube}")
-        self.block_size = math.prod(self.cube)
+        # also checks both
         order = tile_order(self.grid, tile=self.cube)
+        self.block_size = math.prod(self.cube)
         _check_block_size("the product of cube", self.block_size)
         # token at each place in the order of cubes, and place of each token
         self.register_buffer("order", order, persistent=False)

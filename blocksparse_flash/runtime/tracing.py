@@ -253,6 +253,15 @@ def refuse_transforms(backend: str | None, *values: Any) -> None:
         )
 
 
+def refuse_export(name: str) -> None:
+    """RuntimeError in a graph of torch.export or torch.jit, for a function whose calls make plans."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        raise RuntimeError(
+            f"{name} cannot be in a graph of torch.export or torch.jit, since each call makes a plan: leave it out of "
+            "the graph"
+        )
+
+
 @functools.cache
 def runs_triton(index: int | None) -> bool:
     """Whether a GPU can run Triton kernels. Cached: neither the device nor the installation changes."""

@@ -433,6 +433,11 @@ def test_positions_that_do_not_fit_are_refused() -> None:
         ),
         (lambda: rotary_table(torch.zeros(4, 0), 10.0, 8), ValueError, r"positions must have shape .* got \(4, 0\)"),
         (lambda: rotary_table(torch.zeros(4) * 1j, 10.0, 8), ValueError, "positions must be real numbers"),
+        (
+            lambda: rotary_table(torch.eye(4).to_sparse(), 10.0, 8),
+            ValueError,
+            "positions must be a dense tensor, got a",
+        ),
         (lambda: rotary_table(torch.zeros(4), 0.0, 8), ValueError, "base must be a base above 0"),
         (
             lambda: rotary_table(torch.zeros(4), 10**40, 8),

@@ -96,3 +96,12 @@ def test_a_graph_is_refused_with_a_hint() -> None:
     layer = SelfAttention(32, 4, layout=LayoutByLength(SPEC))
     with pytest.raises(Exception, match=r"layout must be a BlockLayout while torch\.compile traces"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.zeros(1, 50, 32))
+
+
+@pytest.mark.parametrize("wrong", [200.0, True, {}, (200, 200.0), torch.tensor([200, 200])], ids=str)
+def test_lengths_are_checked_before_the_layouts_that_are_kept(wrong: Any) -> None:
+    layout = LayoutByLength("local(window=3)")
+    for length in (200, 1, (200, 200)):
+        layout(length)
+    with pytest.raises((TypeError, ValueError), match="length must be"):
+        layout(wrong)

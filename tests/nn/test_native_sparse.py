@@ -340,3 +340,11 @@ def test_wrong_calls_are_refused(case: str) -> None:
     error, message, wrong = WRONG[case]
     with pytest.raises(error, match=message):
         wrong()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_graph_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"native_sparse_attention cannot be in a graph of torch\.export or torch\.jit"
+    ):
+        torch.jit.trace(NativeSparseAttention(16, 2), (torch.randn(1, 64, 16),))

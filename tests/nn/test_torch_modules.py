@@ -315,3 +315,21 @@ def test_padding_of_fake_and_meta_tensors_is_not_read() -> None:
 def test_what_is_no_argument_is_refused_by_name(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 8}])
+def test_weights_are_reset_as_by_torch(sizes: dict[str, int]) -> None:
+    ours, theirs = MultiheadAttention(16, 2, **sizes), nn.MultiheadAttention(16, 2, **sizes)
+    # torch keeps the weights of out_proj
+    ours.load_state_dict(theirs.state_dict())
+    for module in (ours, theirs):
+        torch.manual_seed(0)
+        module._reset_parameters()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    ours(torch.zeros(3, 1, 16), *[torch.zeros(3, 1, sizes.get("kdim", 16)), torch.zeros(3, 1, 16)])
+
+
+@pytest.mark.parametrize("call", [((16, 2, 32, "0.1"), {}), ((16, 2), {"dropout": None})])
+def test_a_dropout_that_is_no_number_is_refused_by_name(call: tuple[Any, Any]) -> None:
+    with pytest.raises(TypeError, match="dropout must be a number"):
+        TransformerEncoderLayer(*call[0], **call[1])
