@@ -39,9 +39,11 @@ def _one_head(canvas: Canvas, *, window: int, dilation: int, causal: bool) -> Bl
         # every block of the window holds a kept distance: one range per row
         first_key, last_key = first_query - high, last_query - low
     else:
-        # [rows, kept distances]
-        distances = np.arange(low, high + 1, dilation)
+        # [rows, distances]: the kept distances at which a row has keys, descending
+        largest = np.minimum(last_query // dilation, window)
+        distances = (largest - np.arange(min(2 * window, canvas.kv_len // dilation + 1) + 1)) * dilation
         first_key, last_key = first_query - distances, last_query - distances
+        last_key[distances < low] = first_key[distances < low] - 1
     rows, cols = blocks_between(canvas, first_key, last_key)
     return canvas.from_predicate(attends, within=canvas.from_blocks(rows, cols), dedup_key=dedup_key)
 

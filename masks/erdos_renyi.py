@@ -61,7 +61,9 @@ def _one_head(canvas: Canvas, density: float, seed: int, head: int) -> BlockLayo
     rows, cols = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     # rows per step, to bound memory
     n_rows = max(1, DRAWS_AT_ONCE // max(1, canvas.n_cols))
-    for begin in range(0, canvas.n_rows if density and canvas.n_cols else 0, n_rows):
+    # a density below the precision of float64 keeps none
+    keeps_any = 1.0 - density < 1.0 and canvas.n_cols > 0
+    for begin in range(0, canvas.n_rows if keeps_any else 0, n_rows):
         chunk = np.arange(begin, min(begin + n_rows, canvas.n_rows))
         places, found = _draw_rows(stream_keys(seed, head * ROWS_OF_A_HEAD + chunk), canvas.n_cols, density)
         rows.append(chunk[places])

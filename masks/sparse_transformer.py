@@ -124,9 +124,6 @@ def fixed(
         raise ValueError(f"verticals: expected 1 for a mask that every head shares, got {verticals}. Give heads too")
     # a chunk this long holds every token
     unlimited = max(1, canvas.q_len + canvas.kv_len)
-    summaries = [(stride - (vertical + 1) * summary, stride - vertical * summary) for vertical in range(verticals)]
-    settings = [
-        Fixed(*(min(number, unlimited) for number in (stride, *summaries[head % verticals])))
-        for head in range(heads or 1)
-    ]
+    ends = [stride - head % verticals * summary for head in range(heads or 1)]
+    settings = [Fixed(*(min(number, unlimited) for number in (stride, end - summary, end))) for end in ends]
     return by_head(lambda setting: _one_head(canvas, setting, causal=causal), settings)

@@ -19,12 +19,13 @@ def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarra
         # every block holds a multiple of the stride, except perhaps ragged ones: one range per row
         first_key, last_key = np.zeros_like(first_query), last_query if causal else last_query + canvas.q_len
     else:
-        # [rows, multiples]: the keys at each multiple of the stride, ascending; multiple 0 is the window
-        most, least = canvas.kv_len // stride, 0 if causal else -(canvas.q_len // stride)
-        multiples = np.arange(most, least - 1, -1)
+        # [rows, multiples]: the distances at which a row has keys, descending; distance 0 is the window
+        multiples = last_query // stride + 1 - np.arange(canvas.kv_len // stride + 3)
         first_key, last_key = first_query - multiples * stride, last_query - multiples * stride
-        first_key[:, most] -= stride - 1
-        last_key[:, most] += 0 if causal else stride - 1
+        first_key[multiples == 0] -= stride - 1
+        last_key[multiples == 0] += 0 if causal else stride - 1
+        if causal:
+            last_key[multiples < 0] = first_key[multiples < 0] - 1
     return blocks_between(canvas, first_key, last_key)
 
 

@@ -95,3 +95,8 @@ def test_nothing_has_no_blocks():
 def test_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         masks.erdos_renyi(1024, **arguments)
+
+
+@pytest.mark.parametrize("density", [1e-17, 5e-324])
+def test_densities_below_the_precision_keep_nothing(density):
+    assert masks.erdos_renyi(4096, density=density, seed=0).nnz == 0

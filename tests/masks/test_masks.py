@@ -148,6 +148,23 @@ def test_memory_grows_with_the_blocks_and_not_with_the_square(name):
     assert peak < LENGTH**2 / 8 / 16
 
 
+@pytest.mark.parametrize(
+    "build",
+    [lambda size: masks.strided(size, stride=300), lambda size: masks.dilated_window(size, window=2**30, dilation=300)],
+    ids=["strided", "dilated_window"],
+)
+@pytest.mark.parametrize("size", [(2**18, 128), (128, 2**18)], ids=str)
+def test_memory_of_few_keys_or_queries_grows_with_the_blocks(build, size):
+    tracemalloc.start()
+    try:
+        layout = build(size)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert layout.nnz > 1000
+    assert peak < 2000 * layout.nnz + 2**20
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_large_grid_is_built_quickly(name):
     BUILDERS[name](LENGTH)

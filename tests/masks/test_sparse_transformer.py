@@ -93,3 +93,7 @@ def test_one_head_is_the_shared_mask():
 def test_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         masks.fixed(256, **arguments)
+
+
+def test_more_verticals_than_heads_take_no_time():
+    assert masks.fixed(20, stride=2**70, heads=3, verticals=2**70) == masks.fixed(20, stride=60, heads=3, verticals=60)

@@ -160,6 +160,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("strided.py", "else lowest > -stride)", "else lowest > -stride - 2)", "tests/masks/test_strided.py -k edges"),
         ("strided.py", "& (highest < stride)", "& (highest < stride + 2)", "tests/masks/test_strided.py -k edges"),
         ("dilated.py", "(highest <= high)", "(highest <= high + 1)", "tests/masks/test_dilated.py -k edges"),
+        ("strided.py", "canvas.kv_len // stride + 3", "canvas.kv_len // stride + 2", "tests/masks/test_strided.py"),
+        ("dilated.py", "canvas.kv_len // dilation + 1", "canvas.kv_len // dilation", "tests/masks/test_dilated.py"),
         ("prefix.py", "(lowest >= 0)", "(lowest >= -1)", "tests/masks/test_prefix.py -k double_loop"),
         (
             "chunks.py",
@@ -1328,7 +1330,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/layout_plans.py",
-            "return values if is_used is None else values.masked_fill(~is_used, 0)",
+            "return values if is_used is None else torch.where(is_used, values, values.new_zeros(()))",
             "return values",
             GATES,
         ),
