@@ -571,7 +571,7 @@ class BlockLayout(LayoutPlans):
             found = None
         if found is None:
             self._check_plan(device, causal, tile)
-            found = self._planned(device, causal, tile, non_blocking)
+            found = self._planned(device, causal, int(tile), non_blocking)
         return found
 
     def bias_index(self, device: torch.device | str | int, *, causal: bool = False) -> BiasIndex:

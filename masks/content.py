@@ -27,6 +27,10 @@ def _read_scores(scores: Scores, canvas: Canvas) -> np.ndarray:
     """float64 ([[batch,] heads,] n_rows, n_cols), a copy."""
     if isinstance(scores, torch.Tensor):
         check_dense("scores", scores)
+    if isinstance(scores, np.ma.MaskedArray):
+        raise TypeError(
+            "scores: expected a plain array, got a masked one; scores.filled(-np.inf) leaves out its blocks"
+        )
     if isinstance(scores, torch.Tensor) and scores.is_floating_point():
         array = scores.detach().to("cpu", torch.float64).numpy()
     elif isinstance(scores, np.ndarray) and scores.dtype.kind == "f":

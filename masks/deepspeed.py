@@ -55,6 +55,7 @@ def _sliding(n_blocks: int, num_sliding_window_blocks: int) -> Blocks:
 
 def _windows(n_blocks: int, sizes: Sequence[int]) -> Blocks:
     """Consecutive windows of these sizes; the last size repeats."""
+    sizes = [min(size, max(1, n_blocks)) for size in sizes]
     bounds = np.cumsum([0, *sizes])
     bounds = np.append(bounds, np.arange(bounds[-1] + sizes[-1], n_blocks + sizes[-1], sizes[-1]))
     rows = np.arange(n_blocks)
@@ -85,7 +86,7 @@ def _random(n_blocks: int, count: int, seed: int | None, head: int, *, past_only
 
 
 def _check_direction(attention: str, horizontal_global_attention: bool = False) -> None:
-    if attention not in ("bidirectional", "unidirectional"):
+    if not isinstance(attention, str) or attention not in ("bidirectional", "unidirectional"):
         raise ValueError(f'attention: expected "bidirectional" or "unidirectional", got {attention!r}')
     if read_switch("horizontal_global_attention", horizontal_global_attention) and attention == "unidirectional":
         raise ValueError(
@@ -121,6 +122,14 @@ def _read_global(indices: Sequence[int], ends: Sequence[int] | None) -> tuple[np
             f"got {starts[where]} and {stops[where]} at index {where}"
         )
     return starts, stops
+
+
+def _keep_tuples(config: SparsityConfig, *names: str) -> None:
+    """Replace sequences by tuples, which the caller cannot change and which have a hash."""
+    for name in names:
+        values = getattr(config, name)
+        if values is not None:
+            object.__setattr__(config, name, tuple(read_integers(name, values).tolist()))
 
 
 # ------------------------------------------------------------------------------------------------------- configurations
@@ -175,7 +184,9 @@ class SparsityConfig(ABC):
         rows = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
         kept = torch.zeros(counts.numel(), layout.n_cols, dtype=torch.int64, device=counts.device)
         kept[rows, layout.indices.long()] = 1
-        return kept.reshape(-1, layout.n_rows, layout.n_cols).repeat(self.num_heads // self.num_layout_heads, 1, 1)
+        return kept.reshape(self.num_layout_heads, layout.n_rows, layout.n_cols).repeat(
+            self.num_heads // self.num_layout_heads, 1, 1
+        )
 
     def _head(self, canvas: Canvas, head: int) -> BlockLayout:
         parts = self._blocks(canvas.n_rows, head)
@@ -292,6 +303,7 @@ class VariableSparsityConfig(SparsityConfig):
         if not sizes.size or (sizes < 1).any():
             raise ValueError(f"local_window_blocks: expected sizes of at least 1, got {self.local_window_blocks!r}")
         _read_global(self.global_block_indices, self.global_block_end_indices)
+        _keep_tuples(self, "local_window_blocks", "global_block_indices", "global_block_end_indices")
         _check_direction(self.attention, self.horizontal_global_attention)
 
     def _blocks(self, n_blocks: int, head: int) -> list[Blocks]:
@@ -372,6 +384,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         super().__post_init__()
         read_integer("num_sliding_window_blocks", self.num_sliding_window_blocks, at_least=1, unit="blocks")
         _read_global(self.global_block_indices, self.global_block_end_indices)
+        _keep_tuples(self, "global_block_indices", "global_block_end_indices")
         _check_direction(self.attention)
 
     def _blocks(self, n_blocks: int, head: int) -> list[Blocks]:

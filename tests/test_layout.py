@@ -316,3 +316,11 @@ def test_a_million_tokens_need_memory_only_for_their_blocks() -> None:
     assert (layout & local) == local
     assert layout.T == layout
     assert len(repr(layout)) < 2000
+
+
+def test_tiles_of_a_plan_are_ints_of_any_kind() -> None:
+    layout = BlockLayout.from_blocks([0, 1], [0, 1], 256, 256)
+    assert layout.plan("cpu", tile=np.int64(128)) is layout.plan("cpu", tile=128)
+    for wrong in (128.0, 96, np.array([128, 64]), torch.tensor([128, 64]), "128"):
+        with pytest.raises(ValueError, match="tile must be 128, 64 or 16 tokens, got"):
+            layout.plan("cpu", tile=wrong)

@@ -146,14 +146,27 @@ def integers(values: object, name: str) -> Array:
         # NumPy would read True as 1 among integers
         elif isinstance(values, Iterable) and any(isinstance(value, (bool, np.bool_)) for value in values):
             raise ValueError(f"{name} must be integers, got a bool in a {type(values).__name__}")
-    if isinstance(array, np.ma.MaskedArray) or isinstance(values, np.ma.MaskedArray):
-        raise ValueError(f"{name} must be a plain array, got a masked one: {name}.compressed() has its valid entries")
+    check_not_masked(values, name, f"{name}.compressed() has its valid entries")
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got {array.dtype}")
     if array.ndim != 1:
         raise ValueError(
             f"{name} must have one axis, got shape {array.shape}; pass a list of integers or a tensor with one axis"
         )
+    return as_int64(array, name)
+
+
+def check_not_masked(values: object, name: str, hint: str) -> None:
+    """Refuse a masked array, whose mask NumPy functions may drop; hint says what makes a plain one."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise ValueError(f"{name} must be a plain array, got a masked one: {hint}")
+
+
+def as_int64(array: Array, name: str) -> Array:
+    """A copy of an array of integers as int64; NumPy would make large ones negative."""
+    largest = np.iinfo(np.int64).max
+    if array.dtype.kind == "u" and array.max(initial=0) > largest:
+        raise ValueError(f"{name} must be at most 2**63 - 1, got {array.max()}")
     return array.astype(np.int64)
 
 
@@ -195,6 +208,7 @@ def bools(mask: object) -> Array:
         )
     if isinstance(mask, torch.Tensor):
         check_in_memory(mask, "mask")
+    check_not_masked(mask, "mask", "mask.filled(False) leaves out the masked pairs")
     # comparing a NumPy dtype with a torch dtype takes microseconds
     if mask.dtype != (torch.bool if isinstance(mask, torch.Tensor) else np.bool_):
         raise ValueError(f"mask must be bool, True where a query attends to a key, got {mask.dtype}")

@@ -14,6 +14,7 @@ from ..layout import BlockLayout
 def host(values: object, name: str) -> Array:
     """A tensor or array on the host; bfloat16 and 8-bit floats, which NumPy lacks, become float32."""
     if isinstance(values, np.ndarray):
+        checks.check_not_masked(values, name, f"{name}.filled(0) has a value in every place")
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(values).__name__}")

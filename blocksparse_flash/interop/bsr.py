@@ -336,7 +336,7 @@ def from_torch_sparse(
             raise ValueError(f"block_size must be the tensor's own, {own_size}, or None, got {block_size}")
         return _from_bsr(indptr, cols, values, tensor.shape, "tensor", q_len=q_len, kv_len=kv_len)
     for length, size, name in ((q_len, tensor.shape[0], "q_len"), (kv_len, tensor.shape[1], "kv_len")):
-        if length is not None and length != size:
+        if length is not None and checks.integer(length, name) != size:
             raise ValueError(f"{name} must be the length of the CSR tensor, {size}, or None, got {length}")
     block_size = 128 if block_size is None else block_size
     return _from_csr(indptr, cols, values, tensor.shape, "tensor", block_size=block_size)

@@ -79,12 +79,17 @@ def from_cudnn(
         check_tensor(name, tensor)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{name} must be integers, got {tensor.dtype}")
+        if tensor.dtype == torch.uint64:
+            raise ValueError(
+                f"{name} must be integers of at most 63 bits, got {tensor.dtype}; {name}.long() makes them"
+            )
     if q2k_block_nums.shape != q2k_block_index.shape[:-1]:
         raise ValueError(
             f"q2k_block_nums must have shape {tuple(q2k_block_index.shape[:-1])}, one count per row of "
             f"q2k_block_index, got {tuple(q2k_block_nums.shape)}"
         )
-    width = q2k_block_index.shape[-1]
+    # PyTorch compares no uint16 or uint32
+    width, q2k_block_nums = q2k_block_index.shape[-1], q2k_block_nums.long()
     # as check_cols: on a GPU the check would wait for the device
     if q2k_block_nums.device.type == "cpu" and q2k_block_nums.numel() and tracing.has_values(q2k_block_nums):
         low, high = (int(bound) for bound in q2k_block_nums.aminmax())

@@ -106,9 +106,9 @@ def from_flash_attention_4(
             "or describe the packed batch as one layout, with documents apart"
         )
     own_size = getattr(tensors, "block_size", None)
-    block_size = None if block_size is None else checks.sides(block_size, most=None)
-    if own_size is not None and block_size is not None and tuple(own_size) != block_size:
-        raise ValueError(f"block_size must be that of the tensors, {tuple(own_size)}, or None, got {block_size}")
+    own_size, block_size = (None if size is None else checks.sides(size, most=None) for size in (own_size, block_size))
+    if own_size is not None and block_size is not None and own_size != block_size:
+        raise ValueError(f"block_size must be that of the tensors, {own_size}, or None, got {block_size}")
     if own_size is None and block_size is None:
         raise ValueError("block_size must be given, because tensors.block_size is None")
     full = getattr(tensors, "full_block_cnt", None), getattr(tensors, "full_block_idx", None)

@@ -7,7 +7,7 @@ which pairs of partial blocks attend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -160,7 +160,11 @@ def _by_position(mask_mod: MaskMod, device: torch.device) -> MaskMod:
         q, kv = q_pos[:, :, 0].to(device), kv_pos[:, 0].to(device)
 
         def at(i: torch.Tensor, _: torch.Tensor, row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
-            return mask_mod(b[i], h[i], q[i, row], kv[i, col])
+            attends: Any = mask_mod(b[i], h[i], q[i, row], kv[i, col])
+            if not isinstance(attends, torch.Tensor):
+                kind = type(attends).__name__
+                raise TypeError(f"mask_mod must return a bool tensor of one element, got {attends!r} ({kind})")
+            return attends
 
         return create_mask(at, len(b), 1, q.shape[1], kv.shape[1], device=device)[:, 0]
 
@@ -174,7 +178,7 @@ def _keys(given: KvList, name: str, q_len: int, kv_len: int, block_size: Size) -
             raise TypeError(f"{name} must be torch tensors, got {type(tensor).__name__}")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{name} must be integers, got {tensor.dtype}")
-    count, index = (host(tensor, name).astype(np.int64) for tensor in given)
+    count, index = (checks.as_int64(host(tensor, name), name) for tensor in given)
     if not 1 <= count.ndim <= 3 or index.ndim != count.ndim + 1 or index.shape[:-1] != count.shape:
         raise ValueError(
             f"{name} must be counts (batch, heads, n_rows) and cols (batch, heads, n_rows, width), "

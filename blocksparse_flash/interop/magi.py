@@ -74,6 +74,7 @@ def _read_ranges(ranges: Any, name: str, limit: int, limit_name: str) -> tuple[A
     if isinstance(ranges, torch.Tensor):
         array = host(ranges, name)
     else:
+        checks.check_not_masked(ranges, name, "leave out the ranges that do not count")
         try:
             array = np.asarray(ranges)
         except ValueError as error:
@@ -82,7 +83,7 @@ def _read_ranges(ranges: Any, name: str, limit: int, limit_name: str) -> tuple[A
         array = np.zeros((0, 2), np.int64)
     if array.dtype.kind not in "iu" or array.ndim != 2 or array.shape[1] != 2:
         raise ValueError(f"{name} must be integers (n, 2), [start, end) each, got {array.dtype} {array.shape}")
-    array = array.astype(np.int64)
+    array = checks.as_int64(array, name)
     wrong = (array[:, 0] < 0) | (array[:, 1] < array[:, 0]) | (array[:, 1] > limit)
     if wrong.any():
         where = int(wrong.argmax())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..blocks import block_list
@@ -93,7 +94,7 @@ class LayoutPlans(StoredBlocks):
     def _check_plan(self, device: torch.device | str | int, causal: bool, tile: int) -> None:
         """Refuses tiles that no plan has and, while torch.compile traces, plans that were not made before."""
         device = resolved(device)
-        if isinstance(tile, float) or tile not in (TILE, FINE_TILE, PIECE):
+        if not isinstance(tile, (int, np.integer)) or tile not in (TILE, FINE_TILE, PIECE):
             raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {PIECE} tokens, got {tile!r}")
         # list entries of tiles of 64 x 64 have 24 bits for a tile index
         if tile != TILE and max(self.q_len, self.kv_len) > PARTIAL * FINE_TILE:
@@ -274,12 +275,16 @@ class LayoutPlans(StoredBlocks):
         index, is_used = self._entries(block_scores, batch_heads)
         if not block_scores.numel():
             # no blocks, but perhaps unused entries: a sum of nothing, which has a gradient
-            values = block_scores.sum().expand(*(block_scores.shape[:2] if is_shared else ()), len(index))
+            values = (
+                block_scores.sum()
+                .to(block_scores.dtype)
+                .expand(*(block_scores.shape[:2] if is_shared else ()), len(index))
+            )
         elif is_shared:
             values = block_scores.flatten(2).index_select(2, index)
         else:
             values = block_scores.flatten().index_select(0, index)
-        return values if is_used is None else values.masked_fill(~is_used, 0)
+        return values if is_used is None else torch.where(is_used, values, values.new_zeros(()))
 
     def _entries(self, block_scores: torch.Tensor, batch_heads: Size) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(index, whether an entry is used) of `gather` on the device of block_scores; None if all are used."""

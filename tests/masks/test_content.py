@@ -162,3 +162,11 @@ def test_refused(choose, arguments, error, message):
 def test_lengths_that_are_too_large_are_named(lengths, name):
     with pytest.raises(ValueError, match=f"{name}: .* from 0 to 2147483647, got 2147483648"):
         masks.top_k(np.zeros((4, 4)), *lengths, k=1)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda scores: masks.top_k(scores, 256, 256, k=1), lambda scores: masks.top_p(scores, 256, 256, p=0.5)]
+)
+def test_masked_scores_are_refused(build):
+    with pytest.raises(TypeError, match="scores: expected a plain array, got a masked one"):
+        build(np.ma.array([[3.0, 1.0], [1.0, 3.0]], mask=np.eye(2, dtype=bool)))

@@ -329,3 +329,21 @@ def test_a_sequence_too_short_is_refused_as_in_deepspeed(config, message):
 def test_the_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         deepspeed.SparsityConfig(2)
+
+
+def test_a_configuration_keeps_no_list_of_its_caller():
+    sizes, ends = [1, 2], [1]
+    config = VariableSparsityConfig(num_heads=1, local_window_blocks=sizes, global_block_end_indices=ends)
+    before = config.layout(160)
+    sizes[0], ends[0] = 0, -5
+    assert config.layout(160) == before
+    assert hash(config) == hash(
+        VariableSparsityConfig(num_heads=1, local_window_blocks=(1, 2), global_block_end_indices=[1])
+    )
+
+
+def test_no_tokens_and_windows_beyond_all_blocks():
+    assert DenseSparsityConfig(num_heads=2).make_layout(0).shape == (2, 0, 0)
+    assert VariableSparsityConfig(num_heads=1, local_window_blocks=[2**62, 2**62]).layout(64).density == 1.0
+    with pytest.raises(ValueError, match="attention: expected"):
+        FixedSparsityConfig(num_heads=1, attention=np.array(["a", "b"]))

@@ -190,3 +190,9 @@ def test_gathered_scores_of_an_empty_layout_are_empty() -> None:
 def test_wrong_scores_are_refused(scores: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         random_layout(64).gather(scores)
+
+
+def test_scores_of_no_blocks_keep_their_type_and_others_are_dense() -> None:
+    assert BlockLayout.from_blocks([], [], 0, 0).gather(torch.zeros(1, 1, 0, 0, dtype=torch.int8)).dtype == torch.int8
+    with pytest.raises(ValueError, match=r"block_scores must be a dense tensor, got a torch\.sparse_coo one"):
+        BlockLayout.from_blocks([0, 1], [0, 1], 256, 256).gather(torch.ones(1, 1, 2, 2).to_sparse())
