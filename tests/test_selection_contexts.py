@@ -263,3 +263,18 @@ def test_several_gradients_at_once_are_refused(dtype: torch.dtype) -> None:
     out = call(q, k, v, own_blocks())
     with pytest.raises(RuntimeError, match="takes one gradient at a time"):
         torch.autograd.grad(out, q, torch.ones(2, *out.shape, dtype=dtype), is_grads_batched=True)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.NativeSparseAttention(16, 2),
+        lambda: nn.MixtureOfBlockAttention(16, 2, k_blocks=2, block_size=16),
+        lambda: nn.SharedIndexAttention(16, 2, k_blocks=2, block_size=16),
+        lambda: nn.VideoSparseAttention(16, 2, (4, 4, 4), k_blocks=1),
+    ],
+    ids=["native", "mixture", "shared index", "video"],
+)
+def test_inputs_without_values_are_refused_by_name(layer: Callable[[], torch.nn.Module]) -> None:
+    with pytest.raises(ValueError, match="q is on the meta device, which holds no data"):
+        layer().to("meta")(torch.zeros(2, 64, 16, device="meta"))

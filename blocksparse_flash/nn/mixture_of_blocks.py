@@ -7,7 +7,7 @@ from einops import repeat
 from torch import Tensor, nn
 
 from .. import validation
-from ..blocks.checks import boolean
+from ..blocks.checks import boolean, check_in_memory
 from ..runtime import tracing
 from ..selection import selected_attention
 from .arguments import check_tensor, positive_int
@@ -100,6 +100,7 @@ def mixture_of_block_attention(
     check_block_size(block_size)
     boolean(by_group, "by_group")
     tracing.refuse_transforms(None, q, k, v, cu_seqlens)
+    check_in_memory(q, "q")
     q_start = k.shape[2] - q.shape[2]
     if q_start < 0:
         raise ValueError(f"q must be the last tokens of k, got {q.shape[2]} tokens, and {k.shape[2]} of k")

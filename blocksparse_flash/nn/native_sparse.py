@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import validation
+from ..blocks.checks import check_in_memory
 from ..functional import attention, attention_with_lse
 from ..layout import BlockLayout
 from ..plan_format import TILE
@@ -219,6 +220,7 @@ def native_sparse_attention(
     _check_gates(gates, q)
     tracing.refuse_transforms(None, q, *compressed, *selected, *window, gates)
     tracing.refuse_export("native_sparse_attention")
+    check_in_memory(q, "q")
     sizes: dict[str, Any] = {"k_blocks": k_blocks, "block_size": block_size, "compressed_size": compressed_size}
     sizes |= {"stride": stride, "always": always}
     compressed_out, selected_out = _compressed_and_selected(

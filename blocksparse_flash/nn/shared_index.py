@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import validation
-from ..blocks.checks import boolean
+from ..blocks.checks import boolean, check_in_memory
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
 from .arguments import check_tensor, positive_int, takes_half_kernels
@@ -126,6 +126,7 @@ def shared_index_attention(
         raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
     _check_index(index_q, index_k, q, k)
     tracing.refuse_transforms(None, q, k, v, index_q, index_k, cu_seqlens)
+    check_in_memory(q, "q")
     documents = None
     if cu_seqlens is not None:
         documents = DocumentBlocks.of(cu_seqlens, q, k, block_size)

@@ -11,6 +11,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from .. import validation
+from ..blocks.checks import check_in_memory
 from ..functional import attention
 from ..layout import BlockLayout
 from ..runtime import tracing
@@ -59,6 +60,7 @@ def video_sparse_attention(
     _check_gate(coarse_gate, q, v)
     tracing.refuse_transforms(None, q, k, v, coarse_gate)
     tracing.refuse_export("video_sparse_attention")
+    check_in_memory(q, "q")
     group = q.shape[1] // max(1, k.shape[1])
     # each head of keys once per query head that shares it
     pooled_q, pooled_k, pooled_v = (
