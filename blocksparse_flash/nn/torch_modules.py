@@ -49,6 +49,15 @@ def _check_heads(names: tuple[str, str], embed_dim: Any, num_heads: Any) -> None
         raise ValueError(f"{names[0]} must be a multiple of {names[1]}={num_heads}, got {embed_dim}")
 
 
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse inputs (batch, length, features) of other batches, or keys and values of other lengths."""
+    for name, given in (("key", key), ("value", value)):
+        if given.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch of query, {query.shape[0]}, got {given.shape[0]}")
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(f"value must have as many tokens as key, {key.shape[1]}, got {value.shape[1]}")
+
+
 def _pair_bias(attn_mask: Tensor, heads: int, q: Tensor, k: Tensor) -> Tensor:
     """A float attn_mask of torch as (1, 1, q_len, kv_len) or (batch, heads, q_len, kv_len)."""
     if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
@@ -191,6 +200,8 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
             query, key, value = query[None], key[None], value[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if not query.is_nested:
+            _check_sizes(query, key, value)
         q, k, v = self._project(query, key, value)
         if key_padding_mask is not None:
             is_row = not is_batched and isinstance(key_padding_mask, Tensor)

@@ -333,3 +333,16 @@ def test_weights_are_reset_as_by_torch(sizes: dict[str, int]) -> None:
 def test_a_dropout_that_is_no_number_is_refused_by_name(call: tuple[Any, Any]) -> None:
     with pytest.raises(TypeError, match="dropout must be a number"):
         TransformerEncoderLayer(*call[0], **call[1])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ((1, 4, 16), (1, 4, 16), "key must have the batch of query, 3, got 1"),
+        ((3, 4, 16), (2, 4, 16), "value must have the batch of query, 3, got 2"),
+        ((3, 4, 16), (3, 5, 16), "value must have as many tokens as key, 4, got 5"),
+    ],
+)
+def test_keys_and_values_of_other_sizes_are_refused(key: tuple[int, ...], value: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiheadAttention(16, 2, batch_first=True)(torch.zeros(3, 4, 16), torch.zeros(key), torch.zeros(value))
