@@ -117,8 +117,8 @@ def top_p(
     """Each block row attends to the fewest blocks whose softmax weights sum to at least p.
 
     The softmax runs over the scores of a row, in float64. Blocks are taken by descending score, ties by ascending col,
-    until their weights sum to p. Blocks with score -inf are never chosen. p=0 keeps no block, p=1 every block whose
-    weight is not 0.
+    until their weights sum to p, up to rounding. Blocks with score -inf are never chosen. p=0 keeps no block, p=1 every
+    block whose weight is not 0.
 
     scores      float ([[batch,] heads,] n_rows, n_cols), array or tensor; copied to the host
     q_len       query tokens
@@ -150,8 +150,9 @@ def top_p(
     # suffix sums, from the smallest weight: prefix sums would lose small weights near p=1
     left = np.cumsum(descending[..., ::-1], axis=-1)[..., ::-1]
     total = left[..., :1]
-    # taken while the blocks before hold less than p, that is while more than 1 - p is left
-    is_taken = (left > (1.0 - p) * total) & (descending > 0.0)
+    # taken while the blocks before hold less than p, that is while more than 1 - p is left, beyond the rounding of sums
+    rounding = 1.0 + values.shape[-1] * np.finfo(np.float64).eps
+    is_taken = (left > (1.0 - p) * total * rounding) & (descending > 0.0)
     is_chosen = np.zeros(values.shape, dtype=bool)
     np.put_along_axis(is_chosen, order, is_taken, axis=-1)
     return _layout_of(is_chosen, canvas, causal)

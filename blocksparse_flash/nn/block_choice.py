@@ -13,12 +13,16 @@ from .arguments import positive_int
 
 # scores in memory at a time, for all heads: 256 MB as float32
 MAX_SCORES_PER_CHUNK = 1 << 26
+# no sequence that fits into memory is longer
+MAX_BLOCK_SIZE = 1 << 26
 
 
 def check_block_size(block_size: int) -> None:
     """Refuse a size of blocks that `selected_attention` does not have."""
     if not is_key_block_size(positive_int("block_size", block_size)):
         raise ValueError(f"block_size must be 16, 32, 64 or a multiple of 128 tokens, got {block_size}")
+    if block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"block_size must be at most {MAX_BLOCK_SIZE} tokens, got {block_size}")
 
 
 def choose_best(

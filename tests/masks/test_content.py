@@ -170,3 +170,10 @@ def test_lengths_that_are_too_large_are_named(lengths, name):
 def test_masked_scores_are_refused(build):
     with pytest.raises(TypeError, match="scores: expected a plain array, got a masked one"):
         build(np.ma.array([[3.0, 1.0], [1.0, 3.0]], mask=np.eye(2, dtype=bool)))
+
+
+def test_equal_scores_keep_the_fewest_blocks_despite_rounding():
+    for n_blocks in range(1, 33):
+        for n_kept in range(1, n_blocks + 1):
+            layout = masks.top_p(np.zeros((1, n_blocks)), 16, 16 * n_blocks, p=n_kept / n_blocks, block_size=16)
+            assert layout.nnz == n_kept

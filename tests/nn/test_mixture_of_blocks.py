@@ -156,6 +156,7 @@ Y = X[:, :, :60]
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "few": (ValueError, "k_blocks must be 1 or more, got 0", {"k_blocks": 0}),
     "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens, got 8", {"block_size": 8}),
+    "huge block": (ValueError, "block_size must be at most 67108864 tokens, got 118059", {"block_size": 1 << 70}),
     "group": (TypeError, "by_group must be True or False, got 1", {"by_group": 1}),
     "length": (ValueError, "q must be the last tokens of k, got 64 tokens, and 60 of k", {"k": Y, "v": Y}),
     "heads": (ValueError, "heads", {"q": X.repeat(1, 2, 1, 1)[:, :3]}),

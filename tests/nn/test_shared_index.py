@@ -184,6 +184,7 @@ X = torch.zeros(1, 2, 64, 8)
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "few": (ValueError, "k_blocks must be 1 or more, got 0", {"k_blocks": 0}),
     "block": (ValueError, "block_size must be 16, 32, 64 or a multiple of 128 tokens, got 8", {"block_size": 8}),
+    "huge block": (ValueError, "block_size must be at most 67108864 tokens, got 118059", {"block_size": 1 << 70}),
     "loss": (TypeError, "with_loss must be True or False, got 1", {"with_loss": 1}),
     "length": (ValueError, "q must have as many tokens as k, since it is causal, got 60 and 64", {"q": X[:, :, :60]}),
     "index_q": (ValueError, r"index_q must have shape \(batch = 1, kv_heads = 2 or 1, ", {"index_q": X[:, :, :9]}),
