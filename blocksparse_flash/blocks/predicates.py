@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import block_list
+from . import block_list, checks
 from .block_list import Array, BlockList, Frame
 
 # pairs evaluated at once: with 4 M positions the temporaries of a predicate take tens of megabytes
@@ -202,6 +202,7 @@ def _checked(result: object, shape: tuple[int, ...]) -> torch.Tensor:
             f"fn must return a bool tensor, got {type(result).__name__}: compute with the positions it is given, and "
             "make tables tensors, torch.as_tensor(table)[q_pos]"
         )
+    checks.check_in_memory(result, "the result of fn")
     if result.dtype != torch.bool:
         raise ValueError(f"fn must return a bool tensor, True where a query attends to a key, got {result.dtype}")
     try:

@@ -172,6 +172,7 @@ def from_flashinfer(
     for tensor, name in ((mask, "mask"), (packed_mask, "packed_mask")):
         if tensor is not None:
             checks.check_tensor(name, tensor)
+            checks.check_in_memory(tensor, name)
     if mask is not None:
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
             raise ValueError(f"mask must be bool (nnz, R, C) = {shape}, got {mask.dtype} {tuple(mask.shape)}")

@@ -77,12 +77,16 @@ def from_cudnn(
             return BlockLayout.from_topk(q2k_block_index, q_len, kv_len, block_size=block_size)
     for name, tensor in (("q2k_block_index", q2k_block_index), ("q2k_block_nums", q2k_block_nums)):
         check_tensor(name, tensor)
+        if not tensor.is_meta:
+            checks.check_in_memory(tensor, name)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{name} must be integers, got {tensor.dtype}")
         if tensor.dtype == torch.uint64:
             raise ValueError(
                 f"{name} must be integers of at most 63 bits, got {tensor.dtype}; {name}.long() makes them"
             )
+    if not q2k_block_index.dim():
+        raise ValueError("q2k_block_index must have shape (batch, heads, rows, width), got ()")
     if q2k_block_nums.shape != q2k_block_index.shape[:-1]:
         raise ValueError(
             f"q2k_block_nums must have shape {tuple(q2k_block_index.shape[:-1])}, one count per row of "

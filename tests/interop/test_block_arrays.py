@@ -62,6 +62,22 @@ CAUSAL = interop.to_flash_attention_4(masks.causal(256)).block_sparse_tensors
             lambda: interop.from_flash_attention_4(CAUSAL._replace(block_size=64), 256, 256, block_size=128),
             r"block_size must be that of the tensors, \(64, 64\), or None, got \(128, 128\)",
         ),
+        (
+            lambda: interop.from_cudnn(torch.tensor(0), 128, 128, q2k_block_nums=torch.tensor(0)),
+            r"q2k_block_index must have shape \(batch, heads, rows, width\), got \(\)",
+        ),
+        (
+            lambda: interop.from_cudnn(INDEX.to_sparse(), 256, 256, q2k_block_nums=COUNTS, block_size=128),
+            "q2k_block_index is a sparse tensor",
+        ),
+        (
+            lambda: interop.from_flashinfer([0, 1], [0], 16, 16, block_size=16, mask=torch.ones(1, 16, 16).to_sparse()),
+            "mask is a sparse tensor",
+        ),
+        (
+            lambda: BlockLayout.from_predicate(lambda q, kv: (q >= kv).to("meta"), 16, 16),
+            "the result of fn is on the meta device",
+        ),
         (lambda: interop.from_torch_sparse(torch.eye(1).to_sparse_csr(), q_len=True), "q_len must be an int, got True"),
     ],
 )
