@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import masks
-from blocksparse_flash import BlockLayout, attention, interop, paged_attention
+from blocksparse_flash import BlockLayout, attention, paged_attention
+from blocksparse_flash.interop.kv_lists import to_kv_lists
 
 from . import measure
 from .correctness import is_right, mask_of
-from .peers import Call, compiled_flex, flex_lists, sdpa_call
+from .peers import Call, compiled_flex, sdpa_call
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 128
 KEYS = [
@@ -138,21 +139,22 @@ def _flex(case: Case, device: str) -> Call | None:
 
 def _block_mask(case: Case, device: str) -> BlockMask:
     """The mask of a case; without a BlockMask, FlexAttention makes one block of 2^30 keys."""
-    layout, pairs = case.layout(), None
-    every = torch.ones(1, case.kv_len // BLOCK, dtype=torch.bool, device=device)
-    made = BlockMask.from_kv_blocks(*flex_lists(~every), *flex_lists(every), BLOCK_SIZE=BLOCK)
-    if layout is not None:
-        made, table = interop.to_flex_attention(layout.to(device)), layout.to_dense().reshape(-1).to(device)
+    lengths, layout = (case.q_len, case.kv_len), case.layout()
+    if layout is None:
+        every = torch.ones(1, case.kv_len // BLOCK, dtype=torch.bool)
+        layout = BlockLayout.from_block_mask(every, *lengths, block_size=BLOCK)
+    # by FlexAttention's own rule, all blocks would be partial, since their rows end with the queries
+    partial, full = to_kv_lists(layout.to(device), ragged_is_full=True, width=layout.n_cols)
+    pairs = None
+    if len(layout.bitmasks):
+        table = layout.to_dense().reshape(-1).to(device)
 
         def pairs(_batch: Tensor, _head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
             return table[q_pos * case.kv_len + kv_pos]
 
-    lists = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
     # a block has the queries of all heads of a KV head, which FlexAttention puts into one tile
     rows = max(BLOCK, HEADS // KV_HEADS * case.q_len)
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=(rows, BLOCK), mask_mod=pairs, seq_lengths=(case.q_len, case.kv_len)
-    )
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=(rows, BLOCK), mask_mod=pairs, seq_lengths=lengths)
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:

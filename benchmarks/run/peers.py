@@ -144,7 +144,7 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(counts, cols) of the True blocks of each row, then the others, as in BlockMask."""
     counts = blocks.sum(1, dtype=torch.int32)[None, None]
     return counts, torch.argsort(~blocks, dim=1, stable=True).to(torch.int32)[None, None]
@@ -152,7 +152,7 @@ def flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _block_lists(pattern: Pattern, shape: Shape) -> tuple[Tensor, Tensor]:
     """(cols, counts) of the stored blocks: int32 (batch, heads, rows, largest count) and (batch, heads, rows)."""
-    counts, cols = flex_lists(torch.from_numpy(pattern.blocks).to(shape.device))
+    counts, cols = _flex_lists(torch.from_numpy(pattern.blocks).to(shape.device))
     cols = cols[..., : int(counts.max())].expand(shape.batch, shape.heads, -1, -1)
     return cols.contiguous(), counts.expand(shape.batch, shape.heads, -1).contiguous()
 
@@ -172,7 +172,7 @@ def flex_mask(pattern: Pattern, device: str) -> Any:
     causal_pairs = (lambda b, h, q, kv: q >= kv) if pattern.causal else None
     partial, full = (torch.from_numpy(blocks).to(device) for blocks in (diagonal, pattern.blocks & ~diagonal))
     return BlockMask.from_kv_blocks(
-        *flex_lists(partial), *flex_lists(full), BLOCK_SIZE=pattern.block_size, mask_mod=causal_pairs
+        *_flex_lists(partial), *_flex_lists(full), BLOCK_SIZE=pattern.block_size, mask_mod=causal_pairs
     )
 
 
@@ -202,7 +202,7 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
         from torch.nn.attention.flex_attention import BlockMask
 
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k, dim=1).indices, True)
-        lists = *flex_lists(torch.zeros_like(chosen)), *flex_lists(chosen)
+        lists = *_flex_lists(torch.zeros_like(chosen)), *_flex_lists(chosen)
         return functools.partial(compiled(), block_mask=BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK))
 
     def rebuild(pattern: Pattern, shape: Shape, *, is_compiled: bool) -> Call:
