@@ -114,9 +114,8 @@ def _packed(
 
 
 def _for_backward(tensor: Tensor) -> Tensor:
-    """The tensor, or its copy if autograd cannot save it, since it was made in inference mode."""
-    is_refused = not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()
-    return tensor.clone() if is_refused else tensor
+    """The tensor, or a copy of it that autograd can save."""
+    return tensor.clone() if tracing.is_left_from_inference_mode(tensor) else tensor
 
 
 def _drawn_seed(q: Tensor) -> Tensor:

@@ -255,8 +255,7 @@ def _check_offsets(name: str, offsets: torch.Tensor, length: int, longest: int |
 def _values_by_head(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a jagged tensor (batch, heads, tokens, head_dim), (heads, tokens of all sequences, head_dim)."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not tensor.is_inference():
-        # PyTorch makes no views here of jagged tensors from outside the mode
-        # PyTorch's stubs take _values for the method of sparse tensors
+        # PyTorch makes no views here of jagged tensors from outside the mode; its stubs take _values for a method
         return tensor._values  # type: ignore[return-value]
     return tensor.transpose(1, 2).values().transpose(0, 1)
 

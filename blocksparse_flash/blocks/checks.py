@@ -101,12 +101,17 @@ def check_tensor(name: str, value: object, hint: str = "") -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{hint}")
 
 
-def check_in_memory(tensor: torch.Tensor, name: str) -> None:
-    """Refuse nested, sparse and meta tensors."""
+def check_strided(tensor: torch.Tensor, name: str) -> None:
+    """Refuse nested and sparse tensors."""
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor; pass {name}.to_padded_tensor(padding)")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is a sparse tensor ({tensor.layout}); pass {name}.to_dense()")
+
+
+def check_in_memory(tensor: torch.Tensor, name: str) -> None:
+    """Refuse nested, sparse and meta tensors."""
+    check_strided(tensor, name)
     if tensor.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, which holds no data; make it on the CPU or a GPU")
 

@@ -77,8 +77,7 @@ def from_cudnn(
             return BlockLayout.from_topk(q2k_block_index, q_len, kv_len, block_size=block_size)
     for name, tensor in (("q2k_block_index", q2k_block_index), ("q2k_block_nums", q2k_block_nums)):
         check_tensor(name, tensor)
-        if not tensor.is_meta:
-            checks.check_in_memory(tensor, name)
+        checks.check_strided(tensor, name)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise ValueError(f"{name} must be integers, got {tensor.dtype}")
         if tensor.dtype == torch.uint64:

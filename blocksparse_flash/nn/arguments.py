@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..blocks.checks import check_strided
 from ..blocks.checks import check_tensor as check_tensor
 from ..layout import BlockLayout
 from ..packed import is_jagged
@@ -115,10 +116,7 @@ def check_positions(positions: Any) -> None:
     if not isinstance(positions, Tensor):
         kind = type(positions).__name__
         raise TypeError(f"positions must be a tensor of numbers, got {kind}; torch.as_tensor(positions) makes one")
-    if positions.layout is not torch.strided:
-        raise ValueError(
-            f"positions must be a dense tensor, got a {positions.layout} one; positions.to_dense() makes one"
-        )
+    check_strided(positions, "positions")
     if positions.is_complex():
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")
     if positions.dtype == torch.bool:

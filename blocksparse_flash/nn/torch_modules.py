@@ -232,12 +232,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """
 
     def __init__(self, *arguments: Any, layout: Layout = None, causal: bool = False, **named: Any) -> None:
-        sizes = {**dict(zip(("d_model", "nhead"), arguments, strict=False)), **named}
-        if "d_model" in sizes and "nhead" in sizes:
-            _check_heads(("d_model", "nhead"), sizes["d_model"], sizes["nhead"])
-        order = ("d_model", "nhead", "dim_feedforward", "dropout")
-        dropout = {**dict(zip(order, arguments, strict=False)), **named}.get("dropout", 0.1)
-        probability("dropout", dropout, below_one=True)
+        given = {**dict(zip(("d_model", "nhead", "dim_feedforward", "dropout"), arguments, strict=False)), **named}
+        if "d_model" in given and "nhead" in given:
+            _check_heads(("d_model", "nhead"), given["d_model"], given["nhead"])
+        if "dropout" in given:
+            probability("dropout", given["dropout"], below_one=True)
         super().__init__(*arguments, **named)
         theirs = self.self_attn
         own = {"dropout": theirs.dropout, "bias": theirs.in_proj_bias is not None, "batch_first": theirs.batch_first}

@@ -106,8 +106,7 @@ def _check_writable(name: str, cache: Tensor) -> None:
             f"{name} is written, so each element needs memory of its own, got strides {cache.stride()} of an expanded "
             f"tensor: {name}.clone() has it"
         )
-    # torch.compile cannot ask
-    if not torch.compiler.is_compiling() and cache.is_inference() and not torch.is_inference_mode_enabled():
+    if tracing.is_left_from_inference_mode(cache):
         raise ValueError(
             f"{name} was made in inference mode, so it can be written only there: call append_to_pages under "
             "torch.inference_mode(), or make the cache outside it"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.block_list import Size
-from ..blocks.checks import check_tensor
+from ..blocks.checks import check_strided, check_tensor
 from ..plan_format import BEGIN, N_TILES, NUMBER, PARTIAL, RECORD, TILE, Plan, mark_dynamic
 from ..runtime import tracing
 
@@ -129,9 +129,7 @@ def _tokens(batch_head: Tensor, row: Tensor, col: Tensor, sides: Size, cell: Siz
 def check_scores(scores: Tensor, axes: Size, grid: Size) -> None:
     """Refuses `block_scores` of a layout with these (batch, heads) and (n_rows, n_cols)."""
     check_tensor("block_scores", scores)
-    if scores.is_nested or scores.layout is not torch.strided:
-        kind = "nested" if scores.is_nested else str(scores.layout)
-        raise ValueError(f"block_scores must be a dense tensor, got a {kind} one")
+    check_strided(scores, "block_scores")
     has_axes = axes != (1, 1)
     fits = scores.ndim == 4 and tuple(scores.shape[2:]) == grid and 0 not in scores.shape[:2]
     if not fits or (has_axes and any(a not in (1, b) for a, b in zip(scores.shape[:2], axes, strict=True))):

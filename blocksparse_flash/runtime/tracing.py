@@ -32,6 +32,14 @@ def _has_pre_dispatch_modes() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
 
 
+def is_left_from_inference_mode(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in inference mode, which has ended: autograd cannot save it, and it cannot be written.
+
+    False while torch.compile traces, which cannot ask.
+    """
+    return not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled()
+
+
 def can_launch_directly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> bool:
     """Whether a kernel can bypass the dispatcher.
 

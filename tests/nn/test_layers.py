@@ -436,7 +436,7 @@ def test_positions_that_do_not_fit_are_refused() -> None:
         (
             lambda: rotary_table(torch.eye(4).to_sparse(), 10.0, 8),
             ValueError,
-            "positions must be a dense tensor, got a",
+            "positions is a sparse tensor",
         ),
         (lambda: rotary_table(torch.zeros(4), 0.0, 8), ValueError, "base must be a base above 0"),
         (

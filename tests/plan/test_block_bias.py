@@ -194,5 +194,5 @@ def test_wrong_scores_are_refused(scores: Any, error: type[Exception], message: 
 
 def test_scores_of_no_blocks_keep_their_type_and_others_are_dense() -> None:
     assert BlockLayout.from_blocks([], [], 0, 0).gather(torch.zeros(1, 1, 0, 0, dtype=torch.int8)).dtype == torch.int8
-    with pytest.raises(ValueError, match=r"block_scores must be a dense tensor, got a torch\.sparse_coo one"):
+    with pytest.raises(ValueError, match="block_scores is a sparse tensor"):
         BlockLayout.from_blocks([0, 1], [0, 1], 256, 256).gather(torch.ones(1, 1, 2, 2).to_sparse())

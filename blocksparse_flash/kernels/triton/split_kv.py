@@ -340,7 +340,7 @@ def division_of(
     n_programs = batch * heads // packed * n_blocks
     n_tiles = n_listed // (record_shape[0] * record_shape[1]) if record_shape else -(-kv_len // options.tile)
     # at least 128 keys per split, and two tiles with 128 rows, to repay writing and reading 4 bytes per value
-    n_worth = n_tiles // max(1, TILE // options.tile, chosen.block_q // 64)
+    n_worth = n_tiles // max(TILE // options.tile, chosen.block_q // 64)
     return Division(chosen, dim_v, packed, n_blocks, n_programs, num_splits(n_worth, n_programs, n_sms))
 
 
