@@ -7,7 +7,7 @@ import numpy as np
 from blocksparse_flash import BlockLayout
 
 from .butterfly import butterfly
-from .canvas import BlockSize, Length, read_canvas, read_square_canvas
+from .canvas import BlockSize, Length, check_nnz, read_canvas, read_square_canvas
 from .checks import read_integer
 from .global_tokens import Tokens, read_tokens
 from .global_tokens import global_tokens as global_tokens_layout
@@ -112,6 +112,8 @@ def bigbird(
         )
     q_len, kv_len = canvas.q_len - extra_tokens, canvas.kv_len - extra_tokens
     sequence = read_square_canvas((q_len, kv_len), block_size)
+    in_each_row = min(sequence.n_cols, max(window_blocks // 2 + 1, random_blocks, global_blocks))
+    check_nnz(sequence.n_rows * in_each_row, least="at least ")
     rows, cols = _blocks_of_bigbird(
         sequence.n_cols,
         window_blocks=window_blocks,

@@ -7,13 +7,17 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import BlockSize, Canvas, Length, blocks_between, read_canvas
+from .canvas import BlockSize, Canvas, Length, blocks_between, check_nnz, check_rows, read_canvas
 from .checks import read_integer, read_switch
 from .public import public
 
 
 def _candidates(canvas: Canvas, *, stride: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """(rows, cols) of the blocks that may hold a pair, without repeats; all blocks if the stride is short."""
+    # a row meets its window, and a block for each multiple of the stride up to its last query: kv_len / 2 on average
+    check_rows(canvas, lambda rows: (canvas.row_span(rows)[0] - stride + 1, canvas.row_span(rows)[1]))
+    n_far = max(0, (canvas.kv_len - 2) // (2 * max(stride, canvas.block_q + canvas.block_kv)) - 1)
+    check_nnz(min(canvas.q_len, canvas.kv_len) // canvas.block_q * n_far, least="at least ")
     first_query, last_query = (position[:, None] for position in canvas.row_span(np.arange(canvas.n_rows)))
     if stride < canvas.block_q + canvas.block_kv:
         # every block holds a multiple of the stride, except perhaps ragged ones: one range per row

@@ -211,9 +211,7 @@ def sweeps_section(lines: pd.DataFrame) -> str:
     tables = {
         "length": lambda shown: ranges(summaries.growth(shown), "measurement", "backend", "direction"),
         "density": lambda shown: ranges(summaries.break_evens(shown), *by, "direction"),
-        "block-size": lambda shown: joined(
-            ranges(summaries.small_blocks(shown), *by), ranges(summaries.small_blocks_speedups(shown), *by)
-        ),
+        "block-size": lambda shown: ranges(summaries.small_blocks(shown), *by),
         "change": change_section,
     }
     parts = []
@@ -295,11 +293,8 @@ def _across_runs(shown: pd.DataFrame, baseline: str) -> str:
     return f" {n_across} of {len(both)} ratios compare runs of different commits." if n_across else ""
 
 
-def _against_flex(shown: pd.DataFrame, swept: pd.DataFrame) -> str:
-    """How many times as fast as FlexAttention, over all masks of the chart; "" if it was not measured.
-
-    swept  lines of --sweep block-size
-    """
+def _against_flex(shown: pd.DataFrame) -> str:
+    """How many times as fast as FlexAttention, over all masks of the chart; "" if it was not measured."""
     found = _speedups(shown, FLEX)
     if not found:
         return ""
@@ -307,28 +302,7 @@ def _against_flex(shown: pd.DataFrame, swept: pd.DataFrame) -> str:
         f"- Over the {shown['pattern'].nunique()} masks of the chart, the backend for Hopper GPUs, `hopper`, is "
         f"{min(found):.2f} to {max(found):.2f} times as fast as compiled FlexAttention (geometric mean "
         f"{statistics.geometric_mean(found):.2f}).{_portable(shown)} The masks consist of whole blocks of 128 x 128 "
-        f"pairs, except on the causal diagonal.{_across_runs(shown, FLEX)}{_in_small_blocks(swept)}"
-    )
-
-
-def _in_small_blocks(lines: pd.DataFrame) -> str:
-    """The sentence on blocks smaller than FlexAttention's; "" if they were not measured.
-
-    lines  of --sweep block-size
-    """
-    scattered = lines[lines["pattern"].str.startswith("random")]
-    found = [
-        each for each in summaries.small_blocks_speedups(scattered) if (each.backend, each.baseline) == (HOPPER, FLEX)
-    ]
-    if not found:
-        return ""
-    # "speed-up in blocks of 16 to 64, random"
-    sides = found[0].measurement.partition("of ")[2].partition(",")[0]
-    values = [each.value for each in found]
-    return (
-        f" In random blocks of {sides} tokens, `hopper` is {min(values):.1f} to {max(values):.1f} times as fast as "
-        f"FlexAttention, whose blocks have at least {summaries.TILE} (geometric mean "
-        f"{statistics.geometric_mean(values):.1f})."
+        f"pairs, except on the causal diagonal.{_across_runs(shown, FLEX)}"
     )
 
 
@@ -379,8 +353,7 @@ def front_page(lines: pd.DataFrame) -> str:
     """
     shown = main_lines(lines)
     length = select(lines, bench="length")
-    block_size = select(lines, bench="block-size")
-    sentences = [_against_flex(shown, block_size), _against_flash_4(shown), _against_dense(shown), _growth(length)]
+    sentences = [_against_flex(shown), _against_flash_4(shown), _against_dense(shown), _growth(length)]
     versions = measurements.versions(shown, "torch", "triton").replace("torch", "PyTorch").replace("triton", "Triton")
     # without the CUDA version of the wheel: 2.11.0+cu130
     versions = re.sub(r"\+\w+", "", versions)

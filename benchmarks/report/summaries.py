@@ -104,16 +104,11 @@ def break_evens(lines: pd.DataFrame) -> list[Value]:
     return found
 
 
-def _shapes_and_sides(lines: pd.DataFrame) -> pd.DataFrame:
-    """Forwards and backwards of --sweep block-size, with the columns `shape` and `side` from the pattern."""
-    shown = lines[lines["direction"].isin(DIRECTIONS)]
-    shape_and_side = shown["pattern"].str.extract(r"(.*), (\d+)$")
-    return shown.assign(shape=shape_and_side[0], side=shape_and_side[1].astype(int))
-
-
 def small_blocks(lines: pd.DataFrame) -> list[Value]:
     """Time in blocks smaller than a tile over time in blocks of 128, at the same density."""
-    shown = _shapes_and_sides(lines[lines["is_ours"]])
+    shown = lines[lines["is_ours"] & lines["direction"].isin(DIRECTIONS)]
+    shape_and_side = shown["pattern"].str.extract(r"(.*), (\d+)$")
+    shown = shown.assign(shape=shape_and_side[0], side=shape_and_side[1].astype(int))
     tiles = select(shown, side=TILE)
     both = shown[shown["side"] < TILE].merge(tiles, on=["shape", "by", "head_dim", "direction"], suffixes=("", "_tile"))
     both = both.sort_values(["shape", "side"], ascending=[True, False], kind="stable")
@@ -121,17 +116,6 @@ def small_blocks(lines: pd.DataFrame) -> list[Value]:
         _value(f"time in blocks of {line.side}, {line.shape}", line, f"blocks of {TILE}", line.ms / line.ms_tile)
         for line in both.itertuples()
     ]
-
-
-def small_blocks_speedups(lines: pd.DataFrame) -> list[Value]:
-    """Time of each peer over ours in blocks smaller than a tile."""
-    shown = _shapes_and_sides(lines)
-    values = []
-    for shape, found in shown[shown["side"] < TILE].groupby("shape", sort=False):
-        first, last = found["side"].min(), found["side"].max()
-        sides = f"{first} to {last}" if first < last else str(first)
-        values += speedups(found, f"{SPEEDUP} in blocks of {sides}, {shape}")
-    return values
 
 
 def deterministic(lines: pd.DataFrame) -> list[Value]:

@@ -157,34 +157,22 @@ def _block_lists(pattern: Pattern, shape: Shape) -> tuple[Tensor, Tensor]:
     return cols.contiguous(), counts.expand(shape.batch, shape.heads, -1).contiguous()
 
 
-def _attends(pattern: Pattern, device: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A mask function of the pattern, which looks up every pair in a table of blocks on the device."""
-    table, side = torch.from_numpy(pattern.blocks).to(device), pattern.block_size
-
-    def attends(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return table[q // side, kv // side]
-
-    return attends
-
-
 def flex_mask(pattern: Pattern, device: str) -> Any:
     """The pattern as FlexAttention's BlockMask, from block lists, without a mask function on full blocks.
 
-    FlexAttention needs block sizes that are multiples of 128. Of finer patterns, a block of 128 is full if all of its
-    blocks are stored; if some are, every pair of it is looked up in a table of blocks. No finer pattern is causal.
+    FlexAttention needs block sizes that are multiples of 128: finer patterns become partial blocks of 128.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    n_rows, finer = len(pattern.blocks), max(1, BLOCK // pattern.block_size)
-    grouped = pattern.blocks.reshape(n_rows // finer, finer, n_rows // finer, finer)
-    some, whole = grouped.any((1, 3)), grouped.all((1, 3))
-    pairs = _attends(pattern, device) if finer > 1 else None
-    if pattern.causal:
-        assert finer == 1, "a finer pattern is causal"
-        pairs, whole = (lambda b, h, q, kv: q >= kv), whole & ~np.eye(n_rows, dtype=bool)
-    partial, full = (torch.from_numpy(blocks).to(device) for blocks in (some & ~whole, whole))
+    if pattern.block_size % BLOCK:
+        layout = pattern.layout()
+        assert layout is not None
+        return interop.to_flex_attention(layout.with_block_size(BLOCK).to(device))
+    diagonal = np.eye(len(pattern.blocks), dtype=bool) & pattern.causal
+    causal_pairs = (lambda b, h, q, kv: q >= kv) if pattern.causal else None
+    partial, full = (torch.from_numpy(blocks).to(device) for blocks in (diagonal, pattern.blocks & ~diagonal))
     return BlockMask.from_kv_blocks(
-        *_flex_lists(partial), *_flex_lists(full), BLOCK_SIZE=max(BLOCK, pattern.block_size), mask_mod=pairs
+        *_flex_lists(partial), *_flex_lists(full), BLOCK_SIZE=pattern.block_size, mask_mod=causal_pairs
     )
 
 
@@ -195,8 +183,12 @@ def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
+    table, side = torch.from_numpy(pattern.blocks).to(device), pattern.block_size
+
+    def attends(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return table[q // side, kv // side]
+
     create = torch.compile(create_block_mask, dynamic=False, fullgraph=True) if is_compiled else create_block_mask
-    attends, side = _attends(pattern, device), pattern.block_size
     return create(attends, None, None, pattern.length, pattern.length, device=device, BLOCK_SIZE=side)
 
 

@@ -187,6 +187,12 @@ TOO_MANY = {
     "erdos_renyi": lambda length: masks.erdos_renyi(length, density=0.5, seed=0, block_size=16),
     "small_world": lambda length: masks.small_world(length, neighbors=2**20, rewire=0.1, seed=0, block_size=16),
     "documents": lambda length: masks.documents([0, length], block_size=16),
+    "strided, window": lambda length: masks.strided(length, stride=2**24, block_size=16),
+    "strided, far": lambda length: masks.strided(length, stride=2**16, causal=True, block_size=16),
+    "strided, all": lambda length: masks.strided(length, stride=16, block_size=16),
+    "bigbird, window": lambda length: masks.bigbird(length, window_blocks=2**20 + 1, seed=0, block_size=16),
+    "bigbird, random": lambda length: masks.bigbird(length, random_blocks=2**20, seed=0, block_size=16),
+    "bigbird, global": lambda length: masks.bigbird(length, global_blocks=2**20, seed=0, block_size=16),
 }
 
 
