@@ -22,7 +22,7 @@ SAME = (
 SETTING = (
     "{n_layers} layers of width {embed_dim}, {num_heads}/{kv_heads} query/KV heads; {steps:,} steps of "
     "{batch_size} x {length:,} bytes; `--keys` {keys:,}; corpus {corpus_sha256:.12}; {device}, torch {torch}, "
-    "triton {triton}, commits {commits}."
+    "triton {triton}, {commits}."
 )
 
 # facts and points of each seed of an arm
@@ -95,16 +95,16 @@ def tables(found: dict[str, Runs]) -> str:
         + ([_mean((points["loss_late"].iloc[-1] for _, points in runs), ".4f")] if late else [])
         for name, runs in found.items()
     ]
+    commits = sorted({facts["commit"] for facts in everything})
+    said = f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
     return joined(
-        SETTING.format_map(
-            {**everything[0], "commits": " and ".join(sorted({facts["commit"] for facts in everything}))}
-        ),
+        SETTING.format_map({**everything[0], "commits": said}),
         _begin(starts),
         f"**Not comparable: these runs differ in {', '.join(differing)}.**" if differing else "",
         "" if steps == {True} else "**Not all of these runs have finished.**",
         "Losses are those of the last validation, in nats per byte; with several seeds, the mean and the range. "
-        f"`loss at {seconds:.1f} s` is the loss at the time when the fastest arm finished; the learning rate of the "
-        "slower arms had not yet fallen to its final value.",
+        f"`loss at {seconds:.1f} s` is the loss at the (mean) time at which the fastest arm finished; the learning "
+        "rate of the slower arms had not yet fallen to its final value.",
         listing(pd.DataFrame([_row(name, runs, dense, seconds) for name, runs in found.items()]), columns),
         _by_seed(found),
         "Losses by position in the window"
@@ -120,9 +120,9 @@ def _begin(starts: list[dict[str, Any]]) -> str:
         return ""
     first, losses = next(iter(begun.values())), [start["validation_loss"] for start in begun.values()]
     return (
-        f"Runs of a seed begin with the weights of `{first['arm']}` after {first['tokens']:,.0f} tokens, trained from "
-        f"random weights. Its loss was {_mean(losses, '.4f')} in contexts of its own. Its tokens and seconds are not "
-        "counted below."
+        f"All arms of a seed begin with the weights of `{first['arm']}` after {first['tokens']:,.0f} tokens, trained "
+        f"from random weights. Their loss was {_mean(losses, '.4f')} in contexts of the length of that arm. The tokens "
+        "and seconds of this training are not counted below."
     )
 
 

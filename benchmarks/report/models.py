@@ -48,7 +48,8 @@ def shapes(lines: pd.DataFrame) -> str:
     named = zip(plans["pattern"].str.removesuffix(", causal"), plans["ms"], strict=True)
     times = ", ".join(f"{ms:.2f} ms ({case})" for case, ms in named)
     commits = ", ".join(plans["commit"].unique())
-    where = "" if plans.empty else f"{plans['device'].iloc[0]}, commits {commits}"
+    word = "commits" if "," in commits else "commit"
+    where = "" if plans.empty else f"{plans['device'].iloc[0]}, {word} {commits}"
     return joined(
         *(_shapes_of_run(lines, found) for _, found in runs),
         "Making the layout and plan of packed documents on the GPU, from their boundaries there, took the GPU "

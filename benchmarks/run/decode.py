@@ -134,7 +134,10 @@ def _ours(case: Case, device: str) -> Call:
 def _flex(case: Case, device: str) -> Call | None:
     if case.page_size:
         return None
-    return functools.partial(compiled_flex(), block_mask=_block_mask(case, device), enable_gqa=True)
+    # more rows than fit into one tile of its decoding kernel, which takes milliseconds for them
+    options = {"FORCE_USE_FLEX_ATTENTION": True} if HEADS // KV_HEADS * case.q_len > BLOCK else {}
+    mask = _block_mask(case, device)
+    return functools.partial(compiled_flex(), block_mask=mask, enable_gqa=True, kernel_options=options)
 
 
 def _block_mask(case: Case, device: str) -> BlockMask:
@@ -152,9 +155,7 @@ def _block_mask(case: Case, device: str) -> BlockMask:
         def pairs(_batch: Tensor, _head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
             return table[q_pos * case.kv_len + kv_pos]
 
-    # a block has the queries of all heads of a KV head, which FlexAttention puts into one tile
-    rows = max(BLOCK, HEADS // KV_HEADS * case.q_len)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=(rows, BLOCK), mask_mod=pairs, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=pairs, seq_lengths=lengths)
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:

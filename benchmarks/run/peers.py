@@ -68,6 +68,7 @@ def _unless(can: Callable[[Pattern, Shape], bool], reason: str) -> Callable[[Pat
 
 NOTHING = _unless(lambda pattern, shape: True, "")
 BUT_DENSE = _unless(lambda pattern, shape: pattern.is_dense, "has no block layouts")
+FROM_32 = _unless(lambda pattern, shape: pattern.block_size >= 32, "has no tiles below 32 for its gradients")
 FINE_BLOCKS = _unless(lambda pattern, shape: pattern.block_size == 64 and not pattern.causal, "takes blocks of 64 only")
 SQUARE_BLOCKS = _unless(
     lambda pattern, shape: pattern.block_size in (64, 128) and not pattern.causal, "takes full blocks of 64 or 128 only"
@@ -134,14 +135,15 @@ def sdpa(provider: str, backend: str, kernel: str) -> Peer:
 
 
 @functools.cache
-def compiled_flex() -> Callable[..., Tensor]:
+def compiled_flex(is_autotuned: bool = False) -> Callable[..., Tensor]:
     from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
     # otherwise a backward can run only once, and cannot be timed alone
     config.donated_buffer = False
     # fullgraph: an error at the recompilation limit, not a silent fallback to eager
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    mode = "max-autotune-no-cudagraphs" if is_autotuned else None
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
 
 
 def _flex_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,16 +160,9 @@ def _block_lists(pattern: Pattern, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def flex_mask(pattern: Pattern, device: str) -> Any:
-    """The pattern as FlexAttention's BlockMask, from block lists, without a mask function on full blocks.
-
-    FlexAttention needs block sizes that are multiples of 128: finer patterns become partial blocks of 128.
-    """
+    """The pattern as FlexAttention's BlockMask, from block lists, without a mask function on full blocks."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    if pattern.block_size % BLOCK:
-        layout = pattern.layout()
-        assert layout is not None
-        return interop.to_flex_attention(layout.with_block_size(BLOCK).to(device))
     diagonal = np.eye(len(pattern.blocks), dtype=bool) & pattern.causal
     causal_pairs = (lambda b, h, q, kv: q >= kv) if pattern.causal else None
     partial, full = (torch.from_numpy(blocks).to(device) for blocks in (diagonal, pattern.blocks & ~diagonal))
@@ -192,11 +187,16 @@ def flex_table_mask(pattern: Pattern, device: str, *, is_compiled: bool) -> Any:
     return create(attends, None, None, pattern.length, pattern.length, device=device, BLOCK_SIZE=side)
 
 
-def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
+def flex(compiled: Callable[..., Callable[..., Tensor]] = compiled_flex) -> Peer:
     def prepare(pattern: Pattern, shape: Shape) -> Call:
         if pattern.name == "dense":
             return compiled()
-        return functools.partial(compiled(), block_mask=flex_mask(pattern, shape.device))
+        mask, side = flex_mask(pattern, shape.device), pattern.block_size
+        if side >= BLOCK:
+            return functools.partial(compiled(), block_mask=mask)
+        # its tiles are 128 by default; for gradients, only autotuning tries others
+        tiles = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side}
+        return functools.partial(compiled(is_autotuned=True), block_mask=mask, kernel_options=tiles)
 
     def select(scores: Tensor, k: int) -> Call:
         from torch.nn.attention.flex_attention import BlockMask
@@ -212,7 +212,7 @@ def flex(compiled: Callable[[], Callable[..., Tensor]] = compiled_flex) -> Peer:
         "new mask, create_block_mask": functools.partial(rebuild, is_compiled=False),
         "new mask, create_block_mask, compiled": functools.partial(rebuild, is_compiled=True),
     }
-    return Peer("flex", "triton", NOTHING, prepare, select=select, rebuilds=rebuilds)
+    return Peer("flex", "triton", FROM_32, prepare, select=select, rebuilds=rebuilds)
 
 
 def _flash_attention_4(pattern: Pattern, shape: Shape) -> Call:

@@ -94,14 +94,14 @@ def test_ours_and_flex_are_given_the_same_mask() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("q_len", "rows"), [(3, 128), (64, 256)])
+@pytest.mark.parametrize(("q_len", "options"), [(3, {}), (64, {"FORCE_USE_FLEX_ATTENTION": True})])
 @pytest.mark.parametrize("pattern", ["dense", "sparse"])
-def test_flex_computes_with_its_blocks_what_attention_does(pattern: str, q_len: int, rows: int) -> None:
+def test_flex_computes_with_its_blocks_what_attention_does(pattern: str, q_len: int, options: dict[str, bool]) -> None:
     case = Case(1, q_len, 2048, pattern)
     flex, layout = benchmark._flex(case, "cpu"), case.layout()
     assert flex is not None
     mask = flex.keywords["block_mask"]
-    assert mask.BLOCK_SIZE == (rows, 128)
+    assert mask.BLOCK_SIZE == (128, 128) and flex.keywords["kernel_options"] == options
     # partial: on the diagonal, and at the end of the window unless a random block is there
     n_partial = 0 if layout is None else (layout.bitmask_ids >= 0).sum()
     assert mask.kv_num_blocks == n_partial

@@ -19,15 +19,19 @@ from blocksparse_flash import interop
 from tests.support.pattern_cases import CASES, DIM, HEADS, N, inputs, mask_of, plain
 
 
-def flex_by_lists() -> Any:
+def flex_by_lists(*, is_autotuned: bool = False) -> Any:
     """flex_attention as its kernels compute it: full blocks whole, partial ones by mask_mod, no others."""
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any = None) -> torch.Tensor:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any = None, kernel_options: Any = None
+    ) -> torch.Tensor:
         length = q.shape[2]
         if block_mask is None:
             return plain(q, k, v, torch.ones(length, length, dtype=torch.bool))
         side, position = block_mask.BLOCK_SIZE[0], torch.arange(length)
-        assert side % 128 == 0
+        assert is_autotuned == (side < 128)
+        if is_autotuned:
+            assert kernel_options == {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side}
         zero = torch.zeros((), dtype=torch.int64)
         pairs = torch.vmap(torch.vmap(block_mask.mask_mod, (None, None, None, 0)), (None, None, 0, None))(
             zero, zero, position, position
