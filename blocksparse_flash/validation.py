@@ -46,9 +46,11 @@ def autocast_dtype(q: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
-def check_device(name: str, tensor: Tensor, q: Tensor) -> None:
+def check_device(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
     if tensor.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}; {name}.to(q.device) moves it")
+        raise ValueError(
+            f"{name} must be on {q_name}'s device {q.device}, got {tensor.device}; {name}.to({q_name}.device) moves it"
+        )
 
 
 def _dtype_hint(name: str, dtype: torch.dtype, wanted: str) -> str:

@@ -18,7 +18,7 @@ def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_name: str = "q"
     """Accept q, or new keys, and a cache that fit each other."""
     named = {q_name: q, "k_pages": k_pages, "v_pages": v_pages}
     for name, tensor in named.items():
-        _check_tensor(name, tensor, q)
+        _check_tensor(name, tensor, q, q_name)
         shape = tuple(tensor.shape)
         if len(shape) != 4:
             axes = "batch, heads, q_len, head_dim" if name == q_name else "n_pages, kv_heads, page_size, head_dim"
@@ -57,7 +57,7 @@ def check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, q_name: str = "q"
 def check_new_tokens(k: Tensor, v: Tensor) -> None:
     """Accept keys and values that are to be appended, as far as the cache does not matter."""
     for name, tensor in (("k", k), ("v", v)):
-        _check_tensor(name, tensor, k)
+        _check_tensor(name, tensor, k, "k")
         if tensor.ndim != 4 or tensor.dtype not in validation.DTYPES:
             raise ValueError(
                 f"{name} must be a tensor (batch, kv_heads, tokens, head_dim) of the cache's dtype, got {tensor.dtype} "
@@ -140,7 +140,7 @@ def check_window(window: int | None, causal: bool) -> None:
         raise ValueError(f"window must be 1 to {MAX_KEYS} keys, a query's own included, got {window}; None is all")
 
 
-def _check_tensor(name: str, tensor: Tensor, q: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor, q: Tensor, q_name: str = "q") -> None:
     check_tensor(name, tensor, f"; torch.as_tensor({name}) makes one")
     tracing.check_dense(name, tensor, q)
-    validation.check_device(name, tensor, q)
+    validation.check_device(name, tensor, q, q_name)

@@ -50,6 +50,9 @@ def append_to_pages(
         )
     for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
         _check_writable(name, cache)
+    for name, tensor in (("page_table", page_table), ("kv_lengths", kv_lengths)):
+        if isinstance(tensor, Tensor):
+            validation.check_device(name, tensor, k, "k")
     check_lists(page_table, kv_lengths, None, k, n_pages, kv_heads, page, window=1)
     if 0 not in (batch, tokens, n_pages, page_table.shape[1]):
         _write(k, v, k_pages, v_pages, page_table, kv_lengths)

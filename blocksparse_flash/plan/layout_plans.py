@@ -270,6 +270,8 @@ class LayoutPlans(StoredBlocks):
     def _gathered_scores(self, block_scores: torch.Tensor) -> torch.Tensor:
         frame = self._frame
         block_bias.check_scores(block_scores, frame[:2], (frame.n_rows, frame.n_cols))
+        if self._tensors.indptr.is_meta and not block_scores.is_meta:
+            raise ValueError("layout is on the meta device, which holds no data; gather with a layout that has data")
         is_shared = frame.batch_heads == 1
         batch_heads = (1, 1) if is_shared else (block_scores.shape[0], block_scores.shape[1])
         index, is_used = self._entries(block_scores, batch_heads)

@@ -281,6 +281,7 @@ def test_a_long_sequence_is_never_a_square():
         ("Dense", {"block": 512}, ValueError, "block: .* from 16 to 256, got 512"),
         ("Dense", {"different_layout_per_head": 1}, TypeError, "different_layout_per_head: expected a bool"),
         ("Fixed", {"num_global_blocks": 3}, ValueError, "num_global_blocks: expected a divisor of num_local_blocks, 4"),
+        ("Fixed", {"num_local_blocks": 2**70}, ValueError, "num_local_blocks: .* from 1 to 2147483647"),
         ("Fixed", {"attention": "causal"}, ValueError, "attention: .* got 'causal'"),
         (
             "Fixed",

@@ -174,6 +174,16 @@ def test_nothing_is_written_if_new_tokens_do_not_fit(k: Any, v: Any, words: str)
     assert not k_pages.any() and not v_pages.any()
 
 
+@pytest.mark.parametrize("name", ["v", "k_pages", "v_pages", "page_table", "kv_lengths"])
+def test_devices_are_compared_with_that_of_k(name: str) -> None:
+    k_pages, v_pages = torch.zeros(2, 8, 2, 16, 16)
+    new, table = torch.ones(2, 2, 3, 16), torch.arange(8, dtype=torch.int32).reshape(2, 4)
+    given = {"k": new, "v": new, "k_pages": k_pages, "v_pages": v_pages, "page_table": table}
+    given["kv_lengths"] = torch.tensor([18, 3])
+    with pytest.raises(ValueError, match=rf"{name} must be on k's device cpu, got meta; {name}.to\(k.device\) moves"):
+        append_to_pages(**{**given, name: given[name].to("meta")})
+
+
 def test_mapped_calls_are_those_of_single_calls() -> None:
     """Regression: torch.vmap wrote other values without an error, and refused lengths and selections that differ."""
     table, lengths = torch.tensor([[3, 0, 6], [5, 4, 1]], dtype=torch.int32), torch.tensor([40, 17])

@@ -172,6 +172,13 @@ def test_gather_works_under_vmap_and_compile() -> None:
     assert torch.equal(torch.compile(layout.gather, backend="eager", fullgraph=True)(scores[0]), expected[0])
 
 
+def test_a_layout_without_data_gathers_nothing() -> None:
+    layout = BlockLayout.from_dense(torch.eye(64, dtype=torch.bool), block_size=16).to("meta")
+    with pytest.raises(ValueError, match="layout is on the meta device, which holds no data"):
+        layout.gather(torch.zeros(1, 1, 4, 4))
+    assert layout.gather(torch.zeros(1, 1, 4, 4, device="meta")).is_meta
+
+
 def test_gathered_scores_of_an_empty_layout_are_empty() -> None:
     layout = BlockLayout.from_dense(torch.zeros(0, 5, dtype=torch.bool), block_size=16)
     assert layout.gather(torch.zeros(2, 1, 0, 1)).shape[-1] == 0
