@@ -196,7 +196,8 @@ def _number(name: str, value: Any) -> float:
         return value
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(
-            f"{name} must be a float or an int, got {value!r} ({type(value).__name__}); float({name}) makes one"
+            f"{name} must be a float or an int, got {checks.shown(value)} ({type(value).__name__}); "
+            f"float({name}) makes one"
         )
     try:
         return float(value)
@@ -505,7 +506,8 @@ def check(
         check_kv_lengths(kv_lengths, batch, kv_len, q)
     if deterministic is not None and deterministic is not True and deterministic is not False:
         raise TypeError(
-            f"deterministic must be True, False or None, got {deterministic!r} ({type(deterministic).__name__}); "
+            f"deterministic must be True, False or None, got {checks.shown(deterministic)} "
+            f"({type(deterministic).__name__}); "
             "None follows torch.are_deterministic_algorithms_enabled()"
         )
     return dtype, scale

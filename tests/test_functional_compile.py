@@ -84,6 +84,14 @@ def test_compiling_an_unplanned_layout_says_how_to_plan_it(causal):
         compiled(lambda q, k, v: attention(q, k, v, layout, causal=causal))(**good_call())
 
 
+@pytest.mark.parametrize("name", ["scale", "causal", "dropout_p", "deterministic"])
+def test_a_tensor_as_an_option_is_named_where_its_values_are_unknown(name):
+    """Regression: Dynamo cannot print a tensor, and said so."""
+    q = torch.randn(1, 2, 64, 16)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"TypeError.*{name} must be .*, got a tensor"):
+        torch.compile(attention, fullgraph=True, backend="aot_eager")(q, q, q, **{name: torch.tensor(0.5)})
+
+
 def test_compiled_calls_raise_the_same_errors():
     with pytest.raises(Exception, match=r"k must have q's head_dim 16, got 32"):
         compiled(attention)(**{**good_call(), **resized(k=(2, 2, 48, 32))({})})

@@ -21,9 +21,14 @@ MOST_BLOCKS = 2**31 - 1
 TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
 
 
+def shown(value: object) -> str:
+    """repr(value) for a message; torch.compile cannot print the values of a tensor."""
+    return "a tensor" if isinstance(value, torch.Tensor) and torch.compiler.is_compiling() else repr(value)
+
+
 def integer(value: object, name: str) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
     return int(value)
 
 
@@ -31,7 +36,7 @@ def boolean(value: object, name: str, hint: str = "") -> bool:
     """value, checked to be a bool; hint replaces the default advice at the end of the message."""
     if value is not True and value is not False:
         hint = hint or f"bool({name}) makes one"
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}); {hint}")
+        raise TypeError(f"{name} must be True or False, got {shown(value)} ({type(value).__name__}); {hint}")
     return value
 
 

@@ -16,6 +16,7 @@ from .. import packed
 from ..blocks.checks import boolean, listed
 from ..functional import attention
 from ..layout import BlockLayout
+from ..runtime import tracing
 from ..validation import check_device, checked_softcap
 from .arguments import (
     Heads,
@@ -104,13 +105,18 @@ class SelfAttention(HoldsLayout):
         # a buffer, so that it moves with the weights
         self.register_buffer("alibi_slopes", self._slopes(), persistent=False)
         self._place_layout()
+        self._place_when_loaded()
 
     def _place_layout(self) -> None:
         """Also restores the slopes, which a dtype conversion rounds and `to_empty` discards."""
         super()._place_layout()
-        device, slopes = self.qkv.weight.device, self._slopes()
-        if slopes is not None and device.type != "meta":
-            self.alibi_slopes = slopes.to(device)
+        # slopes made in inference mode could not be used in training
+        with tracing.outside_transforms():
+            slopes = self._slopes()
+            if slopes is not None:
+                kept, weight = self.get_buffer("alibi_slopes"), self._weight()
+                device = kept.device if weight is None else weight.device
+                self.alibi_slopes = kept if device.type == "meta" else slopes.to(device)
 
     def _slopes(self) -> Tensor | None:
         """The slopes of the heads, on the CPU."""
@@ -225,10 +231,12 @@ class SelfAttention(HoldsLayout):
         batch       sequences
         max_length  tokens that fit; at most the length of the layout, if that is a BlockLayout. A function as layout
                     is called with max_length, and each step uses a part of that layout
-        dtype       None is that of the weights; under autocast give its dtype
+        dtype       None is that of the first parameter of floats; under autocast give its dtype. Without parameters,
+                    PyTorch's default device and dtype are taken
         raises      ValueError if the layer is not causal, or the layout is too short
         """
-        weight = self.qkv.weight
+        weight = self._weight()
+        weight = torch.empty(0) if weight is None else weight
         dtype = weight.dtype if dtype is None else dtype
         cache = KVCache(batch, max_length, self.kv_heads, self.head_dim, device=weight.device, dtype=dtype)
         if self.layout is None or isinstance(self.layout, BlockLayout):

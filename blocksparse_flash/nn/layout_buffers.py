@@ -17,11 +17,24 @@ class HoldsLayout(nn.Module):
     layout: HeldLayout
     causal: bool
 
+    def _weight(self) -> Tensor | None:
+        """A parameter of floats; None if a wrapper holds them, as FSDP's first version and dynamic quantization do."""
+        return next((each for each in self.parameters() if each.is_floating_point()), None)
+
     def _place_layout(self) -> None:
         """Moves a BlockLayout to the device of the weights and plans it there."""
-        device = next(self.parameters()).device
-        if isinstance(self.layout, BlockLayout) and device.type != "meta":
-            self.layout = self.layout.to(device, causal=self.causal)
+        weight = self._weight()
+        if isinstance(self.layout, BlockLayout) and weight is not None and not weight.is_meta:
+            self.layout = self.layout.to(weight.device, causal=self.causal)
+
+    def _place_when_loaded(self) -> None:
+        """load_state_dict(assign=True) may replace weights on the meta device, without `_apply`."""
+        self.register_load_state_dict_post_hook(_place_loaded)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copied and unpickled layouts have no plans."""
+        super().__setstate__(state)
+        self._place_layout()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HoldsLayout:
         super()._apply(fn, recurse)
@@ -51,3 +64,7 @@ class HoldsLayout(nn.Module):
                 f"{type(made).__name__}; layout=None, without a function, attends to every pair"
             )
         return made
+
+
+def _place_loaded(module: HoldsLayout, _incompatible_keys: object) -> None:
+    module._place_layout()

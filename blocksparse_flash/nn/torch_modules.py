@@ -120,6 +120,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         # False keeps torch's encoders from their fused path, which would compute dense attention
         self._qkv_same_embed_dim = False
         self._place_layout()
+        self._place_when_loaded()
 
     def _reset_parameters(self) -> None:
         """As torch, which asks whether the weights are packed."""

@@ -444,7 +444,11 @@ def forward(
         total = _nonzero(merged.total)
         out_tiles.index_copy_(0, index, merged.out if merged.is_divided else merged.out.div_(total))
         lse_tiles.index_copy_(0, index, merged.highest.add_(total.log_()))
-    return _untiled(out_tiles, out), _untiled(lse_tiles, lse[..., None])[..., 0]
+    # copied, since a view of the tiles would refuse methods such as detach_ as an output of autograd
+    batch, heads, length, dim_v = out.shape
+    out.copy_(out_tiles.view(batch, heads, -1, dim_v)[:, :, :length])
+    lse.copy_(lse_tiles.view(batch, heads, -1)[:, :, :length])
+    return out, lse
 
 
 def backward(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blocksparse_flash import BlockLayout, reference
+from blocksparse_flash import BlockLayout, attention_with_lse, reference
 from blocksparse_flash import attention as attend
 from blocksparse_flash.kernels.eager import attention
 from blocksparse_flash.kernels.inputs import BackwardInputs
@@ -283,3 +283,12 @@ def test_rows_of_one_or_two_keys_are_accurate(
     truth = plain.results(*(tensor.double() for tensor in inputs), layout.to_dense(), scale=0.125)
     for name, result, plains, true in zip(NAMES, actual, same_dtype, truth, strict=True):
         assert_as_accurate(result, plains, true[0], name=name)
+
+
+@pytest.mark.parametrize("length", [96, 128, 129])
+@pytest.mark.parametrize("method", ["detach_", "squeeze_"])
+def test_methods_in_place_work_on_the_output_of_any_length(length: int, method: str) -> None:
+    """Regression: the output was a view of tiles where nothing had to be converted or cut."""
+    q, k, v = (torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3))
+    for result in attention_with_lse(q, k, v, backend="eager"):
+        getattr(result, method)()
