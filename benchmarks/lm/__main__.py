@@ -114,7 +114,8 @@ def _figure(options: argparse.Namespace, deadline: float) -> bool:
     plan = FIGURES[options.name]
     given: dict[str, Any] = {"steps": options.steps, "validate_every": options.validate_every}
     settings = replace(plan.settings, **{name: value for name, value in given.items() if value is not None})
-    arms, seeds = options.arms or plan.arms, options.seeds or plan.seeds
+    # each once
+    arms, seeds = (list(dict.fromkeys(given)) for given in (options.arms or plan.arms, options.seeds or plan.seeds))
     out = OUT / options.name if options.out is None else options.out
     print(f"{options.name}: {len(arms) * len(seeds)} runs of {settings.steps} steps in {out}", flush=True)
     data = corpus.Corpus(options.corpus, settings.length)
@@ -145,6 +146,8 @@ def _run(options: argparse.Namespace) -> bool:
     if options.command == "corpus":
         made = corpus.make(options.folder, options.out, suffix=options.suffix, max_bytes=options.max_bytes)
         print(f"{options.out}: {made['train_bytes']:,} bytes to train, {made['validation_bytes']:,} to validate")
+        if left_out := made["left_out"]:
+            print(f"{len(left_out)} of {len(left_out) + len(made['packages'])} packages left out: see the manifest")
     elif options.command == "report":
         print(importlib.import_module("benchmarks.lm.report").report(options.runs, options.out))
     elif options.command == "steps":
@@ -171,7 +174,7 @@ def main(given: Sequence[str] | None = None) -> int:
             return 0
     except ModuleNotFoundError as error:
         sys.exit(f"python -m benchmarks.lm {options.command} needs {error.name}: pip install '.[lra]'")
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"python -m benchmarks.lm {options.command}: {error}")
     # Lightning exits when it is interrupted
     except (KeyboardInterrupt, SystemExit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..run import saved
+
 # shorter lines, such as `else:`, do not show that a file is a copy
 MIN_LINE = 20
 # of the bytes of a split, from one package at most
 PACKAGE_SHARE = 0.1
+MANIFEST = ("sha256", "train_bytes", "validation_bytes", "packages")
 
 
 def is_copy(text: bytes, seen: set[int]) -> bool:
@@ -32,20 +36,28 @@ def make(
 ) -> dict[str, Any]:
     """Writes the training bytes and then the validation bytes to `out`, and the manifest, which is returned, beside it.
 
+    The manifest has the name of `out` with the suffix .json, and names the packages that were left out: as copies, as
+    they were larger than a tenth of their split, or for lack of room.
+
     folder            each entry is a package, a folder or a file, and goes to one split
     validation_share  of the bytes. These packages are read first, so that training drops what is in both
-    raises            ValueError if there is no such folder, max_bytes is below 1, or a split is empty
+    raises            ValueError if there is no such folder, max_bytes is below 1, a split is empty, or another file has
+                      the place of the corpus or of the manifest
     """
     if not folder.is_dir():
         raise ValueError(f"folder must be a folder of packages, got {folder}, which is none")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be 1 or more, got {max_bytes}")
+    if not out.name or out.is_dir() or out.suffix == ".json":
+        raise ValueError(f"out must be a file that does not end with .json, as its manifest does, got {str(out)!r}")
+    if out.with_suffix(".json").exists():
+        read_manifest(out)
     found: dict[str, list[Path]] = {}
     for path in sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
         found.setdefault(path.relative_to(folder).parts[0], []).append(path)
     max_bytes = min(max_bytes, sum(path.stat().st_size for files in found.values() for path in files))
     # in the order of a hash, which depends on the name alone
-    names = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    names = sorted(found, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     splits, packages, seen = {}, {}, set[int]()
     for split, share in (("validation", validation_share), ("train", 1 - validation_share)):
         room = share * max_bytes
@@ -55,7 +67,7 @@ def make(
             name, text = names.pop(0), b""
             for path in found[name]:
                 content = path.read_bytes()
-                document = b"# %s\n%s\0" % (path.relative_to(folder).as_posix().encode(), content)
+                document = b"# %s\n%s\0" % (os.fsencode(path.relative_to(folder)), content)
                 if len(text) + len(document) <= limit and not is_copy(content, seen):
                     text += document
             if text:
@@ -63,16 +75,25 @@ def make(
                 room -= len(text)
                 packages[name] = {"split": split, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
         if not splits[split]:
-            raise ValueError(f"no text for {split} in {folder}: it needs more packages with {suffix} files")
+            raise ValueError(
+                f"no text for {split} in {folder}: it needs more packages with {suffix} files, or smaller ones, since "
+                f"one may have a tenth of the split, {limit:,.0f} bytes"
+            )
     content = splits["train"] + splits["validation"]
     manifest: dict[str, Any] = {f"{split}_bytes": len(text) for split, text in splits.items()}
     manifest |= {"sha256": hashlib.sha256(content).hexdigest(), "packages": packages}
+    manifest["left_out"] = sorted(found.keys() - packages)
     out.parent.mkdir(parents=True, exist_ok=True)
     # without a manifest, a half-written corpus is none
     out.with_suffix(".json").unlink(missing_ok=True)
     out.write_bytes(content)
     out.with_suffix(".json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
+
+
+def read_manifest(corpus: Path) -> dict[str, Any]:
+    """The manifest beside a corpus; ValueError if the file is none."""
+    return saved.read_json(corpus.with_suffix(".json"), MANIFEST, f"the manifest of the corpus {corpus}")
 
 
 class Corpus:
@@ -85,7 +106,7 @@ class Corpus:
         if not path.exists() or not path.with_suffix(".json").exists():
             raise FileNotFoundError(f"no corpus at {path}: python -m benchmarks.lm corpus --out {path}")
         content = path.read_bytes()
-        manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        manifest = read_manifest(path)
         self.sha256 = hashlib.sha256(content).hexdigest()
         if self.sha256 != manifest["sha256"]:
             raise ValueError(f"{path} has SHA-256 {self.sha256}, but its manifest says {manifest['sha256']}")

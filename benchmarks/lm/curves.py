@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..run import measure
+from ..run import measure, saved
 from .model import Settings
 
 Point = dict[str, Any]
@@ -99,4 +99,4 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[Point]]:
     """run.json, and the lines of metrics.csv as numbers."""
     with (folder / "metrics.csv").open() as file:
         points = [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
-    return json.loads((folder / "run.json").read_text(encoding="utf-8")), points
+    return saved.read_json(folder / "run.json", ("arm", "seed", "corpus_sha256"), "the run.json of a run"), points

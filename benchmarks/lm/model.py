@@ -83,6 +83,8 @@ class Settings:
         for name, value in vars(self).items():
             if type(value) is int and name != "seed" and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
         if self.steps % self.validate_every:

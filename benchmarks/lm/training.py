@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..run import measure
+from ..run import measure, saved
 from ..run.checkpoints import WholeCheckpoints, locked
 from .corpus import Corpus
 from .curves import Point, identity_of, point_of, read_run, write_points, write_run
@@ -117,7 +117,7 @@ class Training(lightning.LightningModule):
 
 def load_start(model: LanguageModel, folder: Path) -> None:
     """Replaces the weights by those of a finished run; ValueError if they are those of another model."""
-    weights = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True)
+    weights = saved.load(folder / "weights.pt")
     shapes = [{name: weight.shape for name, weight in each.items()} for each in (weights, model.state_dict())]
     if shapes[0] != shapes[1]:
         raise ValueError(f"start {folder} has weights of other sizes or of nsa: train it with the same model")
@@ -170,7 +170,7 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
     if path.exists() or weights.exists():
         # weights beside a checkpoint may be half written
         is_finished = not path.exists()
-        checkpoint = {} if is_finished else torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = {} if is_finished else saved.load(path, ("identity", "global_step"))
         facts = read_run(folder)[0] if is_finished else checkpoint["identity"]
         if any(facts.get(name) != training.identity.get(name) for name in ("start", *training.identity)):
             raise ValueError(

@@ -61,6 +61,9 @@ def generate(
     from . import data, sets, tasks
 
     found = tasks.find(task)
+    tasks.check_seed("seed", seed)
+    if not splits:
+        raise ValueError("splits must name one split or more, got none")
     source = data.generator_of(found, data.Rules(contour_length), seed=seed)
     for split in splits:
         if split not in data.SPLITS:
@@ -142,6 +145,7 @@ def speed(
         raise ValueError(f"tasks must be among {', '.join(published.STEPS)}, got {unknown[0]!r}")
     # before anything is measured
     masks.build(mask, 64, block_size=16)
+    measure.check_can_append(path)
     for task, each, has_dropout in itertools.product(named, (None, mask), (True, False)):
         case = steps.case_of(task, mask=each, has_dropout=has_dropout, **sizes)
         lines = steps.run(case, device, providers=shown, warmup=warmup, n_steps=repeats)
@@ -178,6 +182,9 @@ def order_seed(seed: bool | int) -> int:
     """The seed of the order of samples, which is that of the weights."""
     if isinstance(seed, bool):
         raise ValueError(f"seed_everything must be a number, which the results name, got {seed}")
+    from .tasks import check_seed
+
+    check_seed("seed_everything", seed)
     return seed
 
 
@@ -322,7 +329,7 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     try:
         jsonargparse.auto_cli(own, args=list(arguments), prog="python -m benchmarks.lra")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"{arguments[0]}: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to continue", file=sys.stderr)

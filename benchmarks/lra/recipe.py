@@ -243,8 +243,10 @@ def run(
             the training of the stages up to it, except where a run has a checkpoint
         results: the folder of results
     """
-    if not seeds or min(seeds) < 0:
-        raise ValueError(f"seeds must be one or more numbers of 0 or more, got {list(seeds)}")
+    if not seeds:
+        raise ValueError("seeds must be one number or more, got none")
+    for seed in seeds:
+        tasks.check_seed("seeds", seed)
     if minutes is not None and not minutes >= 0:
         raise ValueError(f"minutes must be 0 or more, got {minutes}")
     end = None if minutes is None else time.monotonic() + 60 * minutes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..run import measure
+from ..run import measure, saved
 from . import floors, listops, pathfinder
 from .batches import ExampleRows, RecordRows
 from .data import LraData
@@ -83,12 +82,7 @@ def trained_steps(checkpoint: Path) -> int:
     """Steps of a checkpoint; 0 if there is none. ValueError if the file is not a whole checkpoint."""
     if not checkpoint.exists():
         return 0
-    try:
-        return int(torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"])
-    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{checkpoint} is not a whole checkpoint ({str(error).splitlines()[0]}): copy it again, or remove it"
-        ) from error
+    return int(saved.load(checkpoint, ("global_step",), mmap=True)["global_step"])
 
 
 def append_test(folder: Path, result: Result, **facts: Any) -> None:

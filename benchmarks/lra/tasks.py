@@ -68,3 +68,9 @@ def find(name: str) -> Task:
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]
+
+
+def check_seed(name: str, seed: int) -> None:
+    """ValueError unless NumPy and PyTorch take the seed."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name} must be from 0 to 2**32 - 1, got {seed}")

@@ -8,6 +8,7 @@ import torch
 
 from .recipe import RESULTS, stages
 from .scoring import digest
+from .tasks import check_seed
 
 # keys of a checkpoint that a test and the start of another stage read
 KEYS = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "task", "settings", "architecture", "record")
@@ -24,12 +25,14 @@ def keep(name: str, *, seed: int = 0, results: Path = RESULTS) -> None:
         seed: seed of the run
         results: folder of the results
     """
+    check_seed("seed", seed)
     stage = stages(name, seed)[-1]
     steps = stage.trained_steps()
     if steps < stage.steps:
+        seeds = f' --seeds "[{seed}]"' if seed else ""
         raise ValueError(
             f"name must be that of a run with all of its {stage.steps:,} steps, got {name!r} with {steps:,} in "
-            f"{stage.checkpoint}: train it with `recipe {name}`"
+            f"{stage.checkpoint}: train it with `recipe {name}{seeds}`"
         )
     whole = torch.load(stage.checkpoint, map_location="cpu", weights_only=True)
     found = {key: whole[key] for key in KEYS}

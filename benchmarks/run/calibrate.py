@@ -41,6 +41,7 @@ Array = NDArray[np.float64]
 DEVICES = {"NVIDIA H200": Device("NVIDIA H200", (9, 0), 132, 1980.0, 4300.0)}
 # GPUs without a fit of their own; their lines test the scaling of rates to another GPU
 SCALED = {"NVIDIA H100 80GB HBM3": Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 1980.0, 2933.0)}
+LINES = Path(__file__).parents[1] / "results" / "attention.jsonl"
 BENCHES = ("attention", "length", "density", "block-size", "fine")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # parts of the cross-validation
@@ -232,9 +233,11 @@ def calibrate(lines: pd.DataFrame) -> list[Calibration]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=Path, default=Path("benchmarks/results/attention.jsonl"))
+    parser.add_argument("--lines", type=Path, default=LINES, help="default: those of benchmarks/results")
     parser.add_argument("--out", type=Path, default=prediction.CALIBRATION)
     options = parser.parse_args(arguments)
+    if not options.lines.is_file():
+        parser.error(f"--lines: there is no file {options.lines}")
     made = calibrate(measurements.read(options.lines))
     if not made:
         raise SystemExit(f"no line of {options.lines} can be used")

@@ -352,6 +352,12 @@ def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None
     print(described(line), flush=True)
 
 
+def check_can_append(path: Path) -> None:
+    """OSError before anything is measured, if lines could not be appended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a").close()
+
+
 def appended(path: Path, lines: Iterable[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
     """The lines, each appended as soon as it is measured."""
     found = []

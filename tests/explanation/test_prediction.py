@@ -343,3 +343,10 @@ def test_the_command_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "none.jsonl").write_text("")
     with pytest.raises(SystemExit, match="no line"):
         calibrate.main(["--lines", str(tmp_path / "none.jsonl"), "--out", str(out)])
+
+
+def test_lines_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate.LINES == pages.RESULTS / "attention.jsonl"
+    with pytest.raises(SystemExit, match="2"):
+        calibrate.main(["--lines", str(tmp_path / "nothing.jsonl")])
+    assert "--lines: there is no file" in capsys.readouterr().err

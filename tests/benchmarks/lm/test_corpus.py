@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -127,6 +128,58 @@ def test_a_missing_or_short_corpus_is_refused(path: Path) -> None:
         Corpus(path, 100_000)
     with pytest.raises(ValueError, match="batch_size must be at most the"):
         next(Corpus(path, 64).training_batches(10_000, seed=0, first_step=0, n_steps=1))
+
+
+@pytest.mark.parametrize("name", ["corpus.json", ".", "folder"])
+def test_the_place_of_a_manifest_or_a_folder_is_no_place_for_a_corpus(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Regression: the manifest replaced the corpus."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"out must be a file that does not end with \.json"):
+        corpus.make(folder, Path(name), validation_share=0.3)
+    assert not (tmp_path / "corpus.json").exists()
+
+
+@pytest.mark.parametrize("text", ['{"keep": "me"}', "[1]", "no JSON", ""])
+def test_another_file_in_the_place_of_the_manifest_is_kept(folder: Path, tmp_path: Path, text: str) -> None:
+    """Regression: it was replaced."""
+    notes = tmp_path / "notes.json"
+    notes.write_text(text)
+    with pytest.raises(ValueError, match=r"notes\.json is not the manifest of the corpus .*notes\.txt"):
+        corpus.make(folder, tmp_path / "notes.txt", validation_share=0.3)
+    assert notes.read_text() == text and not (tmp_path / "notes.txt").exists()
+    (tmp_path / "notes.txt").write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"notes\.json is not the manifest of the corpus .*notes\.txt"):
+        Corpus(tmp_path / "notes.txt", 64)
+
+
+def test_names_of_any_bytes_can_be_read(folder: Path, tmp_path: Path) -> None:
+    (folder / os.fsdecode(b"odd\xff")).mkdir()
+    (folder / os.fsdecode(b"odd\xff") / "a.py").write_text(code("odd"))
+    made = corpus.make(folder, tmp_path / "corpus.bin", validation_share=0.3)
+    assert b"# odd\xff/a.py\n" in (tmp_path / "corpus.bin").read_bytes()
+    assert os.fsdecode(b"odd\xff") in made["packages"] and len(Corpus(tmp_path / "corpus.bin", 64).train)
+
+
+def test_packages_that_are_left_out_are_listed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(80):
+        (source / f"{number:02}.py").write_text(code(f"one{number}"))
+    for name in ("copy1.py", "copy2.py"):
+        (source / name).write_text(code("same"))
+    made = corpus.make(source, tmp_path / "corpus.bin", validation_share=0.2)
+    assert len(made["left_out"]) + len(made["packages"]) == 82
+    assert len({"copy1.py", "copy2.py"} & {*made["left_out"]}) >= 1
+
+
+def test_files_that_are_too_large_for_a_split_are_named_as_the_cause(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.py").write_text(code(f"one{number}"))
+    with pytest.raises(ValueError, match=r"or smaller ones, since one may have a tenth of the split, [\d,]+ bytes"):
+        corpus.make(tmp_path, tmp_path / "corpus.bin")
 
 
 def test_a_half_written_corpus_is_none(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

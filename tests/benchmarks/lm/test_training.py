@@ -299,7 +299,8 @@ def test_a_figure_trains_what_is_left_and_reports_it(
     monkeypatch.setitem(command.FIGURES, "demo", command.Plan(replace(SMALL, steps=2), ("dense", "hybrid"), (0, 1)))
     options = ["figure", "demo", "--corpus", str(path), "--out", str(tmp_path / "demo")]
     assert command.main([*options, "--minutes", "0"]) == command.STOPPED
-    assert command.main([*options, "--seeds", "0"]) == 0
+    # each seed and arm once
+    assert command.main([*options, "--seeds", "0", "0", "--arms", "dense", "hybrid", "dense"]) == 0
     assert "2 of 2 runs have finished" in capsys.readouterr().out
     assert command.main(options) == 0
     printed = capsys.readouterr().out
@@ -365,6 +366,25 @@ def test_a_base_that_has_not_finished_is_trained_first(
     options = ["figure", "demo", "--corpus", str(path), "--out", str(tmp_path / "demo")]
     assert command.main(options) == command.STOPPED
     assert trained == ["dense-short"] and "0 of 2 runs have finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 half of a checkpoint"])
+@pytest.mark.parametrize("name", ["last.ckpt", "weights.pt", "run.json"])
+def test_files_that_are_not_whole_are_named(path: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    """Regression: a traceback, or a message without the name of the file."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(path, first, "--steps", "2") == 0
+    (first / name).write_bytes(content)
+    # weights are read by a run that begins with them
+    folder, options = (second, ["--start", str(first)]) if name == "weights.pt" else (first, [])
+    with pytest.raises(SystemExit, match=rf"first/{name} is not (a whole checkpoint|the run.json of a run)"):
+        run(path, folder, "--steps", "2", *options)
+
+
+def test_a_folder_that_cannot_be_made_is_named(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"train: .*file"):
+        run(path, tmp_path / "file" / "run")
 
 
 def test_a_run_resumes_only_with_the_weights_with_which_it_began(path: Path, tmp_path: Path) -> None:
@@ -484,6 +504,8 @@ def test_a_long_run_on_a_cpu_is_announced(
         (["--validate-every", "0"], "validate_every must be 1 or more, got 0"),
         (["--n-validation", "0"], "n_validation must be 1 or more, got 0"),
         (["--steps", "-2"], "steps must be 1 or more, got -2"),
+        (["--seed", "-5"], r"seed must be from 0 to 2\*\*32 - 1, got -5"),
+        (["--seed", str(2**70)], r"seed must be from 0 to 2\*\*32 - 1, got 1180591620717411303424"),
         (["--learning-rate", "nan"], "learning_rate must be positive and finite, got nan"),
         (["--corpus", "nothing.bin"], r"no corpus at nothing\.bin: python -m benchmarks\.lm corpus"),
     ],

@@ -18,7 +18,7 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 pytest.importorskip("lightning", reason="needs the extra [lra]")
 
 from benchmarks.lra import __main__ as command
-from benchmarks.lra import listops, pathfinder, scoring, sources
+from benchmarks.lra import listops, pathfinder, scoring, sources, weights
 from benchmarks.lra.data import LraData, Rules, Stage, generator_of
 from benchmarks.lra.tasks import TASKS, Sizes, find
 
@@ -229,6 +229,12 @@ def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -
             lambda: command.generate("listops-small", contour_length=9),
             "contour_length is only for Pathfinder, got task='listops-small'",
         ),
+        (lambda: command.generate("listops-small", splits=()), "splits must name one split or more, got none"),
+        (lambda: command.generate("listops-small", seed=-1), r"seed must be from 0 to 2\*\*32 - 1, got -1"),
+        (lambda: command.generate("listops-small", seed=2**32), r"seed must be from 0 to 2\*\*32 - 1, got 4294967296"),
+        (lambda: weights.keep("listops", seed=-1), r"seed must be from 0 to 2\*\*32 - 1, got -1"),
+        (lambda: weights.keep("listops", seed=3), r'train it with `recipe listops --seeds "\[3\]"`'),
+        (lambda: command.order_seed(-3), r"seed_everything must be from 0 to 2\*\*32 - 1, got -3"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
@@ -249,6 +255,27 @@ def test_generate_says_what_it_made(root: Path, capsys: pytest.CaptureFixture[st
     assert "test: 1000 samples, SHA-256 " in first
     command.main(arguments)
     assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "listops-small", "--root", "file", "--splits", '["test"]', "--workers", "1"],
+        # before anything is measured
+        ["speed", "--quick", "true", "--out", "folder"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Regression: a traceback, of `speed` after the measurement."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit, match=r"(generate|speed): .*(file|folder)"):
+        command.main(arguments)
+    assert capsys.readouterr().out == ""
 
 
 def test_an_interrupted_command_says_how_to_go_on(

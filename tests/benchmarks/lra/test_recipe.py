@@ -330,8 +330,9 @@ def test_an_unknown_name_lists_the_configurations() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seeds": [-1]}, r"seeds must be one or more numbers of 0 or more, got \[-1\]"),
-        ({"seeds": []}, r"seeds must be one or more numbers of 0 or more, got \[\]"),
+        ({"seeds": [0, -1]}, r"seeds must be from 0 to 2\*\*32 - 1, got -1"),
+        ({"seeds": [2**32]}, r"seeds must be from 0 to 2\*\*32 - 1, got 4294967296"),
+        ({"seeds": []}, "seeds must be one number or more, got none"),
         ({"minutes": -1.0}, r"minutes must be 0 or more, got -1\.0"),
         ({"minutes": math.nan}, "minutes must be 0 or more, got nan"),
     ],
