@@ -114,7 +114,7 @@ def _figure(options: argparse.Namespace, deadline: float) -> bool:
     plan = FIGURES[options.name]
     given: dict[str, Any] = {"steps": options.steps, "validate_every": options.validate_every}
     settings = replace(plan.settings, **{name: value for name, value in given.items() if value is not None})
-    # each once
+    # without repeats, which would be counted as runs of their own
     arms, seeds = (list(dict.fromkeys(given)) for given in (options.arms or plan.arms, options.seeds or plan.seeds))
     out = OUT / options.name if options.out is None else options.out
     print(f"{options.name}: {len(arms) * len(seeds)} runs of {settings.steps} steps in {out}", flush=True)

@@ -51,6 +51,7 @@ def make(
     if not out.name or out.is_dir() or out.suffix == ".json":
         raise ValueError(f"out must be a file that does not end with .json, as its manifest does, got {str(out)!r}")
     if out.with_suffix(".json").exists():
+        # another file is not replaced
         read_manifest(out)
     found: dict[str, list[Path]] = {}
     for path in sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
