@@ -92,7 +92,9 @@ class Use:
                     f"torch.compile cannot make the layout for {n_text} text tokens on {device}: call the model once "
                     "with them before it is compiled"
                 )
-            self._sequences[key] = self._new_sequence(*key)
+            # a later forward may train with what one in inference mode made
+            with tracing.outside_transforms():
+                self._sequences[key] = self._new_sequence(*key)
         return self._sequences[key]
 
     def _new_sequence(self, n_tokens: int | None, n_text: int, place: str | None, device: torch.device) -> _Sequence:

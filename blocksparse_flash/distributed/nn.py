@@ -5,7 +5,7 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..nn.arguments import positive_int, rotary_base
+from ..nn.arguments import Heads, check_features, positive_int
 from ..nn.positions import rotary_table, rotate
 from ..nn.projections import heads_of
 from .context_plan import ContextPlan, check_layer, check_plan
@@ -51,15 +51,15 @@ class SelfAttention(nn.Module):
         num_heads, kv_heads = plan.heads
         if positive_int("embed_dim", embed_dim) % num_heads:
             raise ValueError(f"embed_dim must be a multiple of the plan's {num_heads} query heads, got {embed_dim}")
-        self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
-        if rope is not None and self.head_dim % 2:
-            raise ValueError(f"rope rotates pairs of features, so head_dim must be even, got {self.head_dim}")
-        self.plan, self.layer, self.rope = plan, layer, None if rope is None else rotary_base("rope", rope)
+        sizes = Heads.of(embed_dim, num_heads, kv_heads, None, rope)
+        self.embed_dim, self.head_dim, self.rope = sizes.embed_dim, sizes.head_dim, sizes.rope
+        self.plan, self.layer = plan, layer
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, plan.local_length, embed_dim), the tokens of this rank, to the same shape."""
+        check_features("x", x)
         if x.dim() != 3 or x.shape[1:] != (self.plan.local_length, self.embed_dim):
             raise ValueError(
                 f"x must have shape (batch, {self.plan.local_length}, {self.embed_dim}), the tokens of rank "

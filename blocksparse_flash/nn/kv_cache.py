@@ -189,6 +189,10 @@ class KVCache:
         with torch.inference_mode(False):
             self._k, self._v = (each.clone() if each.is_inference() else each for each in (self._k, self._v))
 
+    def __copy__(self) -> KVCache:
+        """With memory of its own: two caches that share it would overwrite each other's tokens."""
+        return self.__deepcopy__({})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         copied = object.__new__(type(self))
         memo[id(self)] = copied

@@ -568,6 +568,17 @@ def test_a_copy_has_a_layout_of_its_own() -> None:
     assert torch.equal(output("Wan", model), sparse)
 
 
+def test_a_model_trains_after_a_forward_in_inference_mode() -> None:
+    """Regression: it kept the order that was made there."""
+    model = model_of("Wan")
+    use(model, layout_of(VIDEO, order_of(VIDEO)), order=order_of(VIDEO))
+    with torch.inference_mode():
+        expected = output("Wan", model)
+    found = model(**inputs_of("Wan"), return_dict=False)[0]
+    found.sum().backward()
+    assert torch.equal(found, expected)
+
+
 def test_an_order_is_copied() -> None:
     order = order_of(VIDEO)
     changed, other = model_of("Wan"), model_of("Wan")

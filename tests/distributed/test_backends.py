@@ -90,6 +90,17 @@ def test_a_layer_checks_its_sizes(alone: distributed.ContextPlan) -> None:
         distributed.SelfAttention(32.0, alone)
     with pytest.raises(ValueError, match="embed_dim must be a multiple of the plan's 2 query heads, got 33"):
         distributed.SelfAttention(33, alone)
+    with pytest.raises(ValueError, match="head_dim must be at most 256, got 512: take more heads"):
+        distributed.SelfAttention(1024, alone)
+    with pytest.raises(ValueError, match="rope rotates pairs of features, so head_dim must be even, got 5"):
+        distributed.SelfAttention(10, alone, rope=100.0)
+    layer = distributed.SelfAttention(32, alone)
+    for x, error, message in (
+        (None, TypeError, "x must be a torch.Tensor, got NoneType"),
+        (torch.ones(1, LENGTH, 32, dtype=torch.int64), (TypeError, ValueError), "x must "),
+    ):
+        with pytest.raises(error, match=message):
+            layer(x)
 
 
 def test_a_copy_of_a_layer_shares_its_plan(alone: distributed.ContextPlan) -> None:

@@ -129,6 +129,18 @@ def test_copies_go_on_apart_and_pickles_go_on() -> None:
     assert cache.length == 70
 
 
+def test_a_shallow_copy_has_memory_of_its_own() -> None:
+    """Regression: it shared the memory but not the length, and overwrote tokens of the original."""
+    made, x = layer(), tokens()
+    cache = made.new_cache(2, LENGTH)
+    with torch.inference_mode():
+        made(x[:, :50], cache=cache)
+        copied = copy.copy(cache)
+        made(x[:, 50:60], cache=cache)
+        made(torch.randn_like(x[:, :10]), cache=copied)
+        torch.testing.assert_close(made(x[:, 60:], cache=cache), made(x)[:, 60:], rtol=1e-10, atol=1e-10)
+
+
 def test_trained_sinks_need_gradients_too() -> None:
     made = SelfAttention(8, 2, causal=True, sinks=True)
     made.qkv.requires_grad_(False)
