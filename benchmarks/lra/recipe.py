@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from ..run import measure
+from ..run import measure, saved
 from . import reporting, tasks
 from .reporting import RUNS
 from .scoring import TEST, digest, trained_steps
@@ -98,7 +97,7 @@ class Stage:
         """ValueError if the checkpoint was trained with other settings than the configuration names."""
         model = yaml.safe_load(self.config.read_text(encoding="utf-8"))["model"]
         given = {**model.get("architecture", {}), **model.get("recipe", {})}
-        known = torch.load(self.checkpoint, map_location="cpu", weights_only=True).get("settings", {})
+        known = saved.load(self.checkpoint).get("settings", {})
         odd = [
             f"{name} {known[name]!r}, not {value!r}"
             for name, value in given.items()

@@ -24,7 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from blocksparse_flash.nn import EncoderBlock, RotaryTable
 
-from ..run import measure
+from ..run import measure, saved
 from .batches import Batch
 from .floors import pair_accuracy
 from .model import Architecture, Classifier, keys_per_query, load_fitting
@@ -276,7 +276,7 @@ class Experiment(lightning.LightningModule):
             self._capture()
 
     def _load_start(self, start: Path) -> None:
-        found = torch.load(start, map_location="cpu", weights_only=True)
+        found = saved.load(start, ("record", "state_dict", "task"))
         self.record["start"] = digest(start)
         for name in ("samples", "device_hours"):
             self.record[f"{name}_before"] = found["record"][name] + found["record"][f"{name}_before"]

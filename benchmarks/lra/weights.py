@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ..run import saved
 from .recipe import RESULTS, stages
 from .scoring import digest
 from .tasks import check_seed
@@ -34,7 +35,7 @@ def keep(name: str, *, seed: int = 0, results: Path = RESULTS) -> None:
             f"name must be that of a run with all of its {stage.steps:,} steps, got {name!r} with {steps:,} in "
             f"{stage.checkpoint}: train it with `recipe {name}{seeds}`"
         )
-    whole = torch.load(stage.checkpoint, map_location="cpu", weights_only=True)
+    whole = saved.load(stage.checkpoint, KEYS)
     found = {key: whole[key] for key in KEYS}
     found["state_dict"] = {
         each: weight.bfloat16() if weight.is_floating_point() and weight.dim() > 1 else weight

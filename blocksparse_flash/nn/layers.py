@@ -104,8 +104,7 @@ class SelfAttention(HoldsLayout):
         self.alibi = checked_alibi(alibi, num_heads)
         # a buffer, so that it moves with the weights
         self.register_buffer("alibi_slopes", self._slopes(), persistent=False)
-        self._place_layout()
-        self._place_when_loaded()
+        self._keep_layout_placed()
 
     def _place_layout(self) -> None:
         """Also restores the slopes, which a dtype conversion rounds and `to_empty` discards."""

@@ -27,8 +27,12 @@ class HoldsLayout(nn.Module):
         if isinstance(self.layout, BlockLayout) and weight is not None and not weight.is_meta:
             self.layout = self.layout.to(weight.device, causal=self.causal)
 
-    def _place_when_loaded(self) -> None:
-        """load_state_dict(assign=True) may replace weights on the meta device, without `_apply`."""
+    def _keep_layout_placed(self) -> None:
+        """Places the layout, at the end of the constructor and when weights are loaded.
+
+        load_state_dict(assign=True) may replace weights on the meta device, without `_apply`.
+        """
+        self._place_layout()
         self.register_load_state_dict_post_hook(_place_loaded)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

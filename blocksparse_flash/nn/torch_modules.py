@@ -119,8 +119,7 @@ class MultiheadAttention(HoldsLayout, torch.nn.MultiheadAttention):
         self._is_packed = self._qkv_same_embed_dim
         # False keeps torch's encoders from their fused path, which would compute dense attention
         self._qkv_same_embed_dim = False
-        self._place_layout()
-        self._place_when_loaded()
+        self._keep_layout_placed()
 
     def _reset_parameters(self) -> None:
         """As torch, which asks whether the weights are packed."""

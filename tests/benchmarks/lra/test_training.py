@@ -519,6 +519,11 @@ def test_weights_go_from_one_resolution_to_the_next(
         )
 
     fit("small", "pathfinder32", "guess")
+    whole = start.read_bytes()
+    start.write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match=r"last\.ckpt is not a whole checkpoint"):
+        fit("large", "pathfinder64", "classify")
+    start.write_bytes(whole)
     fit("large", "pathfinder64", "classify")
     assert "of pathfinder32; new: none" in capsys.readouterr().out
     assert last(tmp_path / "large")["task"] == "pathfinder64"
