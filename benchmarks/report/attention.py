@@ -211,7 +211,9 @@ def sweeps_section(lines: pd.DataFrame) -> str:
     tables = {
         "length": lambda shown: ranges(summaries.growth(shown), "measurement", "backend", "direction"),
         "density": lambda shown: ranges(summaries.break_evens(shown), *by, "direction"),
-        "block-size": lambda shown: ranges(summaries.small_blocks(shown), *by),
+        "block-size": lambda shown: joined(
+            ranges(summaries.small_blocks(shown), *by), ranges(summaries.small_block_speedups(shown), *by)
+        ),
         "change": change_section,
     }
     parts = []

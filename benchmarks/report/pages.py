@@ -83,6 +83,7 @@ def highlights(lines: Lines) -> str:
         *summaries.growth(select(shown, bench="length")),
         *summaries.break_evens(attention.swept(shown, "density")),
         *summaries.small_blocks(select(shown, bench="block-size")),
+        *summaries.small_block_speedups(select(shown, bench="block-size")),
         *summaries.deterministic(select(shown, bench="deterministic")),
         *(value for value in tables.small_values(lines["small"]) if value.baseline == LABELS["flex", "triton"]),
         *attention.other_gpus_values(lines["attention"]),

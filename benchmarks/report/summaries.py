@@ -104,17 +104,32 @@ def break_evens(lines: pd.DataFrame) -> list[Value]:
     return found
 
 
+def _with_sides(lines: pd.DataFrame) -> pd.DataFrame:
+    """Lines of --sweep block-size with their shape and side, which are parts of the pattern, largest blocks first."""
+    shape_and_side = lines["pattern"].str.extract(r"(.*), (\d+)$")
+    shown = lines.assign(shape=shape_and_side[0], side=shape_and_side[1].astype(int))
+    return shown.sort_values(["shape", "side"], ascending=[True, False], kind="stable")
+
+
 def small_blocks(lines: pd.DataFrame) -> list[Value]:
     """Time in blocks smaller than a tile over time in blocks of 128, at the same density."""
-    shown = lines[lines["is_ours"] & lines["direction"].isin(DIRECTIONS)]
-    shape_and_side = shown["pattern"].str.extract(r"(.*), (\d+)$")
-    shown = shown.assign(shape=shape_and_side[0], side=shape_and_side[1].astype(int))
-    tiles = select(shown, side=TILE)
-    both = shown[shown["side"] < TILE].merge(tiles, on=["shape", "by", "head_dim", "direction"], suffixes=("", "_tile"))
-    both = both.sort_values(["shape", "side"], ascending=[True, False], kind="stable")
+    shown = _with_sides(lines[lines["is_ours"] & lines["direction"].isin(DIRECTIONS)])
+    both = shown[shown["side"] < TILE].merge(
+        select(shown, side=TILE), on=["shape", "by", "head_dim", "direction"], suffixes=("", "_tile")
+    )
     return [
         _value(f"time in blocks of {line.side}, {line.shape}", line, f"blocks of {TILE}", line.ms / line.ms_tile)
         for line in both.itertuples()
+    ]
+
+
+def small_block_speedups(lines: pd.DataFrame) -> list[Value]:
+    """Time of each peer over ours in blocks smaller than a tile."""
+    shown = _with_sides(lines)
+    return [
+        value
+        for (shape, side), found in shown[shown["side"] < TILE].groupby(["shape", "side"], sort=False)
+        for value in speedups(found, f"{SPEEDUP} in blocks of {side}, {shape}")
     ]
 
 

@@ -135,13 +135,19 @@ def _flex(case: Case, device: str) -> Call | None:
     if case.page_size:
         return None
     # more rows than fit into one tile of its decoding kernel, which takes milliseconds for them
-    options = {"FORCE_USE_FLEX_ATTENTION": True} if HEADS // KV_HEADS * case.q_len > BLOCK else {}
-    mask = _block_mask(case, device)
+    is_too_long = HEADS // KV_HEADS * case.q_len > BLOCK
+    options = {"FORCE_USE_FLEX_ATTENTION": True} if is_too_long else {}
+    mask = _block_mask(case, device, is_all_partial=not is_too_long)
     return functools.partial(compiled_flex(), block_mask=mask, enable_gqa=True, kernel_options=options)
 
 
-def _block_mask(case: Case, device: str) -> BlockMask:
-    """The mask of a case; without a BlockMask, FlexAttention makes one block of 2^30 keys."""
+def _block_mask(case: Case, device: str, *, is_all_partial: bool) -> BlockMask:
+    """The mask of a case; without a BlockMask, FlexAttention makes one block of 2^30 keys.
+
+    is_all_partial  full blocks are listed as partial. The decoding kernel splits the keys evenly by the partial blocks,
+                    but those of full blocks by their number without a mask, so that most splits are empty; the other
+                    kernel is faster with full ones
+    """
     lengths, layout = (case.q_len, case.kv_len), case.layout()
     if layout is None:
         every = torch.ones(1, case.kv_len // BLOCK, dtype=torch.bool)
@@ -155,7 +161,12 @@ def _block_mask(case: Case, device: str) -> BlockMask:
         def pairs(_batch: Tensor, _head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
             return table[q_pos * case.kv_len + kv_pos]
 
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=pairs, seq_lengths=lengths)
+    from_lists = functools.partial(BlockMask.from_kv_blocks, BLOCK_SIZE=BLOCK, mask_mod=pairs, seq_lengths=lengths)
+    if not is_all_partial:
+        return from_lists(*partial, *full)
+    # a layout has one row of blocks
+    cols = torch.nn.functional.pad(layout.indices, (0, layout.n_cols - layout.nnz))
+    return from_lists(partial.counts + full.counts, cols.to(partial.cols).expand_as(partial.cols))
 
 
 def _sdpa(kernel: str, case: Case, _device: str) -> Call | None:

@@ -344,6 +344,12 @@ def test_small_blocks_are_compared_with_those_of_a_tile() -> None:
     ]
     # without blocks of 128 there is no baseline
     assert summaries.small_blocks(frame(one for one in found if one["pattern"] != "random, 128")) == []
+    # a peer is compared in the sizes that it was measured in
+    peers = [peer, of(FLEX, bench="block-size", pattern="random, 128", ms=7.0)]
+    values = summaries.small_block_speedups(frame([*found, *peers]))
+    assert rows_of(summaries.ranges(values, "measurement", "baseline")) == [
+        "| speed-up in blocks of 64, random | FlexAttention | 1 | 33.00 | 33.00 | 33.00 | 0 |"
+    ]
 
 
 def test_determinism_is_compared_where_both_ways_were_measured() -> None:
@@ -403,14 +409,16 @@ def test_the_summary_has_a_row_for_each_benchmark() -> None:
     ]
     name = "blocksparse_flash, triton"
     lines = {"attention": frame([*SWEPT, *longer, *equal]), "small": frame([])}
+    flex = f"| {name} | FlexAttention |"
     assert rows_of(pages.highlights(lines)) == [
         (
             f"| time at 32,768 tokens / time at 16,384 tokens, at a fixed number of keys per query | {name} "
-            "| 16,384 tokens | 2 | 1.67 | 1.83 | 2.00 |"
+            "| 16,384 tokens | 2 | 1.67 | 1.83 | 2.00 | - |"
         ),
-        f"| {summaries.BREAK_EVEN} | {name} | dense {name} | 2 | 0.74 | 0.74 | 0.74 |",
-        f"| time in blocks of 64, random | {name} | blocks of 128 | 2 | 2.00 | 2.00 | 2.00 |",
-        f"| backward time, deterministic=True | {name} | deterministic=False | 1 | 1.20 | 1.20 | 1.20 |",
+        f"| {summaries.BREAK_EVEN} | {name} | dense {name} | 2 | 0.74 | 0.74 | 0.74 | - |",
+        f"| time in blocks of 64, random | {name} | blocks of 128 | 2 | 2.00 | 2.00 | 2.00 | - |",
+        f"| speed-up in blocks of 64, random {flex} 2 | 1.50 | 1.50 | 1.50 | 0 |",
+        f"| backward time, deterministic=True | {name} | deterministic=False | 1 | 1.20 | 1.20 | 1.20 | - |",
         f"| {name} | new mask | 1.00 |",
         "| FlexAttention | new mask | 1.50 |",
     ]
