@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from ..runtime import tracing
 
 Result = TypeVar("Result")
 Object = TypeVar("Object")
@@ -17,18 +20,18 @@ _REFUSED = "refused"
 def agreed(make: Callable[[], tuple[Result, Mapping[str, str]]], group: Any, name: str) -> Result:
     """The result of `make`, after all ranks have compared their facts.
 
-    make     returns (made, facts), facts in a fixed order; its TypeError or ValueError is sent to all ranks
+    make     returns (made, facts), facts in a fixed order; its error is sent to all ranks
     name     of the call, for the message
     raises   on every rank: its own error if it has one, otherwise ValueError naming the ranks that differ, the argument
              and its values. RuntimeError if a rank does not call within the group's timeout
     """
-    error: TypeError | ValueError | None = None
+    error: Exception | None = None
     made: Result | None = None
     try:
         made, facts = make()
-    except (TypeError, ValueError) as refused:
+    # of any type, since a rank that failed must not leave the others waiting
+    except Exception as refused:  # noqa: BLE001  raised below
         error, facts = refused, {_REFUSED: str(refused)}
-    # always called, so that a rank that failed cannot leave the others waiting
     said = gather_objects(dict(facts), group)
     if error is not None:
         raise error
@@ -39,10 +42,21 @@ def agreed(make: Callable[[], tuple[Result, Mapping[str, str]]], group: Any, nam
     return made
 
 
+def refuse_compiled_calls() -> None:
+    """ValueError in torch.compile, for calls that the ranks compare."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot "
+            "trace: compile with check_calls=False"
+        )
+
+
 def gather_objects(what: Object, group: Any) -> list[Object]:
     """The objects of all ranks, in rank order. Every rank of the group must call it."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, what, group=group)
+    # within a transform it could not read the tensors that it makes
+    with tracing.outside_transforms():
+        dist.all_gather_object(said, what, group=group)
     return said
 
 

@@ -108,6 +108,14 @@ def process_group_of(name: str) -> Any:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
+def group_now(name: str) -> Any:
+    """The process group that has this name now, None if it was destroyed."""
+    try:
+        return process_group_of(name)
+    except RuntimeError:
+        return None
+
+
 def exchanged(message: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
     """The received message of an all-to-all."""
     return AllToAll(message.contiguous(), send, receive, group).wait()

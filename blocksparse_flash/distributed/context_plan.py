@@ -19,9 +19,10 @@ from ..blocks import checks
 from ..blocks.block_list import Array
 from ..layout import BlockLayout
 from ..plan_format import TILE
+from ..runtime import tracing
 from . import ownership, routing, time_model
-from .agreement import agreed, gather_objects
-from .communication import redistribute, refuse_transforms
+from .agreement import agreed, gather_objects, refuse_compiled_calls
+from .communication import group_now, redistribute, refuse_transforms
 from .cost_model import Costs, costs_of, report, slower_than_one
 from .exchange_plan import all_gather_plan, pass_kv_plan
 from .ownership import ORDERS, Pairs
@@ -50,6 +51,10 @@ class LayerPlan:
     def scheme(self) -> str:
         return self.costs.scheme
 
+    def __getstate__(self) -> dict[str, Any]:
+        # schemes hold the process group
+        return self.__dict__ | {"cache": {}}
+
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan:
@@ -67,6 +72,10 @@ class ContextPlan:
     is_deterministic, keeps_received, checks_calls  the arguments deterministic, keep_received and check_calls of `plan`
     layers     one for each layout
     unfitted   why no speed-up over one GPU is predicted; empty if the time model was fitted to these GPUs
+    digest     of the arguments of `plan`, on which the ranks agree
+
+    A plan can be pickled, and loaded by the same rank of a process group of the same name and members, also in another
+    run; elsewhere that raises a ValueError. So does every use of a plan whose group was destroyed: make another plan.
     """
 
     group: Any
@@ -85,6 +94,15 @@ class ContextPlan:
     checks_calls: bool
     layers: tuple[LayerPlan, ...]
     unfitted: str
+    digest: str
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, with the global ranks of the group instead of the group."""
+        check_plan(self)
+        return self.__dict__ | {"group": dist.get_process_group_ranks(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"group": _reached(state["group_name"], state["rank"], state["group"])})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextPlan:
         """The plan itself: it never changes, and belongs to a process group, which cannot be copied."""
@@ -111,7 +129,8 @@ class ContextPlan:
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's tokens of x, which holds the whole sequence along dim. Also for ids, labels and masks."""
-        _check_length(x, dim, self.length, "the whole sequence has")
+        check_plan(self)
+        _check_tokens(x, dim, self.length, "the whole sequence has", "x.full_tensor() has the whole sequence")
         return x.index_select(dim, self.positions.to(x.device))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
@@ -120,14 +139,34 @@ class ContextPlan:
         Every rank must call it. The gradient is the sum over the copies of all ranks, so a loss that every rank
         computes from the gathered sequence counts n_ranks times.
         """
-        _check_length(x, dim, self.local_length, f"rank {self.rank} holds")
-        refuse_transforms(x)
+        check_plan(self)
+        if self.checks_calls:
+            refuse_compiled_calls()
+            agreed(lambda: (True, self._facts_of_gather(x, dim)), self.group, "gather")
+        else:
+            self._check_gather(x, dim)
         message = torch.cat([x.movedim(dim, 0)] * self.n_ranks)
         send = [self.local_length] * self.n_ranks
         found = redistribute(message, send, self.sizes, self.group_name)
         if self.restore is not None:
-            found = found.index_select(0, self.restore)
+            found = found.index_select(0, self.restore.to(x.device))
         return found.movedim(0, dim)
+
+    def _check_gather(self, x: Tensor, dim: int) -> None:
+        _check_tokens(x, dim, self.local_length, f"rank {self.rank} holds", "x.to_local() has the part of this rank")
+        refuse_transforms(x)
+
+    def _facts_of_gather(self, x: Tensor, dim: int) -> dict[str, str]:
+        """On which all ranks must agree."""
+        self._check_gather(x, dim)
+        axis = dim % x.dim()
+        return {
+            "plan": self.digest,
+            "dim": str(axis),
+            "shape without dim": str((*x.shape[:axis], *x.shape[axis + 1 :])),
+            "dtype": str(x.dtype),
+            "requires_grad": str(x.requires_grad),
+        }
 
     def __str__(self) -> str:
         return report(self)
@@ -144,8 +183,35 @@ class ContextPlan:
 
 
 def check_plan(plan: Any) -> None:
+    """Raises unless plan is a ContextPlan whose process group still exists."""
     if not isinstance(plan, ContextPlan):
         raise TypeError(f"plan must be a ContextPlan, as distributed.plan makes it, got {type(plan).__name__}")
+    # torch.compile cannot trace it
+    if torch.compiler.is_compiling():
+        return
+    now = group_now(plan.group_name)
+    if now is not plan.group:
+        replaced = "" if now is None else ", and another group has this name now"
+        raise ValueError(
+            f'plan must belong to a process group that exists, got one whose group "{plan.group_name}" was '
+            f"destroyed{replaced}; make it again with distributed.plan, on every rank of a group"
+        )
+
+
+def _reached(name: str, rank: int, ranks: list[int]) -> Any:
+    """The process group of an unpickled plan; ValueError unless this process has that rank in it.
+
+    ranks  the global ranks of the group
+    """
+    group = group_now(name)
+    found = None if group is None else (dist.get_rank(group), dist.get_process_group_ranks(group))
+    if found != (rank, ranks):
+        got = "no group of this name" if found is None else f"rank {found[0]} of the global ranks {found[1]}"
+        raise ValueError(
+            f'a pickled plan must be loaded by rank {rank} of process group "{name}" of the global ranks {ranks}, got '
+            f"{got}; make a plan with distributed.plan here, and save and load layers by their state_dict"
+        )
+    return group
 
 
 def check_layer(plan: ContextPlan, layer: Any) -> None:
@@ -153,8 +219,13 @@ def check_layer(plan: ContextPlan, layer: Any) -> None:
         raise ValueError(f"layer must be 0 .. {len(plan.layers) - 1}, one of the plan's layouts, got {layer!r}")
 
 
-def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
+def _check_tokens(x: Tensor, dim: int, length: int, whose: str, hint: str) -> None:
+    """Raises unless x is a dense tensor of length tokens along dim. hint: what to pass instead of a DTensor."""
     checks.check_tensor("x", x)
+    unsupported = tracing.unsupported_tensor("x", x)
+    if unsupported is not None:
+        what, remedy = unsupported
+        raise ValueError(f"x must be a dense, strided tensor, got {what}; {hint if what == 'a DTensor' else remedy}")
     if not -x.dim() <= checks.integer(dim, "dim") < x.dim():
         raise ValueError(f"dim must be an axis of x, {-x.dim()} .. {x.dim() - 1}, got {dim}")
     if x.shape[dim] != length:
@@ -163,19 +234,38 @@ def _check_length(x: Tensor, dim: int, length: int, whose: str) -> None:
 
 def _members(group: Any) -> tuple[Any, torch.device]:
     """The process group, and the device of its tensors."""
+    device_type = None
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or group.ndim
             raise ValueError(
                 f"group must be a mesh of one dimension, got {names}; pass one dimension of it, mesh[name]"
             )
-        device_type, group = group.device_type, group.get_group()
-    elif isinstance(group, dist.ProcessGroup):
+        if group.get_coordinate() is None:
+            raise ValueError(
+                f"group must be a mesh that has this process, global rank {dist.get_rank()}, got one of the ranks "
+                f"{group.mesh.tolist()}; call plan on these only"
+            )
+        device_type, group = group.device_type, _group_of(group)
+    elif not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}; "
+            "dist.group.WORLD is one after init_process_group, and new_group returns one to its members only"
+        )
+    if group is None or group_now(group.group_name) is not group:
+        raise ValueError("group must be a process group that exists, got one that was destroyed; make a new one")
+    if device_type is None:
         # get_backend returns "undefined" for a group without an explicit backend
         device_type = "cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu"
-    else:
-        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh of one dimension, got {type(group).__name__}")
     return group, torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+
+
+def _group_of(mesh: DeviceMesh) -> Any:
+    """The process group of a mesh of one dimension, None if it was destroyed."""
+    try:
+        return mesh.get_group()
+    except RuntimeError:
+        return None
 
 
 def _listed(layouts: object) -> list[BlockLayout]:
@@ -292,6 +382,7 @@ def _build(
     for layout, tile, pair in zip(found, tiles, pairs, strict=True):
         costs = costs_of(pair, owner, length, sides, n_ranks, requested=asked, without_pass_q=flags["deterministic"])
         layers.append(_layer(layout, tile, pair, costs, shards, sides, orders, device))
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     plan = ContextPlan(
         group=members,
         group_name=members.group_name,
@@ -309,6 +400,7 @@ def _build(
         checks_calls=flags["check_calls"],
         layers=tuple(layers),
         unfitted=no_prediction_reason,
+        digest=digest,
     )
     return plan, facts
 
@@ -342,12 +434,12 @@ def plan(
              (pass-Q); runs still repeat bitwise, except on backend="hopper" up to head_dim 128: dq, and with grouped
              heads and few, long tile columns dk and dv
     keep_received  True keeps received keys and values for the backward; False receives them again, which costs time
-    check_calls  True: before each call of attention the ranks compare their arguments, and all raise if one differs.
-             For development: it waits for the device, and cannot be compiled
+    check_calls  True: before each call of attention and of plan.gather the ranks compare their arguments, and all raise
+             if one differs. For development: it waits for the device, and cannot be compiled
     returns  ContextPlan. Printing it shows the predicted speed-up over one GPU; if a layer is predicted to be slower,
              the first rank issues a UserWarning
-    raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; RuntimeError if a rank does not
-             call within the group's timeout
+    raises   TypeError, ValueError, on every rank alike, naming the ranks that differ; ValueError on the other ranks for
+             any other error of a rank. RuntimeError if a rank does not call within the group's timeout
 
     "ulysses": Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
     """
@@ -355,7 +447,9 @@ def plan(
     flags = {"deterministic": deterministic, "keep_received": keep_received, "check_calls": check_calls}
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, socket.gethostname()
     reason = time_model.no_prediction_reason(gather_objects(machine, members))
-    made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags, reason), members, "plan")
+    # the plan outlives them: autograd cannot save tensors of inference mode
+    with tracing.outside_transforms():
+        made = agreed(lambda: _build(layouts, members, device, heads, order, scheme, flags, reason), members, "plan")
     complaint = slower_than_one(made)
     if complaint and made.rank == 0:
         warnings.warn(complaint, UserWarning, stacklevel=2)

@@ -5,8 +5,10 @@ The shards of a DTensor are equal and in rank order, so only a plan with the sam
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..runtime import tracing
@@ -27,8 +29,8 @@ def are_dtensors(*tensors: Any) -> bool:
     return any(found)
 
 
-def to_local(name: str, tensor: Any, plan: ContextPlan) -> Tensor:
-    """This rank's tokens of a DTensor that is sharded along the length as the plan is."""
+def to_local(name: str, tensor: Any, plan: ContextPlan, q: Any) -> Tensor:
+    """This rank's tokens of a DTensor that is sharded along the length as the plan is, and otherwise as q is."""
     from torch.distributed.tensor import Replicate, Shard
 
     if plan.restore is not None or len(set(plan.sizes)) > 1:
@@ -46,14 +48,31 @@ def to_local(name: str, tensor: Any, plan: ContextPlan) -> Tensor:
                 f"{name} must be Shard(2) over the plan's group, and Shard(0), Shard(1) or Replicate() over others, "
                 f"got {tensor.placements}; .redistribute() changes it"
             )
+        # otherwise queries could meet keys of other heads
+        if placement == Shard(1) and tensor.shape[1] % mesh.size(axis):
+            raise ValueError(
+                f"{name} must have a multiple of {mesh.size(axis)} heads, since Shard(1) splits them between so many "
+                f"ranks, got {tensor.shape[1]}; repeat the heads of k and v, or redistribute q, k and v to Replicate()"
+            )
         seen |= is_context
     if not seen:
         raise ValueError(f"{name} must be on a mesh that has the plan's group as a dimension, got {mesh}")
+    # otherwise queries could meet keys of other heads, and each rank would have a part of the gradient of the keys
+    if (mesh, tensor.placements) != (q.device_mesh, q.placements):
+        raise ValueError(
+            f"{name} must have q's placements and mesh, {q.placements} on {q.device_mesh}, got {tensor.placements} on "
+            f"{mesh}; {name}.redistribute(q.device_mesh, q.placements) changes them"
+        )
     return tensor.to_local()
 
 
 def like(local: Tensor, tensor: Any) -> Tensor:
-    """A DTensor with this local part, and the mesh and placements of `tensor`."""
+    """A DTensor with this local part, and the mesh, placements, batch, heads and length of `tensor`."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(local.contiguous(), tensor.device_mesh, tensor.placements, run_check=False)
+    # by default the local shape times the number of ranks, which is wrong for a batch that they do not divide
+    shape = torch.Size((*tensor.shape[:3], *local.shape[3:]))
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return DTensor.from_local(
+        local.contiguous(), tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )

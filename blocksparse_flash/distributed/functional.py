@@ -10,14 +10,13 @@ from torch import Tensor
 
 from .. import dispatch, validation
 from . import all_to_all, dtensors, pass_kv, time_model, ulysses
-from .agreement import agreed
+from .agreement import agreed, refuse_compiled_calls
 from .communication import redistribute, refuse_transforms
 from .context_plan import ContextPlan, check_layer, check_plan
 
 
 def _check(q: Tensor, k: Tensor, plan: ContextPlan, layer: int, backend: str) -> None:
     """Raises if the arguments do not fit the plan."""
-    check_plan(plan)
     check_layer(plan, layer)
     if backend == "reference":
         raise ValueError('backend="reference" runs in a single process only; use "auto", "triton" or "eager"')
@@ -111,16 +110,13 @@ def _checked_on_all_ranks(
     q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, layer: int, *options: Any, wants_lse: bool
 ) -> _Call:
     """`_checked` on all ranks: all raise if one raises or if their calls differ."""
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "plan(..., check_calls=True) compares the calls of all ranks on the host, which torch.compile cannot "
-            "trace: compile with check_calls=False"
-        )
+    refuse_compiled_calls()
 
     def make() -> tuple[_Call, dict[str, str]]:
         call = _checked(q, k, v, plan, layer, *options)
         facts = {
             "function": "attention_with_lse" if wants_lse else "attention",
+            "plan": plan.digest,
             "batch": str(q.shape[0]),
             "head dimensions": f"{q.shape[3]} and {v.shape[3]}",
             "dtype": str(q.dtype if call.autocast is None else call.autocast),
@@ -165,12 +161,13 @@ def _attend(
     *,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
+    check_plan(plan)
     if dtensors.are_dtensors(q, k, v):
-        check_plan(plan)
-        whole, (q, k, v) = q, (dtensors.to_local(name, x, plan) for name, x in (("q", q), ("k", k), ("v", v)))
+        whole = q
+        q, k, v = (dtensors.to_local(name, x, plan, whole) for name, x in (("q", q), ("k", k), ("v", v)))
         out, lse = _attend(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
         return dtensors.like(out, whole), dtensors.like(lse, whole) if wants_lse else lse
-    if isinstance(plan, ContextPlan) and plan.checks_calls:
+    if plan.checks_calls:
         call = _checked_on_all_ranks(q, k, v, plan, layer, scale, chunks, backend, wants_lse=wants_lse)
     else:
         call = _checked(q, k, v, plan, layer, scale, chunks, backend)
@@ -214,9 +211,9 @@ def attention(
     """blocksparse_flash.attention over a sequence shared by several ranks, for the tokens of this rank. Differentiable.
 
     q, k, v  (batch, heads, plan.local_length, dim): the tokens of this rank, in the order of plan.positions. Or
-             DTensors, Shard(2) over the plan's group, for a contiguous plan with equal numbers of tokens; out is then
-             a DTensor too
-    plan     ContextPlan
+             DTensors of equal placements, Shard(2) over the plan's group, for a contiguous plan with equal numbers of
+             tokens; out is then a DTensor too
+    plan     ContextPlan, whose process group was not destroyed
     layer    index of the plan's layout
     scale    factor on the scores; None is head_dim ** -0.5
     chunks   number of messages, a divisor of the KV heads: one travels while another is computed. Under "ulysses" a

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+import io
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import masks
 from blocksparse_flash import BlockLayout, dispatch, distributed
@@ -110,6 +112,139 @@ def test_a_copy_of_a_layer_shares_its_plan(alone: distributed.ContextPlan) -> No
     assert copied.plan is alone and copied.qkv.weight is not layer.qkv.weight
     x = torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(copied(x), layer(x))
+
+
+def saved_and_loaded(layer: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda layer: pickle.loads(pickle.dumps(layer)), saved_and_loaded])
+def test_a_pickled_layer_has_a_plan_of_the_same_group(alone: distributed.ContextPlan, copied: Callable) -> None:
+    layer, x = distributed.SelfAttention(32, alone), torch.randn(1, LENGTH, 32)
+    # calls keep schemes, which hold the group
+    expected = layer(x)
+    assert alone.layers[0].cache
+    again = copied(layer)
+    assert again.plan is not alone and again.plan.group is alone.group and not again.plan.layers[0].cache
+    assert torch.equal(again(x), expected) and str(again) == str(layer)
+    assert torch.equal(again.plan.gather(again.plan.shard(x, 1), 1), x)
+
+
+def test_a_pickled_plan_needs_its_group(alone: distributed.ContextPlan) -> None:
+    """context_cases.py tests other ranks."""
+    pickled = pickle.dumps(distributed.SelfAttention(32, alone))
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(ValueError, match=r'a pickled plan must be .* group "0" .*got no group of this name; make'):
+            pickle.loads(pickled)
+        with pytest.raises(
+            ValueError, match='plan must belong to a process group that exists, got one whose group "0"'
+        ):
+            pickle.dumps(alone)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert pickle.loads(pickled).plan.group is dist.group.WORLD
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("check_calls", [False, True])
+@pytest.mark.usefixtures("alone")
+def test_a_plan_of_a_destroyed_group_is_refused(is_replaced: bool, check_calls: bool) -> None:
+    """Before anything is computed. A new group of the same name may have other ranks, or the same in another order."""
+    plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS, check_calls=check_calls)
+    layer, x = distributed.SelfAttention(32, plan), torch.zeros(1, LENGTH, 32)
+    q, k = (torch.zeros(1, heads, LENGTH, DIM) for heads in HEADS)
+    calls = (
+        lambda: distributed.attention(q, k, k, plan),
+        lambda: distributed.attention_with_lse(q, k, k, plan),
+        lambda: layer(x),
+        lambda: plan.shard(x, 1),
+        lambda: plan.gather(x, 1),
+        lambda: distributed.SelfAttention(32, plan),
+    )
+    for call in calls:
+        call()
+    layer.qkv.register_forward_hook(lambda *_: pytest.fail("the projection was computed"))
+    dist.destroy_process_group()
+    try:
+        if is_replaced:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        replaced = ", and another group has this name now" if is_replaced else ""
+        for call in calls:
+            with pytest.raises(
+                ValueError,
+                match=r"plan must belong to a process group that exists, got one whose group \"0\" was destroyed"
+                rf"{replaced}; make it again with distributed\.plan",
+            ):
+                call()
+    finally:
+        if not is_replaced:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plan_needs_a_group_that_exists() -> None:
+    layout = masks.local(LENGTH, window=64)
+    group = dist.new_group([0])
+    meshes = [init_device_mesh("cpu", (1,)), DeviceMesh.from_group(group, "cpu")]
+    assert distributed.plan(layout, group, heads=1).gather(torch.ones(LENGTH), 0).all()
+    dist.destroy_process_group(group)
+    gone = "group must be a process group that exists, got one that was destroyed"
+    for each in (group, meshes[1]):
+        with pytest.raises(ValueError, match=gone):
+            distributed.plan(layout, each, heads=1)
+    dist.destroy_process_group()
+    try:
+        with pytest.raises(ValueError, match=gone):
+            distributed.plan(layout, meshes[0], heads=1)
+        # as on ranks that are not in a group, and before init_process_group
+        for each in (dist.GroupMember.NON_GROUP_MEMBER, dist.group.WORLD):
+            with pytest.raises(TypeError, match="WORLD is one after init_process_group, and new_group returns one to"):
+                distributed.plan(layout, each, heads=1)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("scheme", ["exchange", "ulysses"])
+@pytest.mark.usefixtures("alone")
+def test_a_plan_made_in_inference_mode_trains(scheme: str) -> None:
+    with torch.inference_mode():
+        plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS, scheme=scheme)
+    x = torch.ones(1, LENGTH, 32, requires_grad=True)
+    plan.gather(distributed.SelfAttention(32, plan, rope=100.0)(plan.shard(x, 1)), 1).sum().backward()
+    assert x.grad is not None and x.grad.any()
+
+
+def test_tokens_must_be_a_dense_tensor(alone: distributed.ContextPlan) -> None:
+    x, mesh = torch.ones(1, LENGTH, 32), init_device_mesh("cpu", (1,))
+    for placement in (Shard(1), Replicate()):
+        shared = distribute_tensor(x, mesh, [placement])
+        with pytest.raises(ValueError, match=r"x must be .*, got a DTensor; x\.full_tensor\(\) has the whole sequence"):
+            alone.shard(shared, 1)
+        with pytest.raises(ValueError, match=r"x must be .*, got a DTensor; x\.to_local\(\) has the part of this rank"):
+            alone.gather(shared, 1)
+        with pytest.raises(ValueError, match=r"x must be .*, got a DTensor; x\.to_local\(\) has the part of this rank"):
+            distributed.SelfAttention(32, alone)(shared)
+    for wrong, kind in (
+        (torch.nested.nested_tensor([x[0]], layout=torch.jagged), "a nested tensor"),
+        (x[0].to_sparse(), "a torch.sparse_coo tensor"),
+    ):
+        for call in (alone.shard, alone.gather):
+            with pytest.raises(ValueError, match=f"x must be a dense, strided tensor, got {kind}; "):
+                call(wrong, 0)
+
+
+def test_a_layer_takes_another_plan(alone: distributed.ContextPlan) -> None:
+    layer, x = distributed.SelfAttention(32, alone), torch.ones(1, LENGTH, 32)
+    expected = layer(x)
+    layer.plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=HEADS)
+    assert torch.equal(layer(x), expected)
+    layer.plan = distributed.plan(masks.local(LENGTH, window=64), dist.group.WORLD, heads=(4, 2))
+    with pytest.raises(ValueError, match=r"q and k must have the plan's heads \(4, 2\), got \(2, 1\)"):
+        layer(x)
 
 
 def test_a_dtensor_needs_a_plan_too(alone: distributed.ContextPlan) -> None:

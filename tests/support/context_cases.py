@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import io
 import itertools
+import pickle
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -456,6 +460,92 @@ def takes_dtensors() -> None:
     assert "sinks.to_local()" in raised(ValueError, lambda: attention_with_lse(*case[:3], sinks=sinks))
 
 
+def takes_dtensors_on_other_axes() -> None:
+    """A batch that ranks do not divide keeps its shape; heads of q and k that do not belong together are refused."""
+    n_ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n_ranks, 1), mesh_dim_names=("other", "context"))
+    case, layout = whole("local", LENGTH, (4, 2)), layout_of("local", LENGTH)
+    plan = bd.plan(layout, mesh["context"], heads=(4, 2))
+    batch = 2 * n_ranks - 1
+    inputs = [x.repeat(batch, 1, 1, 1) * torch.arange(1, batch + 1)[:, None, None, None] for x in case[:3]]
+    shared = [distribute_tensor(x, mesh, [Shard(0), Shard(2)]).requires_grad_() for x in inputs]
+    out, lse = bd.attention_with_lse(*shared, plan)
+    expected, expected_lse = attention_with_lse(*inputs, layout, backend="eager")
+    for found, wanted in ((out, expected), (lse, expected_lse)):
+        assert (found.shape, found.stride()) == (wanted.shape, wanted.stride())
+        assert torch.equal(found.full_tensor(), wanted)
+    grads = torch.autograd.grad(out.sum(), shared)
+    leaves = [x.requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(attention_with_lse(*leaves, layout, backend="eager")[0].sum(), leaves)
+    for one, other in zip(grads, wanted, strict=True):
+        assert torch.allclose(one.full_tensor(), other, rtol=1e-12, atol=1e-14)
+
+    # under tensor parallelism, with all heads of k on every rank
+    q, k, v = (distribute_tensor(x.repeat(1, n_ranks, 1, 1), mesh, [Shard(1), Shard(2)]) for x in case[:3])
+    grouped = attention_with_lse(*(x.repeat(1, n_ranks, 1, 1) for x in case[:3]), layout, backend="eager")[0]
+    assert torch.equal(bd.attention(q, k, v, plan).full_tensor(), grouped)
+    everywhere = [distribute_tensor(x, mesh, [Replicate(), Shard(2)]) for x in case[1:3]]
+    said = raised(ValueError, lambda: bd.attention(q, *everywhere, plan))
+    assert "k must have q's placements and mesh, (Shard(dim=1), Shard(dim=2))" in said, said
+    # queries would attend to other KV heads: ranks have equally many query heads, but the last has one KV head, not two
+    kv_heads = 2 * n_ranks - 1
+    q, k = (
+        distribute_tensor(torch.zeros(1, n, LENGTH, 8), mesh, [Shard(1), Shard(2)])
+        for n in (2 * n_ranks * kv_heads, kv_heads)
+    )
+    plan = bd.plan(layout, mesh["context"], heads=(2 * kv_heads, k.to_local().shape[1]))
+    said = raised(ValueError, lambda: bd.attention(q, k, k, plan))
+    assert f"k must have a multiple of {n_ranks} heads" in said, said
+
+
+def a_pickled_plan_is_for_its_rank() -> None:
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    case = whole("local", LENGTH, (4, 1))
+    plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1), order="zigzag", deterministic=True)
+    expected = sharded(plan, case)
+    pickled = [b""] * n_ranks
+    dist.all_gather_object(pickled, pickle.dumps(plan))
+    for name, actual, wanted in zip(NAMES, sharded(pickle.loads(pickled[rank]), case), expected, strict=True):
+        assert torch.equal(actual, wanted), name
+    other = (rank + 1) % n_ranks
+    message = raised(ValueError, lambda: pickle.loads(pickled[other]))
+    assert f"must be loaded by rank {other} of process group" in message and f"got rank {rank} of" in message, message
+    # a group of the same name that has other members
+    alone = [dist.new_group([one]) for one in range(n_ranks)][rank]
+    plan = bd.plan(layout_of("local", LENGTH), alone, heads=(4, 1))
+    state = plan.__getstate__()
+    assert state["group"] == [rank] and pickle.loads(pickle.dumps(plan)).group is alone
+    message = raised(ValueError, lambda: copy.copy(plan).__setstate__(state | {"group": [n_ranks]}))
+    assert f"of the global ranks [{n_ranks}], got rank 0 of the global ranks [{rank}]" in message, message
+
+
+def a_plan_ends_with_its_group() -> None:
+    """After the group is made again with its ranks reversed, the plan would mix up their tokens."""
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    case, layout = whole("local", LENGTH, (4, 1)), layout_of("local", LENGTH)
+    plan = bd.plan(layout, dist.group.WORLD, heads=(4, 1))
+    q, k, v = (plan.shard(tensor, dim=2) for tensor in (case.q, case.k, case.v))
+    assert torch.equal(bd.attention(q, k, v, plan), plan.shard(case.same[0], dim=2))
+    calls = (
+        lambda: bd.attention(q, k, v, plan),
+        lambda: bd.attention(q, k, v, plan, scale=1.0),
+        lambda: plan.gather(q, dim=2),
+        lambda: plan.shard(case.q, dim=2),
+    )
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder[0]}/store", n_ranks)
+    dist.init_process_group("gloo", store=store, rank=n_ranks - 1 - rank, world_size=n_ranks)
+    for call in calls:
+        assert "was destroyed, and another group has this name now" in raised(ValueError, call)
+    other = bd.plan(layout, dist.group.WORLD, heads=(4, 1))
+    assert torch.equal(sharded(other, case)[0], other.shard(case.same[0], dim=2))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def layer_equals_that_of_one_process() -> None:
     """bd.SelfAttention loads the weights of nn.SelfAttention; their gradients, summed over ranks, are equal."""
     layout = layout_of("causal", LENGTH)
@@ -521,13 +611,13 @@ def the_example_trains() -> None:
     assert dist.get_rank() or "step    0: loss" in output.getvalue()
 
 
-def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+def raised(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> str:
     """The message of the error that `call` must raise."""
     try:
         call()
     except kind as error:
         return str(error)
-    raise AssertionError(f"expected {kind.__name__}, but nothing was raised")
+    raise AssertionError(f"expected {kind}, but nothing was raised")
 
 
 def plan_names_the_argument_that_differs() -> None:
@@ -559,7 +649,10 @@ def plan_names_the_argument_that_differs() -> None:
 def check_calls_names_what_differs() -> None:
     """With check_calls=True all ranks raise if one call differs, and the next call works."""
     rank, odd = dist.get_rank(), dist.get_world_size() - 1
-    plan = bd.plan(layout_of("local", LENGTH), dist.group.WORLD, heads=(4, 1), check_calls=True)
+    plan, other = (
+        bd.plan(layout_of(name, LENGTH), dist.group.WORLD, heads=(4, 1), check_calls=True)
+        for name in ("local", "causal")
+    )
     case = whole("local", LENGTH, (4, 1))
     inputs = [plan.shard(tensor, dim=2) for tensor in (case.q, case.k, case.v)]
     q, k, v = inputs
@@ -571,10 +664,25 @@ def check_calls_names_what_differs() -> None:
         "scale": lambda: bd.attention(q, k, v, plan, scale=1.0),
         "requires_grad": lambda: bd.attention(q.clone().requires_grad_(), k, v, plan),
         "function": lambda: bd.attention_with_lse(q, k, v, plan),
+        "plan": lambda: bd.attention(q, k, v, other),
+        "torch.func": lambda: torch.func.grad(lambda q: bd.attention(q, k, v, plan).sum())(q),
     }
     for name, call in calls.items():
-        message = raised(ValueError, call if rank == odd else lambda: bd.attention(q, k, v, plan))
+        message = raised((ValueError, RuntimeError), call if rank == odd else lambda: bd.attention(q, k, v, plan))
         assert name in message, message
+    gathers = {
+        "tokens along dim": lambda: plan.gather(q[:, :, 1:], dim=2),
+        "dim": lambda: plan.gather(q.movedim(2, 0), dim=0),
+        "shape": lambda: plan.gather(q[:, 1:], dim=2),
+        "dtype": lambda: plan.gather(q.view(torch.int64), dim=2),
+        "requires_grad": lambda: plan.gather(q.clone().requires_grad_(), dim=2),
+        "plan": lambda: other.gather(q, dim=2),
+    }
+    for name, call in gathers.items():
+        message = raised(ValueError, call if rank == odd else lambda: plan.gather(q, dim=2))
+        assert "gather: " in message or rank == odd, message
+        assert f"differs in {name}" in message or name in message.split(":")[-1], message
+    assert torch.equal(plan.gather(q, dim=2), case.q)
     assert torch.equal(bd.attention(q, k, v, plan), plan.shard(case.same[0], dim=2))
 
 
@@ -672,6 +780,8 @@ def cases(n_ranks: int, has_kernels: bool = True) -> Cases:
         found[f"compiles and checkpoints: {scheme}"] = partial(compiles_and_checkpoints, scheme)
     whole("local", 256 * n_ranks, (4, 2))
     found["takes DTensors"] = takes_dtensors
+    whole("local", LENGTH, (4, 2))
+    found["takes DTensors on other axes"] = takes_dtensors_on_other_axes
     found["layer equals that of one process"] = layer_equals_that_of_one_process
     found["trains with FSDP: one mesh"] = partial(trains_with_fsdp, n_ranks)
     if n_ranks == 4:
@@ -680,8 +790,11 @@ def cases(n_ranks: int, has_kernels: bool = True) -> Cases:
     found["plan names the argument that differs"] = plan_names_the_argument_that_differs
     whole("local", LENGTH, (4, 1))
     found["check_calls names what differs"] = check_calls_names_what_differs
+    found["a pickled plan is for its rank"] = a_pickled_plan_is_for_its_rank
     whole("butterfly", LENGTH, (4, 1))
     # slow, and the number of ranks does not matter
     for what in ("wrong length", "no backward", "late", "no plan") if n_ranks == 3 else ():
         found[f"a missing rank is an error: {what}"] = partial(a_missing_rank_is_an_error, what)
+    # the last, since it replaces the group
+    found["a plan ends with its group"] = a_plan_ends_with_its_group
     return found
