@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,12 @@ def cropped(full: FullLayout, crop: Crop) -> BlockLayout:
     if torch.compiler.is_compiling():
         layout, length, left, right = full
         known = number_of(layout) if isinstance(layout, BlockLayout) else layout
-        found: BlockLayout = getattr(_COMPILED, _compiled(known, length, left, right, *crop[:4], crop.device))
+        # torch.compile leaves sizes open once it has seen two of them; index makes them constants of the graph
+        left, right = (None if bound is None else operator.index(bound) for bound in (left, right))
+        q_start, q_len, kv_start, kv_len = (operator.index(size) for size in crop[:4])
+        sizes = q_start, q_len, kv_start, kv_len
+        name = _compiled(known, operator.index(length), left, right, *sizes, crop.device)
+        found: BlockLayout = getattr(_COMPILED, name)
         return found
     return _cropped(full, crop)
 

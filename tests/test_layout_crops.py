@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import masks
-from blocksparse_flash import BlockLayout, layout_crops
+from blocksparse_flash import BlockLayout, attention, layout_crops
 
 CPU = torch.device("cpu")
 LENGTH = 150
@@ -80,6 +80,19 @@ def test_crops_are_planned_before_compilation(monkeypatch: pytest.MonkeyPatch) -
     found = layout_crops.cropped(layout_crops.FullLayout(LAYOUT, LENGTH), layout_crops.Crop(0, 77, 0, 77, CPU))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     found.plan("cpu")
+
+
+def test_sizes_that_a_graph_leaves_open_become_constants() -> None:
+    """Regression: torch.compile leaves sizes open once it has seen two, and then could not make a crop."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        crop = layout_crops.Crop(0, x.shape[2], 0, x.shape[2], x.device)
+        return attention(x, x, x, layout_crops.cropped(layout_crops.FullLayout(LAYOUT, LENGTH, None, 0), crop))
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=True)
+    for length in (77, 40):
+        x = torch.randn(1, 1, length, 16, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(compiled(x), attend(x))
 
 
 @pytest.mark.parametrize("crop", [(0, 150, 0, 150), (90, 5, 0, 95), (149, 1, 100, 50), (118, 10, 80, 48)], ids=str)

@@ -67,7 +67,8 @@ def _dispatched(
         if attention is None:
             raise ValueError(
                 f"attention backend '{BACKEND_NAME}' attends in layers that were given to "
-                "blocksparse_flash.diffusers.use, but this is none of them: call model.reset_attention_backend()"
+                "blocksparse_flash.diffusers.use, but this is none of them: call `use` again, or "
+                "model.reset_attention_backend() for the model's own attention"
             )
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out = attention.attend(q, k, v, attn_mask, dropout_p, is_causal, scale)
@@ -141,6 +142,29 @@ def disconnect(processor: Any, own_backend: Any) -> None:
     """Undoes `connect`, unless another backend was set meanwhile."""
     if getattr(processor, "_attention_backend", None) == BACKEND_NAME:
         processor._attention_backend = own_backend
+
+
+def holder_of(module: Any, function: Any) -> tuple[Any, str] | None:
+    """(object, attribute) that holds the forward of a module with this function; None if none does.
+
+    Hooks of diffusers, such as those of caches, and of accelerate replace `module.forward`. They keep the one before,
+    to call it, and put it back when they are removed.
+    """
+    hooks = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
+    holders = [(hook, name) for hook in hooks for name in ("forward", "original_forward")]
+    for holder, name in ((module, "forward"), *holders, (module, "_old_forward")):
+        if getattr(getattr(holder, name, None), "__func__", None) is function:
+            return holder, name
+    return None
+
+
+def skips_scores(module: Any) -> bool:
+    """Whether a hook of diffusers gives each query its own value alone, as for perturbed attention guidance.
+
+    It does so in torch's scaled_dot_product_attention.
+    """
+    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    return any(getattr(hook, "skip_attention_scores", False) for hook in hooks.values())
 
 
 def run(forward: Any, processor: Any, attention: Any, args: Any, kwargs: Any) -> Any:

@@ -32,6 +32,8 @@ TEXT_PLACES = {
 # the blocks of a transformer, but not those that prepare its text
 BLOCKS = r"^\w+\.\d+\."
 _USE = "_blocksparse_flash_use"
+# numbers of text tokens for which a `use` keeps layouts: some pipelines do not pad prompts to one length
+_MAX_SEQUENCES = 32
 
 
 class _Sequence(NamedTuple):
@@ -74,6 +76,16 @@ class Use:
     def __exit__(self, *_: Any) -> None:
         self.remove()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Use:
+        # the layers of a copied model share their Use with those of the original
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ValueError(
+            "a model or pipeline must have its own attention to be pickled, but `use` gave it a layout: call remove() "
+            "of what `use` returned, and `use` again after loading; or save its weights, by save_pretrained"
+        )
+
     def __repr__(self) -> str:
         return f"Use({self._layout!r}, {len(self.layers)} layers)"
 
@@ -94,7 +106,12 @@ class Use:
                 )
             # a later forward may train with what one in inference mode made
             with tracing.outside_transforms():
-                self._sequences[key] = self._new_sequence(*key)
+                made = self._new_sequence(*key)
+            if len(self._sequences) >= _MAX_SEQUENCES:
+                # the oldest
+                self._sequences.pop(next(iter(self._sequences)), None)
+            self._sequences[key] = made
+            return made
         return self._sequences[key]
 
     def _new_sequence(self, n_tokens: int | None, n_text: int, place: str | None, device: torch.device) -> _Sequence:
@@ -227,10 +244,15 @@ class _Layer(NamedTuple):
 
 
 class _Call:
-    """The attention of one forward of a layer."""
+    """The attention of one forward of a layer.
 
-    def __init__(self, layer: _Layer, hidden: Tensor | None, encoder: Tensor | None, own_backend: Any) -> None:
-        self.layer, self.own_backend = layer, own_backend
+    is_own  whether all of it is left to diffusers
+    """
+
+    def __init__(
+        self, layer: _Layer, hidden: Tensor | None, encoder: Tensor | None, own_backend: Any, *, is_own: bool = False
+    ) -> None:
+        self.layer, self.own_backend, self.is_own = layer, own_backend, is_own
         self.was_called = False
         # queries of a cross-attention, or of a joint one without its text; Lumina gives the same tensor twice for
         # self-attention
@@ -253,6 +275,9 @@ class _Call:
         """As torch's scaled_dot_product_attention; None leaves the call to diffusers."""
         self.was_called = True
         use = self.layer.use
+        if self.is_own:
+            use._has_attended = True
+            return None
         if use.is_dense or query.shape[2] != key.shape[2] or query.shape[2] == self.cross_len:
             return None
         for name, given, expected in (("dropout_p", dropout_p, 0.0), ("is_causal", is_causal, False)):
@@ -281,8 +306,12 @@ def _wrap(module: nn.Module, layer: _Layer, *, is_shared: bool) -> None:
     if hasattr(module, _USE):
         # of the module, or of the module that it was copied from
         getattr(module, _USE)(module)
-    # an earlier replacement, such as that of offloading; the class's own forward also works in copies of the module
-    replaced, plain = module.__dict__.get("forward"), type(module).forward
+    plain = type(module).forward
+    # below the hooks of caches and offloading, which may skip it and keep it when they are removed; other replacements
+    # are called from here. The class's own forward also works in copies of the module
+    own = dispatching.holder_of(module, plain)
+    holder, name = own or (module, "forward")
+    replaced = None if own else module.forward
     parameters = list(inspect.signature(plain).parameters)[1:]
     connection = dispatching.connect(module, is_shared=is_shared)
 
@@ -294,7 +323,10 @@ def _wrap(module: nn.Module, layer: _Layer, *, is_shared: bool) -> None:
         hidden, encoder = (
             _argument(parameters, name, args, kwargs) for name in ("hidden_states", "encoder_hidden_states")
         )
-        call = _Call(layer, hidden, encoder, connection)
+        if isinstance(encoder, tuple):
+            # text, and the images of IP-Adapters
+            encoder = encoder[0]
+        call = _Call(layer, hidden, encoder, connection, is_own=dispatching.skips_scores(self))
         out = dispatching.run(inner, self.processor, call, inner_args, kwargs)
         if not call.was_called:
             raise ValueError(
@@ -310,13 +342,16 @@ def _wrap(module: nn.Module, layer: _Layer, *, is_shared: bool) -> None:
         delattr(target, _USE)
         layer.use._has_attended = True
         dispatching.disconnect(target.processor, connection)
-        if getattr(target.__dict__.get("forward"), "__func__", None) is forward:
+        found = dispatching.holder_of(target, forward)
+        if found == (target, "forward"):
             del target.forward
             if replaced is not None and target is module:
                 target.forward = replaced
+        elif found:
+            setattr(*found, replaced if replaced is not None and target is module else types.MethodType(plain, target))
 
     setattr(module, _USE, remove)
-    module.forward = types.MethodType(forward, module)
+    setattr(holder, name, types.MethodType(forward, module))
     layer.use._removals.append(remove)
 
 
@@ -375,17 +410,18 @@ def _check_layout(layout: Any) -> None:
         raise ValueError(f"layout must be square, over the tokens of the grid, got {layout.shape}")
 
 
-def _watch(use: Use, model: nn.Module) -> None:
+class _Watch:
     """Reports a layout that no layer of a model uses, after a forward without torch.compile."""
 
-    def after(*_: Any) -> None:
-        if not (torch.compiler.is_compiling() or use.is_dense or use._has_attended):
-            raise ValueError(
-                f"none of the chosen layers of {type(model).__name__} has self-attention, such as {use.layers[0]}: "
-                "choose others by layers=..."
-            )
+    def __init__(self, use: Use) -> None:
+        self.use = use
 
-    use._removals.append(model.register_forward_hook(after).remove)
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        if not (torch.compiler.is_compiling() or self.use.is_dense or self.use._has_attended):
+            raise ValueError(
+                f"none of the chosen layers of {type(model).__name__} has self-attention, such as "
+                f"{self.use.layers[0]}: choose others by layers=..."
+            )
 
 
 class _FollowSteps:
@@ -409,7 +445,6 @@ class _FollowSteps:
         self.use.is_dense = done < self.dense_steps
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FollowSteps:
-        # the layers of a copied model share their Use with those of the original
         pipe = self.pipe()
         return _FollowSteps(self.use, memo.get(id(pipe), pipe), self.dense_steps)
 
@@ -509,7 +544,7 @@ def use(
         for module, layer in chosen:
             _wrap(module, layer, is_shared=n_users[id(module.processor)] > 1)
         for model in _models(pipe_or_model).values():
-            _watch(found, model)
+            found._removals.append(model.register_forward_hook(_Watch(found)).remove)
             if dense_steps:
                 hook = _FollowSteps(found, pipe_or_model, dense_steps)
                 found._removals.append(model.register_forward_pre_hook(hook).remove)

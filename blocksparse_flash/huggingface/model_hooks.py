@@ -157,11 +157,17 @@ def _before(model: torch.nn.Module, positional: tuple[Any, ...], given: dict[str
         return
     if has_layout:
         _last.attended = False
+    # input_ids or the like alone need no names
+    if len(positional) > 1 and not torch.compiler.is_compiling():
+        given = dict(zip(inspect.signature(model.forward).parameters, positional, strict=False)) | given
+    # several models do not pass this on to attention
+    if given.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise ValueError(
+            f"output_attentions must be False with attn_implementation='{ATTENTION_NAME}', got True: attention weights "
+            "are never stored; attn_implementation='eager' returns them"
+        )
     if not torch.compiler.is_compiling():
         _running.forwards = [forward for forward in _running.forwards if forward.model is not model]
-        # input_ids or the like alone need no names
-        if len(positional) > 1:
-            given = dict(zip(inspect.signature(model.forward).parameters, positional, strict=False)) | given
         forward = _Forward(model, set(), given.get("position_ids"), _documents(given))
         _running.forwards.append(forward)
 

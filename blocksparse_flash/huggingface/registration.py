@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -12,18 +13,40 @@ from .model_hooks import watch_models
 from .names import ATTENTION_NAME, CONFIG_KEY
 
 
+def _in_words(layouts: Any) -> Any:
+    """What config.attention_layout holds, with the first line of its repr in place of each BlockLayout."""
+    if isinstance(layouts, BlockLayout):
+        return repr(layouts).partition("\n")[0]
+    if isinstance(layouts, list | tuple):
+        return [_in_words(layout) for layout in layouts]
+    return {key: _in_words(layout) for key, layout in layouts.items()} if isinstance(layouts, dict) else layouts
+
+
+def _readable(config: Any) -> Any:
+    """A copy of a config that JSON can store, to show it: layouts in words."""
+    from transformers import PreTrainedConfig
+
+    shown = copy.copy(config)
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            vars(shown)[key] = _readable(value)
+        elif key == CONFIG_KEY:
+            vars(shown)[key] = _in_words(value)
+    return shown
+
+
 @functools.cache
 def _explain_unsaved_layouts() -> None:
-    """Makes configs of transformers say what to do about a BlockLayout, which JSON cannot store."""
+    """Makes configs of transformers say what to do about a BlockLayout, which JSON cannot store, and show it."""
     from transformers import PreTrainedConfig
 
     configs: Any = PreTrainedConfig
-    plain = configs.to_json_string
+    as_string, to_file, as_text = configs.to_json_string, configs.to_json_file, configs.__repr__
 
-    @functools.wraps(plain)
+    @functools.wraps(as_string)
     def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
         try:
-            return plain(self, *args, **kwargs)
+            return as_string(self, *args, **kwargs)
         except TypeError as error:
             if BlockLayout.__name__ not in str(error):
                 raise
@@ -33,7 +56,20 @@ def _explain_unsaved_layouts() -> None:
                 "to the layout again after loading"
             ) from error
 
-    configs.to_json_string = to_json_string
+    @functools.wraps(to_file)
+    def to_json_file(self: Any, json_file_path: Any, use_diff: bool = True) -> None:
+        # raises before a file that is there is overwritten
+        self.to_json_string(use_diff=use_diff)
+        to_file(self, json_file_path, use_diff=use_diff)
+
+    @functools.wraps(as_text)
+    def in_words(self: Any) -> str:
+        try:
+            return as_text(self)
+        except TypeError:
+            return as_text(_readable(self))
+
+    configs.to_json_string, configs.to_json_file, configs.__repr__ = to_json_string, to_json_file, in_words
 
 
 def register() -> None:

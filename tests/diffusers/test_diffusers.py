@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -388,6 +389,69 @@ def test_a_layout_after_a_hook_replaces_the_one_before() -> None:
     assert torch.equal(output("Wan", model), output("Wan", model_of("Wan")))
 
 
+@pytest.mark.parametrize("name", ["Wan", "SD3"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_hooks_keep_the_layout(name: str, is_before: bool) -> None:
+    """Regression: those of caches removed it with themselves if they were there before it, and could not skip a layer.
+
+    is_before  whether they are
+    """
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Caching(ModelHook):
+        kept = None
+
+        def new_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            self.kept = self.fn_ref.original_forward(*args, **kwargs) if self.kept is None else self.kept
+            return self.kept
+
+    model, plain = model_of(name), model_of(name)
+    use(plain, layout_of(MODELS[name].grid))
+    used = None if is_before else use(model, layout_of(MODELS[name].grid))
+    hooked = [module for module in model.modules() if getattr(module, "processor", None) is not None]
+    for module in hooked:
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(Caching(), "caching")
+    used = used or use(model, layout_of(MODELS[name].grid))
+    sparse = output(name, plain)
+    # the second has the results that the first kept
+    assert torch.equal(output(name, model), sparse) and torch.equal(output(name, model), sparse)
+    HookRegistry.check_if_exists_or_initialize(model).remove_hook("caching", recurse=True)
+    assert torch.equal(output(name, model), sparse)
+    used.remove()
+    assert torch.equal(output(name, model), output(name, model_of(name)))
+
+
+@pytest.mark.parametrize("name", ["PixArt", "Qwen-Image"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_perturbed_attention_guidance(name: str, is_before: bool) -> None:
+    """Regression: layers with a layout ignored that each query takes its own value alone."""
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    model, plain = model_of(name), model_of(name)
+    if not is_before:
+        use(model, layout_of(MODELS[name].grid))
+    for each in (model, plain):
+        apply_layer_skip(each, LayerSkipConfig([0, 1], skip_attention=False, skip_attention_scores=True, skip_ff=False))
+    if is_before:
+        use(model, layout_of(MODELS[name].grid))
+    assert torch.equal(output(name, model), output(name, plain))
+    assert not torch.equal(output(name, model), output(name, model_of(name)))
+
+
+def test_images_of_an_ip_adapter_are_no_text() -> None:
+    """Regression: the tuple of text and images that cross-attention gets had no shape."""
+    from diffusers.models.attention_processor import Attention, IPAdapterAttnProcessor2_0
+
+    torch.manual_seed(0)
+    layer = Attention(32, cross_attention_dim=24, heads=2, dim_head=16)
+    layer.set_processor(IPAdapterAttnProcessor2_0(32, 24, num_tokens=(4,)))
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([layer])})
+    hidden, text, images = torch.randn(2, 64, 32), torch.randn(2, 7, 24), [torch.randn(2, 1, 4, 24)]
+    expected = layer(hidden, (text, images))
+    with use(model, masks.local(64, window=8), layers="^blocks"):
+        assert torch.equal(layer(hidden, (text, images)), expected)
+
+
 def test_own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross-attention keeps the backend that a processor had; `remove` restores it."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -577,6 +641,29 @@ def test_a_model_trains_after_a_forward_in_inference_mode() -> None:
     found = model(**inputs_of("Wan"), return_dict=False)[0]
     found.sum().backward()
     assert torch.equal(found, expected)
+
+
+def test_prompts_of_many_lengths_keep_a_bounded_number_of_layouts() -> None:
+    model = model_of("Flux")
+    used = use(model, layout_of(IMAGE))
+    inputs = inputs_of("Flux")
+    expected = output("Flux", model)
+    prompt = inputs["encoder_hidden_states"].repeat(1, 8, 1)
+    with torch.no_grad():
+        for n_text in range(1, 41):
+            inputs |= {"encoder_hidden_states": prompt[:, :n_text], "txt_ids": torch.zeros(n_text, 3)}
+            model(**inputs)
+    assert len(used._sequences) == using._MAX_SEQUENCES
+    assert torch.equal(output("Flux", model), expected)
+
+
+def test_a_model_with_a_layout_cannot_be_pickled() -> None:
+    model = model_of("Wan")
+    used = use(model, layout_of(VIDEO))
+    with pytest.raises(ValueError, match=r"must have its own attention to be pickled.*call remove\(\)"):
+        pickle.dumps(model)
+    used.remove()
+    assert torch.equal(output("Wan", pickle.loads(pickle.dumps(model))), output("Wan", model))
 
 
 def test_an_order_is_copied() -> None:

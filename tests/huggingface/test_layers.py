@@ -79,9 +79,11 @@ def test_layers_that_differ_are_token_by_token_one_forward() -> None:
 
 
 def test_layers_that_differ_compile_in_one_graph() -> None:
+    """One for each length. Regression: the second length raised an error without dynamic=False."""
     made = model("Llama", "blocksparse", [LAYOUT, LOCAL])
-    expected = made(ids()).logits
-    torch.testing.assert_close(torch.compile(made, backend="eager", fullgraph=True)(ids()).logits, expected)
+    compiled = torch.compile(made, backend="eager", fullgraph=True)
+    for length in (LENGTH, 50):
+        torch.testing.assert_close(compiled(ids(2, length)).logits, made(ids(2, length)).logits)
 
 
 @pytest.mark.parametrize(

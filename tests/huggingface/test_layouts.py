@@ -191,11 +191,25 @@ def test_a_layout_that_cannot_be_saved_gets_a_hint(layout: Any, tmp_path: Any) -
     explained = transformers.PreTrainedConfig.to_json_string
     huggingface.register()
     assert transformers.PreTrainedConfig.to_json_string is explained
-    config = transformers.LlamaConfig(**GROUPED, attention_layout=layout)
+    config = transformers.LlamaConfig(**GROUPED)
+    config.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    config.attention_layout = layout
     message = r"^config\.attention_layout has a BlockLayout, .* set it to a specification for masks\.build, .* to None"
     for fails in (lambda: config.save_pretrained(tmp_path), config.to_json_string):
         with pytest.raises(TypeError, match=message):
             fails()
+    # a regression: it was empty
+    assert (tmp_path / "config.json").read_text() == saved
     config.attention_layout = {1, 2}
     with pytest.raises(TypeError, match=r"^Object of type set is not JSON serializable"):
         config.to_json_string()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, [LAYOUT, None], {"full_attention": LAYOUT}])
+def test_configs_show_their_layouts(layout: Any) -> None:
+    """Regression: the repr of a config is JSON, which cannot store a layout."""
+    config = model(PALIGEMMA, "blocksparse").config
+    config.text_config.attention_layout = layout
+    assert '"BlockLayout(72 x 72 tokens, block_size=(16, 16), batch=1, heads=1)"' in repr(config)
+    assert config.text_config.attention_layout is layout

@@ -83,9 +83,14 @@ def test_a_mask_and_a_layer_that_contradict_each_other_are_refused() -> None:
         huggingface.attention_function(module, q, q.new_zeros(1, 1, 5, 8), q.new_zeros(1, 1, 5, 8), None)
 
 
-def test_attention_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="attn_implementation"):
-        model("Llama", "blocksparse", LAYOUT)(ids(), output_attentions=True)
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_attention_weights_are_refused(family: str) -> None:
+    """Regression: models such as GPT-2, which do not pass the argument to attention, returned none."""
+    message = "output_attentions must be False with attn_implementation='blocksparse', got True"
+    with pytest.raises(ValueError, match=message):
+        model(family, "blocksparse", LAYOUT)(ids(), output_attentions=True)
+    with pytest.raises(ValueError, match=message):
+        model(family, "blocksparse", LAYOUT, output_attentions=True)(ids())
 
 
 def test_a_window_that_only_the_layer_knows_is_refused() -> None:
