@@ -95,14 +95,14 @@ def _why_not_on_gpu(backend: str, index: int | None) -> str | None:
     return None
 
 
-def _why_unfit(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None) -> str | None:
+def _why_unfit(backend: str, device: torch.device, dtype: torch.dtype, against_hopper: str | None) -> str | None:
     """Why a backend cannot run tensors of this device and dtype, or None."""
     if backend == "hopper":
         if device.type != "cuda":
             return f"it needs a CUDA device, got {device}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it needs float16 or bfloat16, got {dtype}"
-        return _why_not_on_gpu(backend, device.index) or why_not_hopper
+        return _why_not_on_gpu(backend, device.index) or against_hopper
     if backend != "triton":
         return None
     if dtype is torch.float64:
@@ -180,14 +180,25 @@ def _too_small(q: Tensor | TensorSpec, k: Tensor | TensorSpec) -> str | None:
     return None if is_worth_hopper(q.shape[2], n_elements) else SMALL
 
 
+def _against_hopper(
+    backend: str, tensors: Sequence[Tensor | TensorSpec], dtype: torch.dtype, missing: str
+) -> str | None:
+    """Why a call on a GPU should not run on `hopper`, or None: it cannot, or, for "auto", it is too small."""
+    cannot = why_not_hopper(tensors, dtype, missing)
+    return _too_small(*tensors[:2]) if cannot is None and backend == "auto" else cannot
+
+
 # ---- the choice ----
 
 
-def choose(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None = None) -> str:
-    """The backend of a call; TypeError or ValueError for one that does not exist or cannot run it."""
-    chosen = _chosen(backend, device, dtype, why_not_hopper)
+def choose(backend: str, device: torch.device, dtype: torch.dtype, against_hopper: str | None = None) -> str:
+    """The backend of a call; TypeError or ValueError for one that does not exist or cannot run it.
+
+    against_hopper  why `hopper` cannot run the call on a GPU, or should not by "auto"; None if it can
+    """
+    chosen = _chosen(backend, device, dtype, against_hopper)
     if _LOGGER.isEnabledFor(logging.DEBUG):
-        _log(backend, chosen, device, dtype, why_not_hopper)
+        _log(backend, chosen, device, dtype, against_hopper)
     return chosen
 
 
@@ -197,18 +208,18 @@ def _check_is_str(backend: object) -> None:
         raise TypeError(f'backend must be a str, one of {BACKENDS}, got {backend!r}; "auto" chooses')
 
 
-def _chosen(backend: str, device: torch.device, dtype: torch.dtype, why_not_hopper: str | None) -> str:
+def _chosen(backend: str, device: torch.device, dtype: torch.dtype, against_hopper: str | None) -> str:
     _check_is_str(backend)
     if backend == "auto":
         if device.type != "cuda":
             return "eager"
-        return next((name for name in AUTO_ON_GPU if _why_unfit(name, device, dtype, why_not_hopper) is None), "eager")
+        return next((name for name in AUTO_ON_GPU if _why_unfit(name, device, dtype, against_hopper) is None), "eager")
     if backend not in BACKENDS:
-        instead = _chosen("auto", device, dtype, why_not_hopper)
+        instead = _chosen("auto", device, dtype, against_hopper)
         raise ValueError(f'backend must be one of {BACKENDS}, got "{backend}"; "auto" would use "{instead}"')
-    why_not = _why_unfit(backend, device, dtype, why_not_hopper)
+    why_not = _why_unfit(backend, device, dtype, against_hopper)
     if why_not is not None:
-        instead = _chosen("auto", device, dtype, why_not_hopper)
+        instead = _chosen("auto", device, dtype, against_hopper)
         raise ValueError(f'backend="{backend}" cannot run this call: {why_not}. backend="auto" would use "{instead}"')
     return backend
 
@@ -221,12 +232,7 @@ choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.lru_cache(maxsize=4096)
 def _choose_by_specs(backend: str, specs: TensorSpecs, device: torch.device, dtype: torch.dtype, missing: str) -> str:
     """The choice for tensors on a GPU. The GPU and the installation do not change; errors are not cached."""
-    unfit = None
-    if backend in ("auto", "hopper"):
-        unfit = why_not_hopper(specs.tensors, dtype, missing)
-    if backend == "auto" and unfit is None:
-        unfit = _too_small(*specs.tensors[:2])
-    return choose(backend, device, dtype, unfit)
+    return choose(backend, device, dtype, _against_hopper(backend, specs.tensors, dtype, missing))
 
 
 def decide(
@@ -242,13 +248,13 @@ def decide(
     _check_is_str(backend)
     if specs is not None and q.is_cuda:
         return _choose_by_specs(backend, specs, q.device, dtype, missing)
-    unfit = None
+    against_hopper = None
     if q.is_cuda:
         # for "auto", check only what does not depend on addresses or sizes; `resolve` checks the rest when the operator
         # runs
         tensors = (q, k, v) if backend == "hopper" else ()
-        unfit = why_not_hopper(tensors, dtype, missing)
-    chosen = choose(backend, q.device, dtype, unfit)
+        against_hopper = why_not_hopper(tensors, dtype, missing)
+    chosen = choose(backend, q.device, dtype, against_hopper)
     return "auto" if backend == "auto" and chosen == "hopper" else chosen
 
 
@@ -257,10 +263,10 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
 
     tile  of its plan. Only `hopper` has gathered tiles and plans by key block; it copies tensors that TMA cannot load
     """
-    unfit = None if tile in (PIECE, BY_KEY_BLOCK) else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
-    chosen = "hopper" if unfit is None else "triton"
+    against_hopper = None if tile in (PIECE, BY_KEY_BLOCK) else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
+    chosen = "hopper" if against_hopper is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
-        _log("auto", chosen, q.device, q.dtype, unfit)
+        _log("auto", chosen, q.device, q.dtype, against_hopper)
     return chosen
 
 
@@ -314,23 +320,20 @@ def explained_choice(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype
     """The choice for q, k, v with its reasons. missing: see `missing_option`."""
     _check_is_str(backend)
     device = tensors[0].device
-    unfit = None
-    if device.type == "cuda":
-        unfit = why_not_hopper(tensors, dtype, missing)
-    if backend == "auto" and unfit is None:
-        unfit = _too_small(*tensors[:2])
-    chosen, is_named = _chosen(backend, device, dtype, unfit), backend != "auto"
-    others = ((name, _why_not(name, device, dtype, is_named, unfit)) for name in BACKENDS[1:] if name != chosen)
+    against_hopper = _against_hopper(backend, tensors, dtype, missing) if device.type == "cuda" else None
+    chosen, is_named = _chosen(backend, device, dtype, against_hopper), backend != "auto"
+    names = (name for name in BACKENDS[1:] if name != chosen)
+    others = ((name, _why_not(name, device, dtype, is_named, against_hopper)) for name in names)
     return Choice(chosen, "asked for by name" if is_named else _why(chosen, device), tuple(others))
 
 
 @functools.lru_cache(maxsize=4096)
-def _log(backend: str, chosen: str, device: torch.device, dtype: torch.dtype, unfit: str | None) -> None:
+def _log(backend: str, chosen: str, device: torch.device, dtype: torch.dtype, against_hopper: str | None) -> None:
     """Writes a decision to the log, the first time it is made."""
     reasons = "asked for by name"
     if backend == "auto":
         faster = AUTO_ON_GPU[: AUTO_ON_GPU.index(chosen)] if chosen in AUTO_ON_GPU else AUTO_ON_GPU
-        others = [f"not {name}: {_why_not(name, device, dtype, False, unfit)}" for name in faster]
+        others = [f"not {name}: {_why_not(name, device, dtype, False, against_hopper)}" for name in faster]
         reasons = "; ".join([_why(chosen, device), *others])
     _LOGGER.debug('backend="%s" runs calls of %s on %s as backend "%s": %s', backend, dtype, device, chosen, reasons)
 
@@ -344,9 +347,9 @@ def _why(backend: str, device: torch.device) -> str:
     return f"the backend for every device and type, in memory proportional to the stored blocks; q is on {device}"
 
 
-def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: bool, unfit: str | None) -> str:
+def _why_not(backend: str, device: torch.device, dtype: torch.dtype, is_named: bool, against_hopper: str | None) -> str:
     """Why a backend was not chosen. is_named: another was asked for by name."""
-    why_not = _why_unfit(backend, device, dtype, unfit)
+    why_not = _why_unfit(backend, device, dtype, against_hopper)
     if why_not is not None:
         return why_not
     if is_named:

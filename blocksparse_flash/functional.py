@@ -56,7 +56,7 @@ def _attend(
     """Check the arguments, choose a backend, and run it."""
     is_direct = tracing.can_launch_directly(q, k, v, kv_lengths, seed)
     if not is_direct and packed.is_jagged(q, k, v):
-        packing = _packed(q, k, v, layout, causal, kv_lengths, scores or ScoreOptions(None, None, None, None))
+        packing = _packed(q, k, v, layout, causal, kv_lengths, scores or ScoreOptions())
         # the layout has the causal pairs only
         out, lse = _attend(
             *packing.tensors, packing.layout, False, scale, None, dropout_p, seed, deterministic, backend, scores
@@ -68,13 +68,11 @@ def _attend(
     dtype, scale = validation.check(
         q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast, specs
     )
-    softcap, bias_blocks, has_pair_bias = 0.0, None, False
+    softcap = 0.0
     if scores is not None:
         scores = validation.check_scores(scores, q, k, layout)
         softcap = scores.softcap or 0.0
-        bias_blocks, has_pair_bias = _bias_blocks(scores.block_bias, layout), scores.pair_bias is not None
-    missing = dispatch.missing_option(has_dropout=dropout_p > 0, bias_blocks=bias_blocks, has_pair_bias=has_pair_bias)
-    chosen = dispatch.decide(backend, q, k, v, dtype, specs, missing)
+    chosen = dispatch.decide(backend, q, k, v, dtype, specs, _missing_option(scores, layout, dropout_p))
     spec = CallSpec(scale, causal, dropout_p, softcap, chosen, dispatch.is_deterministic(deterministic))
     call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
     if autocast is None:
@@ -161,12 +159,18 @@ def _run(call: _Call) -> tuple[Tensor, Tensor]:
     call = _Call(q, k, v, layout, kv_lengths, seed, spec, scores, specs)
     if layout is None:
         return _run_planned(call, [])
-    reordered, plan = _prepared(call, layout)
-    return _run_planned(call, plan) if reordered is None else _run_reordered(call, reordered)
+    prepared = _prepared(call, layout)
+    if prepared.reordered is None:
+        return _run_planned(call, prepared.plan)
+    return _run_reordered(call, prepared.reordered)
 
 
 class _Prepared(NamedTuple):
-    """What a layout gives to a call: the order of tokens in which it has fewer tiles, or the tensors of its plan."""
+    """What a layout gives to a call.
+
+    reordered  the order of tokens in which it has fewer tiles; None if the tokens keep theirs
+    plan       the tensors of its plan; empty for a reordered call, which takes that of reordered.layout
+    """
 
     reordered: Reordered | None
     plan: list[Tensor]
@@ -176,17 +180,18 @@ def _prepared(call: _Call, layout: BlockLayout) -> _Prepared:
     """What the layout gives to the call. Cached if the call has no score mods and torch does not trace it."""
     if call.specs is None or call.scores is not None:
         return _prepare(call, layout)
-    found: dict[Any, _Prepared] = layout._cache["calls"]
+    cache: dict[Any, _Prepared] = layout._cache["calls"]
     # all that `_prepare` reads of such a call; its specs would be compared by identity, and pile up if they are evicted
     q, spec, kv_heads, v_dim = call.q, call.spec, call.k.shape[1], call.v.shape[3]
     key = q.device, q.shape, kv_heads, v_dim, spec.backend, spec.causal, call.kv_lengths is None, call.seed is None
-    prepared = found.get(key)
+    prepared = cache.get(key)
     if prepared is None:
-        prepared = found[key] = _prepare(call, layout)
+        prepared = cache[key] = _prepare(call, layout)
     return prepared
 
 
 def _prepare(call: _Call, layout: BlockLayout) -> _Prepared:
+    """`_prepared`, without the cache."""
     q, spec, scores = call.q, call.spec, call.scores
     if dispatch.can_reorder(
         spec.backend,
@@ -321,9 +326,13 @@ def _score_options(
     return ScoreOptions(sinks, softcap, alibi_slopes, block_bias, pair_bias)
 
 
-def _bias_blocks(bias: Tensor | None, layout: BlockLayout | None) -> tuple[int, int] | None:
-    """The block size of the layout of a block_bias."""
-    return None if bias is None or layout is None else layout.block_size
+def _missing_option(scores: ScoreOptions | None, layout: BlockLayout | None, dropout_p: float) -> str:
+    """Which option of a checked call `hopper` does not have; empty if it has all."""
+    if scores is None:
+        return dispatch.missing_option(has_dropout=dropout_p > 0)
+    bias_blocks = None if scores.block_bias is None or layout is None else layout.block_size
+    has_pair_bias = scores.pair_bias is not None
+    return dispatch.missing_option(has_dropout=dropout_p > 0, bias_blocks=bias_blocks, has_pair_bias=has_pair_bias)
 
 
 def _for_kernels(scores: ScoreOptions, q: Tensor) -> ScoreOptions:
@@ -559,21 +568,16 @@ def explain(
     """
     if unknown:
         validation.refuse_keywords("explain", unknown, _OPTIONS)
+    scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     if packed.is_jagged(q, k, v):
-        mods = ScoreOptions(None, None, alibi_slopes, block_bias, pair_bias)
-        packing = _packed(q, k, v, layout, causal, kv_lengths, mods)
+        packing = _packed(q, k, v, layout, causal, kv_lengths, scores or ScoreOptions())
         q, k, v = packing.tensors
         layout, causal = packing.layout, False
     autocast = validation.autocast_dtype(q)
     dtype, _ = validation.check(q, k, v, layout, causal, scale, kv_lengths, dropout_p, seed, deterministic, autocast)
-    scores = _score_options(sinks, softcap, alibi_slopes, block_bias, pair_bias)
     if scores is not None:
-        validation.check_scores(scores, q, k, layout)
-    bias_blocks = _bias_blocks(block_bias, layout)
-    missing = dispatch.missing_option(
-        has_dropout=dropout_p > 0, bias_blocks=bias_blocks, has_pair_bias=pair_bias is not None
-    )
-    choice = dispatch.explained_choice(backend, (q, k, v), dtype, missing)
+        scores = validation.check_scores(scores, q, k, layout)
+    choice = dispatch.explained_choice(backend, (q, k, v), dtype, _missing_option(scores, layout, dropout_p))
     has_lengths, is_deterministic = kv_lengths is not None, dispatch.is_deterministic(deterministic)
     call = Call(
         q, k, v, layout, causal, has_lengths, dropout_p, is_deterministic, dtype, backend=choice.backend, scores=scores

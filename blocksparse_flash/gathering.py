@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops import is_differentiated, refuse_mapped
+from .ops import is_differentiated, refuse_forward_mode, refuse_mapped
 from .plan.reordering import TokenOrder
 from .runtime import tracing
 from .runtime.tensor_spec import new_in_order_of
@@ -42,6 +42,10 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(order, inverse)
         with torch._C._AutoDispatchBelowAutograd():
             return _launch(tokens, order, inverse) if is_direct else _gather_tokens(tokens, order, inverse)
+
+    @staticmethod
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
+        refuse_forward_mode()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

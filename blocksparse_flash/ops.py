@@ -178,6 +178,8 @@ def fake_backward(dout: Tensor, dlse: Tensor | None, *arguments: Any) -> tuple[T
 
 
 class _Gradients(torch.autograd.Function):
+    """attention_backward, whose own gradients are refused."""
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():

@@ -156,7 +156,9 @@ def checked_boundaries(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> tor
     checks.check_tensor("cu_seqlens", cu_seqlens, "; torch.tensor(cu_seqlens, device=q.device) makes one")
     tracing.check_dense("cu_seqlens", cu_seqlens, q)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        raise TypeError(
+            f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}; cu_seqlens.to(torch.int32) makes it"
+        )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}; use .to(q.device)")
     batch, length = q.shape[0], q.shape[2]
@@ -169,7 +171,7 @@ def checked_boundaries(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> tor
     if cu_seqlens.dim() not in (1, 2) or not rows.shape[1] or len(rows) not in (1, batch):
         raise ValueError(
             f"cu_seqlens must have shape (documents + 1,) or (batch = {batch}, documents + 1), got "
-            f"{tuple(cu_seqlens.shape)}"
+            f"{tuple(cu_seqlens.shape)}; boundaries that all sequences share are one row, others have a row for each"
         )
     if rows.is_meta:
         return rows

@@ -16,6 +16,8 @@ FINE_TILE = 64
 # tokens of the short side of the tiles of a gathered plan, whose long side is FINE_TILE; tiles per step
 PIECE = 16
 PIECES = FINE_TILE // PIECE
+# index of the first of the three tensors of tile rows in a Plan, and of those of tile columns
+ROW_LISTS, COL_LISTS = 0, 3
 # int32 words of a record; positions of its fields (the last two words are 0)
 RECORD = 8
 NUMBER, BEGIN, N_TILES, N_PARTIAL, POSITION, N_LONG = range(6)
@@ -26,8 +28,9 @@ PARTIAL = 1 << 24
 BY_KEY_BLOCK = 0
 # rows of the query blocks of a work item of a SelectedPlan, at most
 MAX_ITEM_ROWS = 2048
-# a tile row is worth splitting only if it has more than 1 / LONG of the tiles of its head
-LONG = 64
+# a tile row is worth splitting only if it has more than 1 / SPLIT_SHARE of the tiles of its head, so that fewer than
+# SPLIT_SHARE rows of a head are
+SPLIT_SHARE = 64
 
 
 class Plan(NamedTuple):
@@ -89,7 +92,10 @@ class Plan(NamedTuple):
 
     @property
     def n_split_rows(self) -> int:
-        """Tile rows worth splitting, of the head that has most: over 1 / LONG of its tiles and over twice the mean."""
+        """Tile rows worth splitting, of the head that has most.
+
+        They have over 1 / SPLIT_SHARE of its tiles, and over twice the mean.
+        """
         return n_split_of(self.row_indices.shape[0], self.row_bitmask_ids.shape[0])
 
     @property
@@ -239,7 +245,7 @@ def tile_of(plan: Sequence[Tensor]) -> int:
         return TILE
     # bitmasks, or the `sizes` of a SelectedPlan; distinguished by dimensions: 3 for bitmasks of tiles, 2 for gathered
     # ones, 5 for `sizes`
-    last = plan[6]
+    last = plan[-1]
     if last.dim() == 3:
         return last.shape[1]
     return PIECE if last.dim() == 2 else BY_KEY_BLOCK
@@ -247,7 +253,9 @@ def tile_of(plan: Sequence[Tensor]) -> int:
 
 def pieces_of(plan: Sequence[Tensor]) -> tuple[int, int]:
     """Loads per step of tile rows and of tile columns: 4, or 1 for four neighbors; 0 if the plan is not gathered."""
-    return (plan[1].shape[1], plan[4].shape[1]) if tile_of(plan) == PIECE else (0, 0)
+    if tile_of(plan) != PIECE:
+        return 0, 0
+    return plan[ROW_LISTS + 1].shape[1], plan[COL_LISTS + 1].shape[1]
 
 
 def side_of(tile: int) -> int:
@@ -258,7 +266,7 @@ def side_of(tile: int) -> int:
 def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, is_lower: bool = False) -> tuple[int, int]:
     """(length of indices, length of bitmask_ids) of a list of n_tiles entries.
 
-    n_split   records at the front that are worth splitting: fewer than LONG
+    n_split   records at the front that are worth splitting: fewer than SPLIT_SHARE
     is_lower  `Plan.is_lower_triangular`
 
     At least one entry of padding: kernels read one index ahead. The lengths of indices, of bitmask_ids of rows and of
@@ -267,17 +275,17 @@ def list_lengths(n_tiles: int, n_split: int, *, of_rows: bool, is_lower: bool = 
     """
     # 1 mod 8, and at least 9
     n_indices = 8 * max(1, -(-n_tiles // 8)) + 1
-    return n_indices, n_indices + 8 * (n_split + LONG * is_lower) + (2 if of_rows else 4)
+    return n_indices, n_indices + 8 * (n_split + SPLIT_SHARE * is_lower) + (2 if of_rows else 4)
 
 
 def n_split_of(n_indices: int, n_bitmask_ids: int) -> int:
     """`n_split` of `list_lengths`."""
-    return (n_bitmask_ids - n_indices) // 8 % LONG
+    return (n_bitmask_ids - n_indices) // 8 % SPLIT_SHARE
 
 
 def is_lower_of(n_indices: int, n_bitmask_ids: int) -> bool:
     """`is_lower` of `list_lengths`."""
-    return (n_bitmask_ids - n_indices) // 8 >= LONG
+    return (n_bitmask_ids - n_indices) // 8 >= SPLIT_SHARE
 
 
 def mark_dynamic(tensors: Iterable[Tensor]) -> None:

@@ -236,8 +236,8 @@ def check_no_gradient(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, most: str = "the length of k") -> None:
-    """Accept a length of 0 .. kv_len for each batch; most: what kv_len is, for the message."""
+def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, limit: str = "the length of k") -> None:
+    """Accept a length of 0 .. kv_len for each batch; limit: what kv_len is, for the message."""
     if not isinstance(kv_lengths, Tensor):
         raise TypeError(
             f"kv_lengths must be an int32 or int64 tensor, got {type(kv_lengths).__name__}; "
@@ -260,7 +260,7 @@ def check_kv_lengths(kv_lengths: Tensor, batch: int, kv_len: int, q: Tensor, mos
         if min(lengths) < 0 or max(lengths) > kv_len:
             wrong = next(n for n in lengths if not 0 <= n <= kv_len)
             raise ValueError(
-                f"kv_lengths must be 0 to {kv_len}, {most}, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in range"
+                f"kv_lengths must be 0 to {kv_len}, {limit}, got {wrong}; kv_lengths.clamp(0, {kv_len}) is in range"
             )
 
 
@@ -322,10 +322,10 @@ def refuse_keywords(function: str, names: Iterable[str], known: Iterable[str]) -
 class ScoreOptions(NamedTuple):
     """The score mods of a call, as the arguments of `attention`."""
 
-    sinks: Tensor | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    block_bias: Tensor | None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    block_bias: Tensor | None = None
     pair_bias: Tensor | None = None
 
     @property

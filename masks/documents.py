@@ -16,7 +16,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.packed import PackedLayout, layout_on_host
-from blocksparse_flash.plan.packed_builder import MOST_TOKENS, Documents, can_build
+from blocksparse_flash.plan.packed_builder import MAX_TOKENS, Documents, can_build
 
 from .canvas import BlockSize, Canvas, Length, check_nnz, read_canvas, spread
 from .checks import check_dense, read_integer, read_integers, read_switch
@@ -315,9 +315,9 @@ def _on_device(
             "its last entry would wait for the GPU. Got none"
         )
     q_len, kv_len = read_canvas(length, 128)[:2]
-    if max(q_len, kv_len) > MOST_TOKENS:
+    if max(q_len, kv_len) > MAX_TOKENS:
         raise ValueError(
-            f"length: expected at most {MOST_TOKENS} tokens for boundaries on a GPU, got {max(q_len, kv_len)}"
+            f"length: expected at most {MAX_TOKENS} tokens for boundaries on a GPU, got {max(q_len, kv_len)}"
         )
     if kv_cu_seqlens is None and q_len != kv_len:
         raise ValueError(

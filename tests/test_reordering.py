@@ -8,11 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from blocksparse_flash import BlockLayout, attention, attention_with_lse, dispatch, explain, gathering
 from blocksparse_flash.plan import reordering
 from blocksparse_flash.plan.layout_plans import Reordered
 from blocksparse_flash.plan_format import FINE_TILE, TILE
+from blocksparse_flash.runtime import tracing
 from tests import test_zoo as zoo
 from tests.support.cases import Case
 from tests.support.forced_tiles import force_tile
@@ -215,6 +217,19 @@ def test_other_backends_keep_the_order(backend, monkeypatch):
     q, k = torch.zeros(1, 1, 500, 16), torch.zeros(1, 1, 555, 16)
     attention(q, k, k, vertical_slash(), backend=backend)
     assert explain(q, k, k, vertical_slash(), backend=backend).order == ""
+
+
+# torch's own use of torch.jit
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_forward_mode_is_refused(is_direct, device, monkeypatch):
+    """By the error of other calls, which names the backend that has it."""
+    if not is_direct:
+        monkeypatch.setattr(tracing, "can_launch_directly", lambda *_: False)
+    layout, q, k = vertical_slash(), *(torch.zeros(1, 1, n, 16, device=device) for n in (500, 555))
+    assert layout._reordered(device, False, 1) is not None
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward-mode differentiation .*reference"):
+        attention(q, forward_ad.make_dual(k, torch.ones_like(k)), k, layout, backend="triton")
 
 
 def test_selected_layouts_keep_their_order(device):

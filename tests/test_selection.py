@@ -361,10 +361,14 @@ WRONG = {
     "q": (ValueError, "q must have", {"q": torch.zeros(4, 40, 8)}),
     "device": (ValueError, "indices must be on q's device cpu, got meta", {"indices": INDICES.to("meta")}),
     "list": (TypeError, "cu_seqlens must be a torch.Tensor, got list", {"cu_seqlens": [0, 40]}),
-    "floats": (TypeError, "cu_seqlens must be int32 or int64, got torch.float32", {"cu_seqlens": torch.zeros(2)}),
+    "floats": (
+        TypeError,
+        r"cu_seqlens must be int32 or int64, got torch\.float32; cu_seqlens\.to\(torch\.int32\) makes it",
+        {"cu_seqlens": torch.zeros(2)},
+    ),
     "batch": (
         ValueError,
-        r"cu_seqlens must have shape \(documents \+ 1,\) or \(batch = 1, documents \+ 1\), got \(2, 3\)",
+        r"cu_seqlens must have shape \(documents \+ 1,\) or \(batch = 1, .* got \(2, 3\); boundaries that all",
         {"cu_seqlens": torch.zeros(2, 3, dtype=torch.int64)},
     ),
     "number": (ValueError, r"cu_seqlens must have shape .*got \(\)", {"cu_seqlens": torch.tensor(0)}),

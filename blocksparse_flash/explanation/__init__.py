@@ -58,49 +58,65 @@ class Explanation:
     advice: tuple[str, ...]
 
     def __str__(self) -> str:
-        tile = "none, every pair is computed" if self.tile is None else f"{self.tile[0]} queries x {self.tile[1]} keys"
         lines = [f'backend      "{self.backend}": {self.reason}']
         lines += [f'   not       "{name}": {why}' for name, why in self.others]
         lines += [f"order        {self.order}"] if self.order else []
         lines += [
-            f"density      {self.density:.4g} of the layout's blocks",
-            f"tiles        {tile}; {self.tile_density:.4g} of them are computed",
-            f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of their pairs attend",
+            f"density      {_percent(self.density)} of the layout's blocks",
+            *self._tile_lines(),
             f"forward      {amount(self.flops, 'FLOP', 4)}, {_moved(self.forward)}",
             f"backward     {amount(self.backward_flops, 'FLOP', 4)}, {_moved(self.backward)}",
             f"metadata     {self.metadata_bytes} bytes",
-            *self._said_balance(),
-            *self._said_time(),
+            *self._balance_lines(),
+            *self._time_lines(),
             f"determinism  {self.determinism}",
             *(f"advice       {sentence}" for sentence in self.advice),
         ]
         return "\n".join(lines)
 
-    def _said_balance(self) -> list[str]:
-        of = self.balance
-        rows = f"{of.longest_row} tiles at most, {of.mean_row:.4g} on average"
-        lines = [f"balance      rows: {rows}; columns: {of.longest_col} and {of.mean_col:.4g}"]
-        if of.n_sms is not None:
+    def _tile_lines(self) -> list[str]:
+        if self.tile is None:
+            return [f"tiles        none: every pair is computed; {self.fill:.1%} of them attend"]
+        q, kv = self.tile
+        return [
+            f"tiles        {q} queries x {kv} keys; {_percent(self.tile_density)} of them are computed",
+            f"   masked    {self.partial_share:.1%} of these, pair by pair; {self.fill:.1%} of their pairs attend",
+        ]
+
+    def _balance_lines(self) -> list[str]:
+        balance = self.balance
+        rows = f"{balance.longest_row} tiles at most, {balance.mean_row:.4g} on average"
+        lines = [f"balance      rows: {rows}; columns: {balance.longest_col} and {balance.mean_col:.4g}"]
+        if balance.n_sms is not None:
             lines.append(
-                f"   costs     forward {of.forward:.2f}, backward {of.backward:.2f} times what evenly spread work "
-                f"would take on {of.n_sms} SMs"
+                f"   costs     forward {balance.forward:.2f}, backward {balance.backward:.2f} times what evenly spread "
+                f"work would take on {balance.n_sms} SMs"
             )
         return lines
 
-    def _said_time(self) -> list[str]:
-        said = self.prediction
-        if said is None:
+    def _time_lines(self) -> list[str]:
+        predicted = self.prediction
+        if predicted is None:
             return [f"time         not predicted: {self.unpredicted}"]
-        lines = [f"time         forward {_ms(said.forward_ms)}, backward {_ms(said.backward_ms)}"]
-        if said.dense_forward_ms != said.forward_ms:
+        lines = [f"time         forward {_ms(predicted.forward_ms)}, backward {_ms(predicted.backward_ms)}"]
+        if predicted.dense_forward_ms != predicted.forward_ms:
             lines.append(
-                f"   dense     forward {_ms(said.dense_forward_ms)}, backward {_ms(said.dense_backward_ms)}: "
-                f"{_two_digits(said.dense_forward_ms / said.forward_ms)} and "
-                f"{_two_digits(said.dense_backward_ms / said.backward_ms)} times as long"
+                f"   dense     forward {_ms(predicted.dense_forward_ms)}, backward {_ms(predicted.dense_backward_ms)}: "
+                f"{_two_digits(predicted.dense_forward_ms / predicted.forward_ms)} and "
+                f"{_two_digits(predicted.dense_backward_ms / predicted.backward_ms)} times as long"
             )
-        lines.append(f"   by        {said.basis}")
-        lines += [f"   not calibrated: {caveat}" for caveat in said.caveats]
+        lines.append(f"   by        {predicted.basis}")
+        lines += [f"   not calibrated: {caveat}" for caveat in predicted.caveats]
         return lines
+
+
+def _percent(share: float) -> str:
+    """A share in percent, to four digits.
+
+    >>> _percent(1.0), _percent(0.0410625)
+    ('100%', '4.106%')
+    """
+    return f"{100 * share:.4g}%"
 
 
 def _two_digits(value: float) -> str:
@@ -116,12 +132,12 @@ def _ms(value: float) -> str:
     return f"{_two_digits(value)} ms" if value < 1000 else f"{_two_digits(value / 1000)} s"
 
 
-def _moved(of: Moved) -> str:
-    held = "" if of.workspace is None else f", workspace {amount(of.workspace, 'B', 4)}"
-    return f"reads {amount(of.reads, 'B', 4)}, writes {amount(of.writes, 'B', 4)}{held}"
+def _moved(moved: Moved) -> str:
+    workspace = "" if moved.workspace is None else f", workspace {amount(moved.workspace, 'B', 4)}"
+    return f"reads {amount(moved.reads, 'B', 4)}, writes {amount(moved.writes, 'B', 4)}{workspace}"
 
 
-def _said_tiles(call: Call) -> str:
+def _reason_for_tiles(call: Call) -> str:
     """Why a call iterates over other tiles than 128 x 128; empty for one that does not."""
     if call.layout is None or not call.is_fine:
         return ""
@@ -134,7 +150,7 @@ def _said_tiles(call: Call) -> str:
     )
 
 
-def _said_order(call: Call) -> str:
+def _explained_order(call: Call) -> str:
     """Whether the tokens of a call are reordered, or why not although that would save tiles."""
     best = call.best_order
     if best is None:
@@ -162,9 +178,9 @@ def explained(call: Call, *, reason: str, others: tuple[tuple[str, str], ...], d
     is_reference = call.backend == "reference"
     return Explanation(
         backend=call.backend,
-        reason=reason + _said_tiles(call),
+        reason=reason + _reason_for_tiles(call),
         others=others,
-        order=_said_order(call),
+        order=_explained_order(call),
         tile=None if is_reference else (call.side, call.tile),
         density=1.0 if call.layout is None else call.layout.density,
         tile_density=done.tiles / done.grid if done.grid else 1.0,

@@ -80,8 +80,8 @@ class Call:
 
     @property
     def mods(self) -> ScoreOptions:
-        """The score mods; Nones without any."""
-        return self.scores or ScoreOptions(None, None, None, None)
+        """The score mods; all None if the call has none."""
+        return self.scores or ScoreOptions()
 
     @property
     def has_slopes_gradient(self) -> bool:
@@ -172,14 +172,20 @@ class Call:
     @property
     def why_not_reordered(self) -> str:
         """The option that rules out reordering; empty if there is none."""
-        options = {"has_dropout": self.dropout_p > 0, "has_kv_lengths": self.has_kv_lengths}
-        options["has_positions"] = self.mods.has_positions
-        if can_reorder(self.backend, **options):
+        has_dropout, has_positions = self.dropout_p > 0, self.mods.has_positions
+        if can_reorder(
+            self.backend,
+            has_dropout=has_dropout,
+            has_kv_lengths=self.has_kv_lengths,
+            has_positions=has_positions,
+        ):
             return ""
-        names = {"has_dropout": "dropout_p", "has_kv_lengths": "kv_lengths"}
-        named = "alibi_slopes", "block_bias", "pair_bias"
-        positions = next((name for name in named if getattr(self.mods, name) is not None), "")
-        return next((names.get(option, positions) for option, is_used in options.items() if is_used), self.backend)
+        if has_dropout:
+            return "dropout_p"
+        if self.has_kv_lengths:
+            return "kv_lengths"
+        mods = "alibi_slopes", "block_bias", "pair_bias"
+        return next((name for name in mods if getattr(self.mods, name) is not None), self.backend)
 
     @functools.cached_property
     def tile(self) -> int:
@@ -214,14 +220,12 @@ class Call:
     @functools.cached_property
     def cols_of_query_heads(self) -> scheduling.Lines:
         """Tiles per tile column of each query head, which `sides` sums over the heads of a group."""
-        axes = self.batch * self.heads
         if self.plan is None:
-            lengths = self.q.shape[2], self.k.shape[2]
-            return scheduling.without_layout(*lengths, causal=self.causal, axes=axes, kv_axes=axes).cols
+            return self._without_layout(n_kv_batch_heads=self.batch * self.heads).cols
         return scheduling.of_records(self.plan.col_records.cpu().numpy(), batch=self.batch, heads=self.heads)
 
     def n_long(self, first: int) -> int:
-        """Tile rows (first = 0) or columns (3) of each head that kernels take before all others."""
+        """Tile rows (first = ROW_LISTS) or columns (COL_LISTS) of each head that kernels take before all others."""
         if self.plan is None or not self.plan[first].numel():
             return 0
         return int(self.plan[first][0, 0, 0, N_LONG])
@@ -229,6 +233,13 @@ class Call:
     @functools.cached_property
     def dense_sides(self) -> scheduling.Sides:
         """The same without the layout, but with `causal`."""
-        axes, kv_axes = self.batch * self.heads, self.batch * self.kv_heads
-        q_len, kv_len = self.q.shape[2], self.k.shape[2]
-        return scheduling.without_layout(q_len, kv_len, causal=self.causal, axes=axes, kv_axes=kv_axes)
+        return self._without_layout(n_kv_batch_heads=self.batch * self.kv_heads)
+
+    def _without_layout(self, *, n_kv_batch_heads: int) -> scheduling.Sides:
+        return scheduling.without_layout(
+            self.q.shape[2],
+            self.k.shape[2],
+            causal=self.causal,
+            n_batch_heads=self.batch * self.heads,
+            n_kv_batch_heads=n_kv_batch_heads,
+        )

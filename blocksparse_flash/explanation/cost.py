@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .. import dispatch as backends
+from ..dispatch import FEW_QUERIES
 from ..kernels.schedule import are_uneven, interleaved_heads, padded_dim
-from ..plan_format import PIECE, Plan
+from ..plan_format import BEGIN, COL_LISTS, N_PARTIAL, N_TILES, PIECE, RECORD, ROW_LISTS, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
@@ -28,9 +28,9 @@ GENERIC = Rates((Kernel("rows", 1, 1.0),), 1.0, 0.3, 1.0, 0.0)
 
 def _pairs_of_plan(plan: Plan) -> int:
     """Attending pairs over the batches and heads of a plan."""
-    items, ids, words = (tensor.cpu().numpy() for tensor in (plan.row_records, plan.row_bitmask_ids, plan.bitmasks))
-    records = items.reshape(-1, items.shape[-1]).astype(np.int64)
-    begin, n_tiles, n_partial = records[:, 1], records[:, 2], records[:, 3]
+    records, ids, words = (tensor.cpu().numpy() for tensor in (plan.row_records, plan.row_bitmask_ids, plan.bitmasks))
+    records = records.reshape(-1, RECORD).astype(np.int64)
+    begin, n_tiles, n_partial = records[:, BEGIN], records[:, N_TILES], records[:, N_PARTIAL]
     # partial tiles come first in each line
     passed = np.cumsum(n_partial) - n_partial
     entries = np.repeat(begin - passed, n_partial) + np.arange(n_partial.sum())
@@ -43,14 +43,14 @@ def _pairs_of_plan(plan: Plan) -> int:
 
 def _attending(call: Call) -> int:
     """Attending pairs over all batches and heads."""
-    axes = call.batch * call.heads
+    n_batch_heads = call.batch * call.heads
     if call.plan is not None:
-        shared = call.plan.row_records.shape[0] * call.plan.row_records.shape[1]
-        return axes // shared * _pairs_of_plan(call.plan)
+        n_plan_heads = call.plan.row_records.shape[0] * call.plan.row_records.shape[1]
+        return n_batch_heads // n_plan_heads * _pairs_of_plan(call.plan)
     if call.causal:
         sees = np.arange(1, call.q_len + 1) + (call.kv_len - call.q_len)
-        return axes * int(sees.clip(0, call.kv_len).sum())
-    return axes * call.q_len * call.kv_len
+        return n_batch_heads * int(sees.clip(0, call.kv_len).sum())
+    return n_batch_heads * call.q_len * call.kv_len
 
 
 class Balance(NamedTuple):
@@ -90,12 +90,12 @@ def work(call: Call) -> Work:
     """What a call computes."""
     if call.is_empty:
         return Work(0, 0, 0, 0, 0)
-    axes = call.batch * call.heads
+    n_batch_heads = call.batch * call.heads
     tile = call.side
     # of the tokens as they are
-    grid = axes * -(-call.q.shape[2] // tile) * -(-call.k.shape[2] // tile)
+    grid = n_batch_heads * -(-call.q.shape[2] // tile) * -(-call.k.shape[2] // tile)
     if call.backend == "reference":
-        pairs = axes * call.q_len * call.kv_len
+        pairs = n_batch_heads * call.q_len * call.kv_len
         return Work(grid, grid, grid, pairs, _attending(call))
     rows = call.sides.rows
     tiles, partial = int(rows.tiles.sum()), int(rows.partial.sum())
@@ -132,7 +132,7 @@ def unmeasured(call: Call) -> str:
         return "dropout was not measured"
     if call.scores is not None:
         return "sinks, softcap, alibi_slopes, block_bias and pair_bias were not measured"
-    if call.q_len <= backends.FEW_QUERIES:
+    if call.q_len <= FEW_QUERIES:
         return "the kernels for few queries were not measured"
     if memory.has_separate_dq(call):
         return (
@@ -196,18 +196,18 @@ def programs(call: Call, n_sms: int) -> tuple[Sides, Sides]:
             return split_lines(lines, chosen.n_split_lines * n_batch_heads, chosen.num_splits)
         n_lines, lengths = len(lines.tiles) // n_batch_heads, (call.q_len, call.kv_len)
         n_interleaved = interleaved_heads(
-            n_lines, n_batch_heads, n_sms, *lengths, is_uneven=is_uneven or (first > 0 and by_head)
+            n_lines, n_batch_heads, n_sms, *lengths, is_uneven=is_uneven or (first == COL_LISTS and by_head)
         )
         return interleaved(lines, n_batch_heads, n_interleaved, call.n_long(first))
 
     forward = backward = call.sides
     if call.backend == "hopper":
-        forward = forward._replace(rows=programs_of(forward.rows, 0, call.batch * call.heads))
+        forward = forward._replace(rows=programs_of(forward.rows, ROW_LISTS, call.batch * call.heads))
     if memory.uses_hopper_backward(call):
         # kernels that keep their sums in registers iterate over tile rows too, for dq
         rows = forward.rows if memory.sums_in_registers(call) else backward.rows
         cols = call.cols_of_query_heads if by_head else backward.cols
-        backward = Sides(rows, programs_of(cols, 3, call.batch * (call.heads if by_head else call.kv_heads)))
+        backward = Sides(rows, programs_of(cols, COL_LISTS, call.batch * (call.heads if by_head else call.kv_heads)))
     return forward, backward
 
 

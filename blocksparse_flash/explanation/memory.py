@@ -23,7 +23,7 @@ from ..kernels.schedule import (
     sums_over_heads,
 )
 from ..plan.block_bias import bias_cell_of
-from ..plan_format import TILE
+from ..plan_format import COL_LISTS, ROW_LISTS, TILE
 from .call import Call
 
 # bytes of an element of lse, delta and the sum of dq
@@ -148,14 +148,14 @@ def _bias_gradient(call: Call) -> tuple[int, int]:
     if not call.has_bias_gradient or call.plan is None or call.layout is None:
         return 0, 0
     batches, heads = call.plan.row_records.shape[:2]
-    # along an axis of the layout itself, the tiles differ already
-    n_axes = (call.batch if batches == 1 else 1) * (call.heads if heads == 1 else 1)
+    # batches and heads that share the tiles of the layout: each has sums of its own
+    n_sharing = (call.batch if batches == 1 else 1) * (call.heads if heads == 1 else 1)
     listed = call.plan.col_indices if adds_dq(call) else call.plan.row_indices
     n_tiles, blocks = len(listed) + 1, call.layout.capacity
     down, across = (TILE // side for side in bias_cell_of(call.layout.block_size))
-    sums = n_axes * n_tiles * math.prod(_sums_of_tile(call))
+    sums = n_sharing * n_tiles * math.prod(_sums_of_tile(call))
     # sums over cells, those of the cells of each block, and their sums
-    reduced = n_axes * (n_tiles * down * across + _places(call) + blocks)
+    reduced = n_sharing * (n_tiles * down * across + _places(call) + blocks)
     return FLOAT * sums, FLOAT * reduced
 
 
@@ -200,42 +200,44 @@ def _copies(call: Call) -> int:
 
 
 def split(call: Call, first: int, n_sms: int) -> Split:
-    """How `hopper` splits rows (first = 0) or columns (3)."""
+    """How `hopper` splits tile rows (first = ROW_LISTS) or tile columns (COL_LISTS)."""
     if call.is_fine:
         n_sms *= PROGRAMS_PER_SM
-    if first and sums_dkdv(call, n_sms):
+    if first == COL_LISTS and sums_dkdv(call, n_sms):
         return WHOLE
     return split_of(call.plan or (), first, call.q_shape, call.k_shape, call.causal, n_sms)
 
 
 def _tile_counter(call: Call, first: int, n_sms: int, *, is_sorted: bool = False) -> int:
-    """Bytes of the counter from which `hopper` programs take tile rows (first = 0) or columns (3), if needed.
+    """Bytes of the counter from which `hopper` programs take tile rows or tile columns, if needed.
 
+    first      ROW_LISTS or COL_LISTS
     is_sorted  see needs_tile_counter
     """
     if call.is_fine:
         return 0
-    length, heads = (call.kv_len, call.kv_heads) if first else (call.q_len, call.heads)
-    if first and sums_dkdv(call, n_sms):
+    of_cols = first == COL_LISTS
+    length, heads = (call.kv_len, call.kv_heads) if of_cols else (call.q_len, call.heads)
+    if of_cols and sums_dkdv(call, n_sms):
         heads = call.heads
     n_programs = split(call, first, n_sms).n_programs(-(-length // TILE), call.batch * heads)
-    if first and _is_wide(call):
+    if of_cols and _is_wide(call):
         # the kernel for wide heads has two work tiles per tile column
         n_programs *= 2
     return FLOAT if needs_tile_counter(n_programs, n_sms, is_sorted=is_sorted) else 0
 
 
-def _parts(call: Call, first: int, n_sms: int) -> int:
-    """Bytes that splits of tile rows (first = 0) or columns (3) write."""
+def _split_bytes(call: Call, first: int, n_sms: int) -> int:
+    """Bytes that splits of tile rows (first = ROW_LISTS) or tile columns (COL_LISTS) write."""
     of_lines = split(call, first, n_sms)
-    if first:
+    if first == COL_LISTS:
         return FLOAT * of_lines.floats(sum(_columns(call)), call.batch * call.kv_heads)
     columns = padded_dim("hopper", call.v_dim) if call.is_fine else forward_columns(call.head_dim, call.v_dim)[1]
     # + 1 for lse
     return FLOAT * of_lines.floats(columns + 1, call.batch * call.heads)
 
 
-def _parts_of_few_queries(call: Call, n_sms: int) -> int:
+def _split_kv_bytes(call: Call, n_sms: int) -> int:
     """Bytes that the splits of `triton` write for a few queries over many keys (split-KV)."""
     from ..kernels.arguments import options_of
     from ..kernels.triton import split_kv
@@ -335,7 +337,7 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
     # a table is made of the bias and its index, and read by the kernel
     of_table, table = _bias(call) + _bias_index(call, "row", n_places=0), _bias_tables(call, "row")
     workspace: int | None = None
-    parts = 0
+    of_splits = 0
     if call.is_empty:
         workspace = 0
     elif call.backend in ("triton", "hopper"):
@@ -346,22 +348,22 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
             workspace += _bias(call)
     if workspace is not None and call.backend == "hopper" and not call.is_empty:
         # and the tile counter, and what the splits of rows write
-        parts = _parts(call, 0, n_sms)
+        of_splits = _split_bytes(call, ROW_LISTS, n_sms)
         is_sorted = (
             call.plan is None
             and not call.has_kv_lengths
             and are_rows_sorted(call.q_len, call.kv_len, call.batch * call.heads, n_sms, causal=call.causal)
         )
-        workspace += _copies(call) + _tile_counter(call, 0, n_sms, is_sorted=is_sorted) + parts
+        workspace += _copies(call) + _tile_counter(call, ROW_LISTS, n_sms, is_sorted=is_sorted) + of_splits
         if call.v_dim % 8:
             # the padding of the last row is not allocated
             filling = _padded(call.v_dim) - call.v_dim
             workspace += sizes["out"] // call.v_dim * _padded(call.v_dim) - call.dtype.itemsize * filling
     if workspace is not None and call.backend == "triton" and not call.is_empty:
-        parts = _parts_of_few_queries(call, n_sms)
-        workspace += parts
+        of_splits = _split_kv_bytes(call, n_sms)
+        workspace += of_splits
     # the launch that combines splits reads them again
-    main_bytes, extra_bytes = reads + table + writes + parts, of_table + table + parts
+    main_bytes, extra_bytes = reads + table + writes + of_splits, of_table + table + of_splits
     return Moved(reads + of_table, writes, workspace, main_bytes, extra_bytes)
 
 
@@ -408,15 +410,15 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         columns = sum(_columns(call))
         sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * columns
         workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
-    parts = _parts(call, 3, n_sms)
-    workspace += _copies(call) + _tile_counter(call, 3, n_sms) + parts
+    of_splits = _split_bytes(call, COL_LISTS, n_sms)
+    workspace += _copies(call) + _tile_counter(call, COL_LISTS, n_sms) + of_splits
     # of the launches for dq alone
     of_dq = 0
     if sums_in_registers(call):
         columns, _ = _columns(call)
-        parts_of_dq = FLOAT * split(call, 0, n_sms).floats(columns, call.batch * call.heads)
-        parts, of_dq = parts + parts_of_dq, parts_of_dq + _tile_counter(call, 0, n_sms)
-    main_bytes, extra_bytes = main_bytes + parts, extra_bytes + parts
+        splits_of_dq = FLOAT * split(call, ROW_LISTS, n_sms).floats(columns, call.batch * call.heads)
+        of_splits, of_dq = of_splits + splits_of_dq, splits_of_dq + _tile_counter(call, ROW_LISTS, n_sms)
+    main_bytes, extra_bytes = main_bytes + of_splits, extra_bytes + of_splits
     if call.is_fine:
         # kept to the end
         workspace, of_dq = workspace + of_dq, 0

@@ -82,8 +82,8 @@ def interleaved(lines: Lines, n_heads: int, n_interleaved: int, n_long: int = 0)
     return Lines(*(values[order] for values in lines))
 
 
-def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes: int) -> Sides:
-    """The lines of a call without a layout. axes, kv_axes: batch * heads, batch * kv_heads."""
+def without_layout(q_len: int, kv_len: int, *, causal: bool, n_batch_heads: int, n_kv_batch_heads: int) -> Sides:
+    """The lines of a call without a layout, of batch * heads query heads and batch * kv_heads KV heads."""
     n_rows, n_cols = -(-q_len // TILE), -(-kv_len // TILE)
     row, col = np.arange(n_rows, dtype=np.int64), np.arange(n_cols, dtype=np.int64)
     # keys seen by the first and the last query of a tile row; first queries that see some and all keys of a tile column
@@ -101,9 +101,9 @@ def without_layout(q_len: int, kv_len: int, *, causal: bool, axes: int, kv_axes:
     of_col[from_q == q_len] = 0
     cols = of_col, of_col - np.clip(q_len // TILE - -(-whole_q // TILE), 0, of_col)
     # head after head, the longest lines first: the last tile rows, the first tile columns
-    group = max(1, axes // max(1, kv_axes))
-    of_rows = Lines(*(np.tile(values[::-1], axes) for values in rows))
-    return Sides(of_rows, Lines(*(np.tile(values * group, kv_axes) for values in cols)))
+    group = max(1, n_batch_heads // max(1, n_kv_batch_heads))
+    of_rows = Lines(*(np.tile(values[::-1], n_batch_heads) for values in rows))
+    return Sides(of_rows, Lines(*(np.tile(values * group, n_kv_batch_heads) for values in cols)))
 
 
 def makespan(work: Array, servers: int) -> float:

@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import philox, plan_format, score_mods
+from .. import philox, plan_format
+from ..plan_format import TILE
 from ..runtime.launch import Config, axis_strides, cache_key_of, device_limits
 from ..runtime.tensor_spec import TensorSpec, TensorSpecs, is_token_major, spec_of, tma_can_load
-from ..score_mods import Scores
-from .inputs import BackwardInputs as BackwardInputs
+from ..score_mods import LOG2_E, Scores
 from .schedule import padded_dim
 
-LOG2_E = score_mods.LOG2_E
-# tokens per side of a tile
-TILE = plan_format.TILE
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 # fewest elements of q and k together for which TMA descriptors repay their host time
 MIN_TMA_ELEMENTS = 1 << 20
@@ -301,8 +298,8 @@ def strides_of(specs: TensorSpecs, options: Options, record_shape: Shape | None,
 
 
 def tile_lists(plan: list[torch.Tensor], first: int) -> TileLists:
-    """The lists of a plan's tile rows (first = 0) or tile columns (3)."""
-    return (plan[first], plan[first + 1], plan[first + 2], plan[6]) if plan else (None,) * 4
+    """The lists of a plan's tile rows (first = ROW_LISTS) or tile columns (COL_LISTS)."""
+    return (plan[first], plan[first + 1], plan[first + 2], plan[-1]) if plan else (None,) * 4
 
 
 def plan_specs_of(tensors: tuple[torch.Tensor | None, ...]) -> PlanSpecs:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..plan_format import TILE, is_lower_of, n_split_of, side_of, tile_of
+from ..plan_format import COL_LISTS, ROW_LISTS, TILE, is_lower_of, n_split_of, side_of, tile_of
 
 # programs of the kernels for tiles of 64 x 64 that share an SM, on average over the kernels
 PROGRAMS_PER_SM = 4
 # most splits of a line
-MAX_PARTS = 16
+MAX_SPLITS = 16
 # largest share of a head's lines that is split, times the number of splits: bounds the float32 workspace
 MAX_SHARE = 1 / 4
 # most programs per SM where all lines are split; each writes 65,536 bytes at head_dim 128, twice that in the backward
@@ -122,10 +122,10 @@ def choose(
         return WHOLE
     if n_long and 2 * n_programs > n_sms:
         whole = float(longest)
-        split = Split(n_long, max(1, min(math.ceil(longest / share), MAX_PARTS, int(MAX_SHARE * n_lines / n_long))))
+        split = Split(n_long, max(1, min(math.ceil(longest / share), MAX_SPLITS, int(MAX_SHARE * n_lines / n_long))))
         time = max(share, longest / split.num_splits + SPLIT_COST) + COMBINE_COST
     else:
-        most = min(MAX_PARTS, MAX_WAVES * n_sms // n_programs)
+        most = min(MAX_SPLITS, MAX_WAVES * n_sms // n_programs)
         if most < 2:
             return WHOLE
         mean = work / n_programs
@@ -152,6 +152,11 @@ def _of_shapes(
     n_sms: int,
     side: int,
 ) -> Split:
+    """`split_of` by shapes, cached.
+
+    lists  shapes of the plan's records, indices and bitmask ids; empty for dense or causal calls
+    side   tokens of a line
+    """
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = q_shape, k_shape
     n_lines, n_others, n_batch_heads, group = -(-q_len // side), -(-kv_len // side), batch * heads, 1
     if not is_of_rows:
@@ -177,7 +182,10 @@ def are_uneven(plan: Sequence[torch.Tensor], causal: bool) -> bool:
 
     plan  the tensors of a Plan; empty without a layout
     """
-    return causal or (len(plan) > 0 and is_lower_of(plan[1].shape[0], plan[2].shape[0]))
+    if causal or not plan:
+        return causal
+    _, indices, ids = plan[ROW_LISTS:COL_LISTS]
+    return is_lower_of(indices.shape[0], ids.shape[0])
 
 
 def interleaved_heads(n_lines: int, n_batch_heads: int, n_sms: int, q_len: int, kv_len: int, *, is_uneven: bool) -> int:
@@ -229,17 +237,18 @@ def split_of(
     causal: bool,
     n_sms: int,
 ) -> Split:
-    """The split of the tile rows of query heads (first = 0) or of the tile columns of KV heads (first = 3).
+    """The split of the tile rows of query heads, or of the tile columns of KV heads.
 
     plan              the tensors of a Plan; empty for dense or causal calls
+    first             ROW_LISTS or COL_LISTS
     q_shape, k_shape  (batch, heads, length, head_dim)
     n_sms             SMs, or programs that run at a time if several share an SM
     """
-    if first == 0 and not (plan and n_split_of(plan[1].shape[0], plan[2].shape[0])):
+    lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
+    if first == ROW_LISTS and not (lists and n_split_of(lists[1][0], lists[2][0])):
         # rows are split only where some are long
         return WHOLE
-    lists = (plan[first].shape, plan[first + 1].shape, plan[first + 2].shape) if plan else ()
-    return _of_shapes(lists, first == 0, q_shape, k_shape, causal, n_sms, side_of(tile_of(plan)))
+    return _of_shapes(lists, first == ROW_LISTS, q_shape, k_shape, causal, n_sms, side_of(tile_of(plan)))
 
 
 def sums_over_heads(
@@ -267,11 +276,12 @@ def sums_over_heads(
     n_cols = -(-kv_len // TILE)
     if plan:
         n_lines, group = batch * kv_heads * n_cols, heads // max(1, kv_heads)
-        n_plan_cols = plan[3].shape[0] * plan[3].shape[1] * n_cols
+        records, indices = plan[COL_LISTS], plan[COL_LISTS + 1]
+        n_plan_cols = records.shape[0] * records.shape[1] * n_cols
         is_few = n_lines <= n_sms * max(MAX_GROUP_WAVES, group // 2)
-        if not is_few or n_lines * group < n_sms * MIN_HEAD_WAVES or plan[4].shape[0] < LONG_COLUMN * n_plan_cols:
+        if not is_few or n_lines * group < n_sms * MIN_HEAD_WAVES or indices.shape[0] < LONG_COLUMN * n_plan_cols:
             return False
-    return split_of(plan, 3, q_shape, (batch, heads, kv_len, head_dim), causal, n_sms).num_splits == 1
+    return split_of(plan, COL_LISTS, q_shape, (batch, heads, kv_len, head_dim), causal, n_sms).num_splits == 1
 
 
 def is_dq_separate(
@@ -291,11 +301,12 @@ def is_dq_separate(
     if deterministic or not plan:
         return deterministic
     n_rows, n_heads = -(-q_shape[2] // TILE), q_shape[0] * q_shape[1]
-    n_cols, n_plan_heads = plan[3].shape[2], plan[3].shape[0] * plan[3].shape[1]
-    if plan[4].shape[0] >= LONG_COLUMN * n_plan_heads * n_cols and 0 < n_cols < n_sms:
+    records, col_indices = plan[COL_LISTS], plan[COL_LISTS + 1]
+    n_cols, n_plan_heads = records.shape[2], records.shape[0] * records.shape[1]
+    if col_indices.shape[0] >= LONG_COLUMN * n_plan_heads * n_cols and 0 < n_cols < n_sms:
         n_together = min(n_heads, -(-n_sms // n_cols))
         if 4 * n_together * n_rows * TILE * padded_dim("hopper", dim) > MAX_SUM_BYTES:
             return True
     # rounded down, since the list ends with some padding
     is_worthwhile = dim <= SEPARATE_DQ_MAX_DIM and n_heads * n_rows >= SEPARATE_DQ_MIN_ROWS
-    return is_worthwhile and plan[1].shape[0] // (n_plan_heads * n_rows) <= SEPARATE_DQ_MAX_TILES
+    return is_worthwhile and plan[ROW_LISTS + 1].shape[0] // (n_plan_heads * n_rows) <= SEPARATE_DQ_MAX_TILES

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..blocks.checks import check_strided
-from ..blocks.checks import check_tensor as check_tensor
+from ..blocks.checks import check_strided, check_tensor
 from ..layout import BlockLayout
 from ..packed import is_jagged
 from ..plan import block_selection
@@ -25,7 +24,7 @@ Layout = HeldLayout | str
 
 
 # of rotary positions, whose angles are float32
-SMALLEST_BASE, LARGEST_BASE = 1e-30, 1e30
+MIN_BASE, MAX_BASE = 1e-30, 1e30
 
 
 def positive_int(name: str, number: Any) -> int:
@@ -39,7 +38,7 @@ def positive_int(name: str, number: Any) -> int:
 def rotary_base(name: str, base: Any) -> float:
     if isinstance(base, bool) or not isinstance(base, int | float):
         raise TypeError(f"{name} must be a number, a base such as 10000.0, got {base!r} ({type(base).__name__})")
-    if not SMALLEST_BASE <= base <= LARGEST_BASE:
+    if not MIN_BASE <= base <= MAX_BASE:
         raise ValueError(f"{name} must be a base above 0 that float32 can hold, such as 10000.0, got {base}")
     return float(base)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import layout_crops, validation
+from ..blocks.checks import check_tensor
 from ..layout import BlockLayout
-from .arguments import check_tensor, positive_int
+from .arguments import positive_int
 
 
 class KVCache:

@@ -7,10 +7,10 @@ from einops import repeat
 from torch import Tensor, nn
 
 from .. import validation
-from ..blocks.checks import boolean, check_in_memory
+from ..blocks.checks import boolean, check_in_memory, check_tensor
 from ..runtime import tracing
 from ..selection import selected_attention
-from .arguments import check_tensor, positive_int
+from .arguments import positive_int
 from .block_choice import MAX_SCORES_PER_CHUNK, check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges
 from .layers import SelfAttention
@@ -100,6 +100,7 @@ def mixture_of_block_attention(
     check_block_size(block_size)
     boolean(by_group, "by_group")
     tracing.refuse_transforms(None, q, k, v, cu_seqlens)
+    tracing.refuse_export("mixture_of_block_attention")
     check_in_memory(q, "q")
     q_start = k.shape[2] - q.shape[2]
     if q_start < 0:

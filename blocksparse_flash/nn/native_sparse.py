@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import validation
-from ..blocks.checks import check_in_memory
+from ..blocks.checks import check_in_memory, check_tensor
 from ..functional import attention, attention_with_lse
 from ..layout import BlockLayout
 from ..plan_format import TILE
@@ -21,7 +21,6 @@ from .arguments import (
     Heads,
     check_gates,
     check_input,
-    check_tensor,
     positive_int,
     runs_kernels,
     takes_half_kernels,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .. import validation
-from ..blocks.checks import boolean, check_in_memory
+from ..blocks.checks import boolean, check_in_memory, check_tensor
 from ..runtime import tracing
 from ..selection import selected_attention, selected_attention_with_lse
-from .arguments import check_tensor, positive_int, takes_half_kernels
+from .arguments import positive_int, takes_half_kernels
 from .block_choice import MAX_SCORES_PER_CHUNK, check_block_size, choose_best
 from .document_blocks import DocumentBlocks, block_ranges, document_table
 from .layers import SelfAttention
@@ -126,6 +126,7 @@ def shared_index_attention(
         raise ValueError(f"q must have as many tokens as k, since it is causal, got {q.shape[2]} and {k.shape[2]}")
     _check_index(index_q, index_k, q, k)
     tracing.refuse_transforms(None, q, k, v, index_q, index_k, cu_seqlens)
+    tracing.refuse_export("shared_index_attention")
     check_in_memory(q, "q")
     documents = None
     if cu_seqlens is not None:

@@ -11,11 +11,11 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from .. import validation
-from ..blocks.checks import check_in_memory
+from ..blocks.checks import check_in_memory, check_tensor
 from ..functional import attention
 from ..layout import BlockLayout
 from ..runtime import tracing
-from .arguments import check_features, check_gates, check_positions, check_tensor, positive_int
+from .arguments import check_features, check_gates, check_positions, positive_int
 from .layers import SelfAttention
 from .positions import RotaryTable
 

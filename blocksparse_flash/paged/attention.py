@@ -109,7 +109,7 @@ def paged_attention_with_lse(
     n_pages, kv_heads, page, _ = k_pages.shape
     check_lists(page_table, kv_lengths, selected, q, n_pages, kv_heads, page, window)
     scale = validation.checked_scale(scale, q.shape[3], q.dtype)
-    mods = validation.check_scores(validation.ScoreOptions(sinks, softcap, None, None), q, q, None)
+    mods = validation.check_scores(validation.ScoreOptions(sinks, softcap), q, q, None)
     if forward_ad._current_level >= 0:
         raise ValueError(
             "paged_attention has no derivatives: call it outside of torch.autograd.forward_ad.dual_level(), or train "

@@ -70,7 +70,7 @@ def score_pages(q: Tensor, summaries: Tensor, page_table: Tensor, *, by_group: b
         q = q.sum(2, keepdim=True)
     if 0 in (*q.shape, n_pages, page_table.shape[1]):
         scores = q.new_zeros(*q.shape[:3], page_table.shape[1])
-    elif _is_on_gpu(q, summaries, page_table):
+    elif _runs_kernel(q, summaries, page_table):
         from ..kernels.triton.page_scores import page_scores
 
         with tracing.on_device(q.device):
@@ -83,8 +83,8 @@ def score_pages(q: Tensor, summaries: Tensor, page_table: Tensor, *, by_group: b
     return scores.flatten(1, 2)
 
 
-def _is_on_gpu(q: Tensor, *others: Tensor) -> bool:
-    """Whether a kernel computes the scores."""
+def _runs_kernel(q: Tensor, *others: Tensor) -> bool:
+    """Whether a kernel computes the scores of these tensors."""
     return (
         q.is_cuda
         and q.dtype == torch.float32

@@ -148,10 +148,10 @@ def index_of_entries(indptr: Tensor, indices: Tensor, n_cols: int, batch_heads: 
     returns  int64 (capacity,) flat index, 0 for unused entries; bool (capacity,), whether an entry is used
     """
     (batch, heads), n_rows = indptr.shape[:2], indptr.shape[2] - 1
-    axis, row, col = _blocks(indptr, indices, n_rows)
-    of_batch = axis // heads if batch_heads[0] > 1 else torch.zeros_like(axis)
-    of_head = axis % heads if batch_heads[1] > 1 else torch.zeros_like(axis)
-    is_used = axis < batch * heads
+    batch_head, row, col = _blocks(indptr, indices, n_rows)
+    of_batch = batch_head // heads if batch_heads[0] > 1 else torch.zeros_like(batch_head)
+    of_head = batch_head % heads if batch_heads[1] > 1 else torch.zeros_like(batch_head)
+    is_used = batch_head < batch * heads
     index = ((of_batch * batch_heads[1] + of_head) * n_rows + row) * n_cols + col
     return index.where(is_used, torch.zeros_like(index)), is_used
 

@@ -304,16 +304,17 @@ def _plan_by_kernels(
             f"{kv_len} tokens: select for more queries together (query_block_size), or attend with fewer heads a call"
         )
     tiles_per_block = [max(1, side // tile) for side in block_size]
-    lengths = _lengths(len(selection.indices) * tiles_per_block[0] * tiles_per_block[1], blocks.axes, grid.shape)
+    n_entries = len(selection.indices) * tiles_per_block[0] * tiles_per_block[1]
+    lengths = _lengths(n_entries, blocks.n_batch_heads, grid.shape)
     with tracing.on_device(bits.device):
         made = plan_builder.build_from_bits(bits, grid, (batch, heads), lengths, documents)
     return with_dynamic_lengths(Plan._make(made))
 
 
-def _lengths(n_entries: int, axes: int, grid: Size) -> tuple[int, int, int]:
+def _lengths(n_entries: int, n_batch_heads: int, grid: Size) -> tuple[int, int, int]:
     """Lengths of indices, row_bitmask_ids and col_bitmask_ids for at most n_entries entries."""
     # one more for the unused entries; no tile row is known to be long
-    size = min(n_entries, axes * grid[0] * grid[1] + 1)
+    size = min(n_entries, n_batch_heads * grid[0] * grid[1] + 1)
     if size >= 2**31:
         raise ValueError(f"a plan must list fewer than 2**31 tiles, but this one may list {size}: use larger tiles")
     (n_indices, n_row_ids), (_, n_col_ids) = (list_lengths(size, 0, of_rows=of_rows) for of_rows in (True, False))
@@ -327,9 +328,9 @@ def _plan_by_operations(
     indptr, indices = selection[:2]
     rows_per_token, documents = selection.rows_per_token, selection.documents
     grid = -(-q_len // tile), -(-kv_len // tile)
-    axes = indptr.shape[0] * indptr.shape[1]
+    n_batch_heads = indptr.shape[0] * indptr.shape[1]
     bitmasks = _Bitmasks(block_size, q_len, kv_len, tile, indptr.device, rows_per_token)
-    axis, row, col, pattern = _tiles(indptr, indices, grid, block_size, tile)
+    batch_head, row, col, pattern = _tiles(indptr, indices, grid, block_size, tile)
     # 1: on the ragged right edge; 2: on the bottom edge; 4, 8, ...: crossed by the diagonal, at one of some distances
     kind = torch.zeros_like(row)
     if kv_len % tile:
@@ -359,7 +360,7 @@ def _plan_by_operations(
         else:
             words = bitmasks.cut(pattern, kind & 3, kind >> 2)
         if documents is not None:
-            words &= bitmasks.within_documents(documents, axis, row, col, axes)
+            words &= bitmasks.within_documents(documents, batch_head, row, col, n_batch_heads)
         is_full = (words == -1).flatten(1).all(dim=1)
     elif bitmasks.blocks_in_tile <= MAX_TABLED_BLOCKS:
         ids = torch.add(pattern, kind, alpha=2**bitmasks.blocks_in_tile)
@@ -372,23 +373,23 @@ def _plan_by_operations(
     if causal or documents is not None:
         # drop tiles that lie entirely beyond the diagonal, or outside the documents of their queries
         is_left = words.flatten(1).any(dim=1)[ids]
-        axis = axis.masked_fill(~(is_left & is_behind if causal else is_left), axes)
-    return _listed(axis, row, col, ids, is_full, words, indptr.shape[:2], grid)
+        batch_head = batch_head.masked_fill(~(is_left & is_behind if causal else is_left), n_batch_heads)
+    return _listed(batch_head, row, col, ids, is_full, words, indptr.shape[:2], grid)
 
 
 def _tiles(
     indptr: Tensor, indices: Tensor, grid: Size, block_size: Size, tile: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(axis, row, col, blocks in it) of each tile that has a block, once; axis is past the last for unused entries.
+    """(batch_head, row, col, blocks in it) of each tile that has a block, once; batch_head is past the last if unused.
 
     The blocks are the bits of an int64, or, of more than 64, words of a bitmask (tiles, tile, tile // 32).
     """
-    axes, device = indptr.shape[0] * indptr.shape[1], indices.device
+    n_batch_heads, device = indptr.shape[0] * indptr.shape[1], indices.device
     n_rows = max(1, indptr.shape[2] - 1)
-    # (axis, row) of each entry; past the end for unused entries
+    # (batch_head, row) of each entry; past the end for unused entries
     entry = torch.arange(len(indices), dtype=torch.int32, device=device)
     flat_row = torch.searchsorted(indptr[..., 1:].flatten().contiguous(), entry, right=True)
-    axis, row, col = flat_row // n_rows, flat_row % n_rows, indices
+    batch_head, row, col = flat_row // n_rows, flat_row % n_rows, indices
     # tiles per block and blocks per tile, along each axis
     tiles_per_block = [max(1, side // tile) for side in block_size]
     blocks_per_tile = [max(1, tile // side) for side in block_size]
@@ -403,28 +404,28 @@ def _tiles(
         step = torch.arange(tiles_per_block[0] * tiles_per_block[1], device=device)
         row = row[:, None] * tiles_per_block[0] + step // tiles_per_block[1]
         col = col[:, None] * tiles_per_block[1] + step % tiles_per_block[1]
-        axis = torch.where((row < grid[0]) & (col < grid[1]), axis[:, None], axes)
+        batch_head = torch.where((row < grid[0]) & (col < grid[1]), batch_head[:, None], n_batch_heads)
         # kernels read one index ahead, so unused entries must be valid tiles too
         row, col = row.clamp_(max=max(1, grid[0]) - 1), col.clamp_(max=max(1, grid[1]) - 1)
-        bit = bit[:, None].expand_as(axis).flatten()
+        bit = bit[:, None].expand_as(batch_head).flatten()
         if blocks_per_tile != [1, 1]:
-            sub = sub[:, None].expand_as(axis).flatten()
-        axis, row, col = axis.flatten(), row.flatten(), col.flatten()
+            sub = sub[:, None].expand_as(batch_head).flatten()
+        batch_head, row, col = batch_head.flatten(), row.flatten(), col.flatten()
     if blocks_per_tile == [1, 1]:
-        return axis, row, col, bit
+        return batch_head, row, col, bit
 
-    n_tiles = axes * grid[0] * grid[1]
-    key, order = ((axis * grid[0] + row) * grid[1] + col).clamp_(max=n_tiles).sort()
+    n_tiles = n_batch_heads * grid[0] * grid[1]
+    key, order = ((batch_head * grid[0] + row) * grid[1] + col).clamp_(max=n_tiles).sort()
     place = torch.zeros_like(key)
     torch.cumsum(key[1:] != key[:-1], 0, out=place[1:])
     # at most one tile per entry, and the tiles of the grid; one more for the unused
     size = min(len(key), n_tiles + 1)
     found = torch.full((size,), n_tiles, device=device).scatter_(0, place, key)
     if blocks_per_tile[0] * blocks_per_tile[1] > 64:
-        pattern = _words_of_blocks(place, sub[order], axis[order] < axes, size, blocks_per_tile, tile)
+        pattern = _words_of_blocks(place, sub[order], batch_head[order] < n_batch_heads, size, blocks_per_tile, tile)
     else:
         # blocks are distinct, so a sum of bits is their union
-        pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(axis >= axes, 0)[order])
+        pattern = key.new_zeros(size).index_add_(0, place, bit.masked_fill(batch_head >= n_batch_heads, 0)[order])
     flat_row = found // max(1, grid[1])
     return flat_row // max(1, grid[0]), flat_row % max(1, grid[0]), found % max(1, grid[1]), pattern
 
@@ -447,7 +448,7 @@ def _words_of_blocks(
 
 
 def _listed(
-    axis: Tensor,
+    batch_head: Tensor,
     row: Tensor,
     col: Tensor,
     ids: Tensor,
@@ -456,34 +457,34 @@ def _listed(
     batch_heads: Sequence[int],
     grid: Size,
 ) -> Plan:
-    """The plan of these tiles, without those whose axis is past the last.
+    """The plan of these tiles, without those whose batch_head is past the last.
 
     The two directions are the first dimension of most tensors here. The shorter one is padded with empty tile rows, and
-    the axis past the last has tile rows too, for unused entries. One sort orders both directions: sorts of a few long
-    rows would leave most of a GPU idle.
+    the batch_head past the last has tile rows too, for unused entries. One sort orders both directions: sorts of a few
+    long rows would leave most of a GPU idle.
     """
-    axes, n_major, n_entries = batch_heads[0] * batch_heads[1], max(grid), len(row)
+    n_batch_heads, n_major, n_entries = batch_heads[0] * batch_heads[1], max(grid), len(row)
     majors = torch.stack([row, col])
-    # (direction, axis, major, is full, minor) in one number, in the order of Plan
+    # (direction, batch_head, major, is full, minor) in one number, in the order of Plan
     major_stride = 2 * PARTIAL
     keys = torch.add(majors.flip(0), majors, alpha=major_stride)
-    keys.add_(is_full, alpha=PARTIAL).add_(axis, alpha=major_stride * n_major)
-    keys[1].add_(major_stride * n_major * (axes + 1))
+    keys.add_(is_full, alpha=PARTIAL).add_(batch_head, alpha=major_stride * n_major)
+    keys[1].add_(major_stride * n_major * (n_batch_heads + 1))
     flat_keys, flat_order = keys.flatten().sort()
     keys, order = flat_keys.view(2, -1), flat_order.view(2, -1)
     order[1].sub_(n_entries)
-    n_marks = 4 * (axes + 1) * n_major
+    n_marks = 4 * (n_batch_heads + 1) * n_major
     bounds = torch.searchsorted(flat_keys, torch.arange(0, (n_marks + 1) * PARTIAL, PARTIAL, device=row.device))
-    # [2, axes, n_major]
+    # [2, n_batch_heads, n_major]
     begin, partial_end, end = (
-        bounds[first : n_marks + first : 2].view(2, axes + 1, n_major)[:, :axes] for first in range(3)
+        bounds[first : n_marks + first : 2].view(2, n_batch_heads + 1, n_major)[:, :n_batch_heads] for first in range(3)
     )
     n_partial, work = partial_end - begin, end - begin
     begin[1].sub_(n_entries)
     work, launch = work.sort(dim=2, descending=True, stable=True)
     # twice the mean
-    twice = 2 * bounds[2 * axes * n_major]
-    limits = [twice // max(1, axes * size) for size in dict.fromkeys(grid)]
+    twice = 2 * bounds[2 * n_batch_heads * n_major]
+    limits = [twice // max(1, n_batch_heads * size) for size in dict.fromkeys(grid)]
     limit = limits[0] if len(limits) == 1 else torch.stack(limits).view(2, 1, 1)
     # never all: see host_builder.long_of
     n_long = (work[..., : max(0, n_major - 1)] > limit).sum(dim=2).amax(dim=1)
@@ -494,8 +495,8 @@ def _listed(
     fields += [n_long[:, None, None].expand_as(launch), *[torch.zeros_like(launch)] * (RECORD - N_LONG - 1)]
     records = torch.stack(fields, dim=3).to(torch.int32)
 
-    size = min(len(row), axes * grid[0] * grid[1] + 1)
-    n_indices, *n_ids = _lengths(len(row), axes, (grid[0], grid[1]))
+    size = min(len(row), n_batch_heads * grid[0] * grid[1] + 1)
+    n_indices, *n_ids = _lengths(len(row), n_batch_heads, (grid[0], grid[1]))
     # every list is aligned to 32 bytes
     lists = torch.zeros(2, 2, -(-max(n_ids) // 8) * 8, dtype=torch.int32, device=row.device)
     lists[0, :, :size] = (keys[:, :size] & (major_stride - 1)) - PARTIAL
@@ -588,12 +589,14 @@ class _Bitmasks:
         words = torch.where(diagonal > 0, words & _first_bits(last_key + 1 - start), words)
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
-    def within_documents(self, documents: Tensor, axis: Tensor, row: Tensor, col: Tensor, axes: int) -> Tensor:
+    def within_documents(
+        self, documents: Tensor, batch_head: Tensor, row: Tensor, col: Tensor, n_batch_heads: int
+    ) -> Tensor:
         """int32 words (tiles, tile, tile // 32) of the pairs within a document.
 
-        axis, row, col  (tiles,); axis is past the last for unused tiles
+        batch_head, row, col  (tiles,); batch_head is past the last for unused tiles
         """
-        batch = axis.clamp(max=axes - 1) // (axes // len(documents))
+        batch = batch_head.clamp(max=n_batch_heads - 1) // (n_batch_heads // len(documents))
         token = (row[:, None] * self.tile + torch.arange(self.tile, device=self.device)) // self.rows_per_token
         place = batch[:, None] * documents.shape[2] + token.clamp_(max=documents.shape[2] - 1)
         # [tiles, tile, 1]

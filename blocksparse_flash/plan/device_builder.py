@@ -42,9 +42,9 @@ def _builder(frame: Frame) -> Callable[[torch.Tensor, tuple[int, int, int]], lis
     from ..kernels.triton import block_selection, plan_builder
 
     blocks = block_selection.BlockGrid(frame.batch_heads, frame.n_rows, frame.n_cols, *frame[2:])
-    grid, axes = plan_builder.Grid(blocks, causal=False), (frame.batch, frame.heads)
+    grid, batch_heads = plan_builder.Grid(blocks, causal=False), (frame.batch, frame.heads)
     return lambda listed, n: plan_builder.build_from_bits(
-        block_selection.bits_of_block_list(listed, blocks), grid, axes, n
+        block_selection.bits_of_block_list(listed, blocks), grid, batch_heads, n
     )
 
 
@@ -54,10 +54,10 @@ def build_plan_on_device(tiles: BlockRows, frame: Frame, device: torch.device, *
     non_blocking  True: the host does not wait for the GPU; streams other than the current one must wait for it
     """
     nnz = len(tiles.cols)
-    _, ((_, n_split_rows), (_, n_split_cols)) = count_long(count_tiles(tiles, frame)[0], nnz, frame)
+    _, (rows, cols) = count_long(count_tiles(tiles, frame)[0], nnz, frame)
     is_lower = is_lower_triangular(tiles, frame)
-    n_indices, n_row_ids = list_lengths(nnz, n_split_rows, of_rows=True, is_lower=is_lower)
-    _, n_col_ids = list_lengths(nnz, n_split_cols, of_rows=False, is_lower=is_lower)
+    n_indices, n_row_ids = list_lengths(nnz, rows.n_split, of_rows=True, is_lower=is_lower)
+    _, n_col_ids = list_lengths(nnz, cols.n_split, of_rows=False, is_lower=is_lower)
     with tracing.on_device(device):
         listed = sent_flat((tiles.indptr, tiles.cols), device)
         plan = with_dynamic_lengths(Plan._make(_builder(frame)(listed, (n_indices, n_row_ids, n_col_ids))))

@@ -34,16 +34,16 @@ class Direction(NamedTuple):
     bitmasks: Array
 
 
-def build_gathered_plan(found: BlockList, frame: Frame, device: torch.device, *, non_blocking: bool = False) -> Plan:
+def build_gathered_plan(blocks: BlockList, frame: Frame, device: torch.device, *, non_blocking: bool = False) -> Plan:
     """The gathered plan of a canonical block list of any block size. O(tiles).
 
     non_blocking  as in transfer.sent
     """
-    sides = _direction(found, frame), _direction(transpose(found, frame), frame.transposed)
+    sides = _direction(blocks, frame), _direction(transpose(blocks, frame), frame.transposed)
     long = [long_of(side.steps.reshape(frame.batch_heads, -1), max(1, len(side.indices))) for side in sides]
     shapes: list[tuple[int, ...]] = []
-    for i, (side, (_, n_split)) in enumerate(zip(sides, long, strict=True)):
-        n_indices, n_ids = list_lengths(len(side.indices), n_split, of_rows=i == 0)
+    for i, (side, lines) in enumerate(zip(sides, long, strict=True)):
+        n_indices, n_ids = list_lengths(len(side.indices), lines.n_split, of_rows=i == 0)
         n_lines = len(side.steps) // frame.batch_heads
         shapes += (frame.batch, frame.heads, n_lines, RECORD), (n_indices, side.indices.shape[1]), (n_ids, PIECES)
     # bitmask 0 is empty
@@ -58,16 +58,16 @@ def build_gathered_plan(found: BlockList, frame: Frame, device: torch.device, *,
         first += n_bitmasks
     steps, n_partial = (np.concatenate(parts) for parts in list(zip(*sides, strict=True))[:2])
     of_tiles = frame._replace(block_size=(FINE_TILE, FINE_TILE))
-    records = records_of(steps, n_partial, int(steps.max(initial=0)), [n_long for n_long, _ in long], of_tiles)
+    records = records_of(steps, n_partial, int(steps.max(initial=0)), [lines.n_long for lines in long], of_tiles)
     for written, of_side in zip(lists[::3], np.split(records, [len(sides[0].steps)]), strict=True):
         written[...] = of_side.reshape(written.shape)
     return with_dynamic_lengths(Plan(*sent(packed, places, device, non_blocking=non_blocking)))
 
 
-def _direction(found: BlockList, frame: Frame) -> Direction:
+def _direction(blocks: BlockList, frame: Frame) -> Direction:
     """The lists of tile rows; for those of tile columns, pass the transposed block list."""
     tiles = frame._replace(block_size=(FINE_TILE, PIECE))
-    keys, ids, bitmasks = regroup(found, frame, tiles.block_size)
+    keys, ids, bitmasks = regroup(blocks, frame, tiles.block_size)
     line, minor = np.divmod(keys, max(tiles.n_cols, 1))
     # full tiles have bitmasks too, by their edge kind, since they may share a step with partial ones
     kinds = edge_kinds(keys, tiles)

@@ -14,7 +14,6 @@ from ..blocks.transfer import may_pin, sent, views, zeros
 from ..plan_format import (
     BEGIN,
     FINE_TILE,
-    LONG,
     N_LONG,
     N_PARTIAL,
     N_TILES,
@@ -22,6 +21,7 @@ from ..plan_format import (
     PARTIAL,
     POSITION,
     RECORD,
+    SPLIT_SHARE,
     TILE,
     Plan,
     list_lengths,
@@ -44,8 +44,8 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     most, long = count_long(work, nnz, frame)
     is_lower = is_lower_triangular(tiles, frame)
     shapes: list[tuple[int, ...]] = []
-    for side, (_, n_split) in zip((by_rows, by_cols), long, strict=True):
-        n_indices, n_ids = list_lengths(nnz, n_split, of_rows=side is by_rows, is_lower=is_lower)
+    for side, lines in zip((by_rows, by_cols), long, strict=True):
+        n_indices, n_ids = list_lengths(nnz, lines.n_split, of_rows=side is by_rows, is_lower=is_lower)
         shapes += (frame.batch, frame.heads, side.n_lines // frame.batch_heads, RECORD), (n_indices,), (n_ids,)
     shapes.append((len(bitmasks) + 3, tile, tile // 32))
     packed, places = zeros(shapes, is_pinned=may_pin(device))
@@ -54,9 +54,9 @@ def build_plan(tiles: BlockRows, frame: Frame, device: torch.device, *, non_bloc
     _write_list(by_cols, ids, partial, col_indices[:nnz], col_ids[:nnz], of_rows=False)
     n_partial = np.zeros(len(work), np.int64)
     if len(partial):
-        lines = np.concatenate([by_rows.line[partial], by_cols.line[partial] + by_rows.n_lines])
-        n_partial = np.bincount(lines, minlength=len(work))
-    records = records_of(work, n_partial, most, [n_long for n_long, _ in long], frame)
+        line = np.concatenate([by_rows.line[partial], by_cols.line[partial] + by_rows.n_lines])
+        n_partial = np.bincount(line, minlength=len(work))
+    records = records_of(work, n_partial, most, [lines.n_long for lines in long], frame)
     row_records[...] = records[: by_rows.n_lines].reshape(row_records.shape)
     col_records[...] = records[by_rows.n_lines :].reshape(col_records.shape)
     last = _last(frame.q_len, tile), _last(frame.kv_len, tile)
@@ -186,30 +186,38 @@ def _numbered(batch_heads: int, n_rows: int, n_cols: int) -> tuple[Array, Array]
     return batch_head + 1, np.arange(len(batch_head)) - (n_lines.cumsum() - n_lines)[batch_head]
 
 
-# (long, worth splitting): see `long_of`
-Long = tuple[int, int]
+class LongLines(NamedTuple):
+    """Numbers of tile rows, or of tile columns, of the head that has most of them.
+
+    n_long   with over twice the mean number of tiles
+    n_split  those of them that are worth splitting
+    """
+
+    n_long: int
+    n_split: int
 
 
-def count_long(work: Array, n_tiles: int, frame: Frame) -> tuple[int, tuple[Long, Long]]:
+def count_long(work: Array, n_tiles: int, frame: Frame) -> tuple[int, tuple[LongLines, LongLines]]:
     """(tiles of the longest tile row or column, (`long_of` of tile rows, of tile columns)); work from `count_tiles`."""
     most, n_of_rows = int(np.maximum.reduce(work, initial=0)), frame.batch_heads * frame.n_rows
     # the common case, found without a division: nothing is long
     if most * max(n_of_rows, len(work) - n_of_rows) <= 2 * n_tiles:
-        return most, ((0, 0), (0, 0))
+        return most, (LongLines(0, 0), LongLines(0, 0))
     of_rows, of_cols = (part.reshape(frame.batch_heads, -1) for part in (work[:n_of_rows], work[n_of_rows:]))
     return most, (long_of(of_rows, n_tiles), long_of(of_cols, n_tiles))
 
 
-def long_of(work: Array, n_tiles: int) -> Long:
-    """(tile rows with over twice the mean work, those of them worth splitting), of the head that has most.
+def long_of(work: Array, n_tiles: int) -> LongLines:
+    """The LongLines of tile rows.
 
     work  tiles per tile row, (heads, tile rows), n_tiles in all
 
     At most all but one are long: kernels divide by the number of the others.
     """
     is_long = work * work.size > 2 * n_tiles
-    is_split = is_long & (LONG * work > work.sum(axis=1, keepdims=True))
-    return max(0, min(int(is_long.sum(axis=1).max()), work.shape[1] - 1)), int(is_split.sum(axis=1).max())
+    is_split = is_long & (SPLIT_SHARE * work > work.sum(axis=1, keepdims=True))
+    n_long = max(0, min(int(is_long.sum(axis=1).max()), work.shape[1] - 1))
+    return LongLines(n_long, int(is_split.sum(axis=1).max()))
 
 
 def order_of(values: Array, limit: int) -> Array:

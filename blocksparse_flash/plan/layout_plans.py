@@ -143,7 +143,7 @@ class LayoutPlans(StoredBlocks):
     def _lists_key_blocks(self, device: torch.device, batch_heads: Sequence[int]) -> bool:
         """Whether the blocks are selected by token and a SelectedPlan on this device suits them.
 
-        batch_heads  batch and heads of q: those that share a selection have no SelectedPlan
+        batch_heads  batch and heads of q. If several of them share a selection, there is no SelectedPlan
         """
         selection: block_selection.Selection | None = self._cache.get("selection")
         if selection is None or not selection.may_list_by_key_block or device != self._anchor.device:
@@ -157,7 +157,7 @@ class LayoutPlans(StoredBlocks):
         )
 
     def _selected_plan(self, causal: bool) -> SelectedPlan:
-        """The plan of blocks that `_lists_key_blocks`, on their device. Cached."""
+        """The SelectedPlan of a layout that `_lists_key_blocks`, on its device. Cached."""
         plans, key = self._cache["plans"], (self._anchor.device, causal, BY_KEY_BLOCK)
         if key not in plans:
             with tracing.outside_transforms(self._anchor):

@@ -14,7 +14,7 @@ from .block_selection import is_on_gpu
 from .tile_choice import WHOLE, Shares
 
 # tokens of a side: positions and sums of two of them are int32
-MOST_TOKENS = (1 << 30) - 1
+MAX_TOKENS = (1 << 30) - 1
 INVALID = (
     "cu_seqlens must start at 0, never decrease, and end within the length, with no document longer than max_seqlen"
 )
@@ -22,7 +22,7 @@ INVALID = (
 # sorting takes time that grows with the square of their number, and saves at most the time of the longest one
 MAX_SORTED, MAX_TILES_UNSORTED = 4096, 8
 # entries of the lists, words of the bitmasks: offsets are int32
-MOST_ENTRIES = MOST_WORDS = (1 << 31) - (1 << 12)
+MAX_ENTRIES = MAX_WORDS = (1 << 31) - (1 << 12)
 
 
 class Documents(NamedTuple):
@@ -145,15 +145,15 @@ def build_packed_plan(documents: Documents, *, causal: bool, tile: int) -> Plan:
     n_runs, capacity = _n_runs(documents, causal, tile), _capacity(documents, causal, tile)
     most = frame.batch * max(frame.n_rows * capacity[0], frame.n_cols * capacity[1])
     n_words = frame.batch * frame.n_rows * n_runs * tile * (tile // 32)
-    if n_words >= MOST_WORDS:
+    if n_words >= MAX_WORDS:
         raise ValueError(
             f"length: expected fewer tokens, or fewer documents with kv_cu_seqlens, got {documents.q_len} tokens and "
             f"{documents.number} documents in each of {documents.batch} sequences, whose bitmasks would have {n_words} "
             "words: give boundaries on the CPU"
         )
-    if most >= MOST_ENTRIES:
+    if most >= MAX_ENTRIES:
         raise ValueError(
-            f"max_seqlen: expected documents short enough for a plan of {MOST_ENTRIES} tiles, got {documents.longest} "
+            f"max_seqlen: expected documents short enough for a plan of {MAX_ENTRIES} tiles, got {documents.longest} "
             f"tokens of {documents.q_len} x {documents.kv_len}: give the length of the longest one (it does not help "
             "with kv_cu_seqlens), or boundaries on the CPU"
         )

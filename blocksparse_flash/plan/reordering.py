@@ -30,7 +30,7 @@ from ..blocks.transfer import to_device
 from ..plan_format import TILE
 from .tile_choice import shares_of
 
-# an order is used if it lowers the cost (see `_cost` and `_made`) to at most this share
+# an order is used if it lowers the cost (see `_cost` and `_candidate`) to at most this share
 WORTH = 0.75
 # time to gather 128 tokens of a head, k and v or q and out, in units of the forward time of a 128 x 128 tile: 128 KB at
 # 4.3 TB/s take 30 ns, 8.4 MFLOP at 600 TFLOP/s 14 ns (H200, head_dim 128). The ratio is about the same in the backward
@@ -39,9 +39,9 @@ GATHER_TILES = 2.0
 # keys), no other order is tried
 ENOUGH = 1.5
 # tile rows below which gathering takes longer than it can save
-FEWEST_ROWS = 3
+MIN_ROWS = 3
 # stored blocks beyond which the search would take seconds
-MOST_BLOCKS = 1 << 20
+MAX_BLOCKS = 1 << 20
 # in layouts of more than MANY_BLOCKS blocks, wide keys are looked for only if some key is attended to in over WIDE
 # times as many tile rows as the median key
 MANY_BLOCKS, WIDE = 1 << 12, 8
@@ -105,7 +105,7 @@ class _Order(NamedTuple):
 
 def can_pay(frame: Frame, n_blocks: int, n_bitmasks: int) -> bool:
     """Whether an order may save tiles, from sizes alone: not without partial blocks, nor for few queries."""
-    return n_bitmasks > 0 and n_blocks <= MOST_BLOCKS and frame.q_len > (FEWEST_ROWS - 1) * TILE
+    return n_bitmasks > 0 and n_blocks <= MAX_BLOCKS and frame.q_len > (MIN_ROWS - 1) * TILE
 
 
 def is_mostly_full(rows: BlockRows) -> bool:
@@ -113,29 +113,28 @@ def is_mostly_full(rows: BlockRows) -> bool:
     return bool(np.count_nonzero(rows.ids < 0) >= WORTH * len(rows.ids))
 
 
-def find(found: BlockList, frame: Frame, n_groups: int) -> Orders | None:
+def find(blocks: BlockList, frame: Frame, n_groups: int) -> Orders | None:
     """The orders in which a layout is fastest, or None if that is its own.
 
-    found     canonical, in blocks of 128 x 128
+    blocks    canonical, in blocks of 128 x 128
     n_groups  number of KV heads, if heads of the layout differ: query heads of a group share their keys
     """
     n_groups = n_groups if frame.heads > 1 else 1
     size = frame.heads // n_groups
     group_frame = frame._replace(batch=1, heads=size)
-    bounds = np.searchsorted(found.keys, np.arange(0, frame.batch_heads + 1, size) * frame.blocks_per_batch_head)
+    bounds = np.searchsorted(blocks.keys, np.arange(0, frame.batch_heads + 1, size) * frame.blocks_per_batch_head)
     own, chosen = [], []
     for group, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        keys = found.keys[begin:end] - group * size * frame.blocks_per_batch_head
-        blocks = block_list.renumber(keys, found.ids[begin:end].astype(np.int64), found.bitmasks)
-        own.append(_Order(None, None, blocks, group_frame, _cost(blocks, group_frame)))
+        keys = blocks.keys[begin:end] - group * size * frame.blocks_per_batch_head
+        of_group = block_list.renumber(keys, blocks.ids[begin:end].astype(np.int64), blocks.bitmasks)
+        own.append(_Order(None, None, of_group, group_frame, _cost(of_group, group_frame)))
         chosen.append(min([own[-1], *_candidates(own[-1])], key=lambda order: order.cost))
     orders_q = _stacked([order.q for order in chosen], frame.q_len, frame.batch)
     orders_kv = _stacked([order.kv for order in chosen], frame.kv_len, frame.batch)
     is_worth = sum(order.cost for order in chosen) <= WORTH * sum(order.cost for order in own)
     if not is_worth or (orders_q is None and orders_kv is None):
         return None
-    blocks, joined = _joined(own, chosen, orders_q, orders_kv, frame)
-    return Orders(orders_q, orders_kv, blocks, joined)
+    return Orders(orders_q, orders_kv, *_joined(own, chosen, orders_q, orders_kv, frame))
 
 
 def _stacked(orders: list[Array | None], length: int, batch: int) -> Array | None:
@@ -189,7 +188,7 @@ def _cost(blocks: BlockList, frame: Frame) -> float:
     return len(blocks.keys) * shares_of(block_list.by_rows(blocks, frame), frame).time(128, "hopper")
 
 
-def _made(q: Array | None, kv: Array | None, own: _Order) -> _Order:
+def _candidate(q: Array | None, kv: Array | None, own: _Order) -> _Order:
     """The candidate with these orders, filled up to whole tiles; its cost includes gathering the tokens."""
     q, kv = (None if order is None else np.append(order, np.full(-len(order) % TILE, NONE)) for order in (q, kv))
     q_order = np.arange(own.frame.q_len) if q is None else q
@@ -211,17 +210,17 @@ def _candidates(own: _Order) -> Iterator[_Order]:
         return
     kv_order = wide_keys(own.blocks, own.frame)
     if kv_order is not None:
-        of_keys = _made(None, kv_order, own)
+        of_keys = _candidate(None, kv_order, own)
         yield of_keys
         if of_keys.cost < ENOUGH * (n_pairs / TILE**2 + GATHER_TILES * len(kv_order) / TILE):
             return
     q_order = wide_queries(own.blocks, own.frame)
     if q_order is not None:
-        of_queries = _made(q_order, None, own)
+        of_queries = _candidate(q_order, None, own)
         kv_order = wide_keys(of_queries.blocks, of_queries.frame)
-        yield of_queries if kv_order is None else _made(q_order, kv_order, own)
+        yield of_queries if kv_order is None else _candidate(q_order, kv_order, own)
     for q_order, kv_order in periodic(own.blocks, own.frame):
-        yield _made(q_order, kv_order, own)
+        yield _candidate(q_order, kv_order, own)
 
 
 def _moved_last(is_wide: Array, is_read: Array) -> Array:

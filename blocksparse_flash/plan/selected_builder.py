@@ -15,7 +15,7 @@ from ..runtime import tracing
 from .block_selection import Selection, is_on_gpu
 
 # rows of query blocks and keys of key blocks that the kernels take
-QUERY_ROWS, SMALLEST_KEY_BLOCK = (8, 16, 32), 64
+QUERY_ROWS, MIN_KEY_BLOCK = (8, 16, 32), 64
 # rows of partial results in a round: at head_dim 128 they take 1 GB
 ROUND_ROWS = 1 << 22
 # a SelectedPlan is for selections of at most a quarter of the keys, with this many rows of partial results; fewer are
@@ -34,7 +34,7 @@ def can_build(block_size: Size, n_query_blocks: int, n_selected: int) -> bool:
     n_selected      blocks that each may select
     """
     query_rows, keys = block_size
-    has_sides = query_rows in QUERY_ROWS and (keys == SMALLEST_KEY_BLOCK or keys % TILE == 0)
+    has_sides = query_rows in QUERY_ROWS and (keys == MIN_KEY_BLOCK or keys % TILE == 0)
     return has_sides and n_selected > 0 and n_query_blocks < PARTIAL
 
 

@@ -24,6 +24,7 @@ from blocksparse_flash import functional
 from blocksparse_flash.explanation import memory
 from blocksparse_flash.explanation.call import Call
 from blocksparse_flash.kernels.inputs import BackwardInputs
+from blocksparse_flash.plan_format import ROW_LISTS
 from blocksparse_flash.runtime import launch
 from blocksparse_flash.score_mods import Scores
 from blocksparse_flash.validation import ScoreOptions
@@ -159,7 +160,7 @@ def test_reported_bytes_are_those_that_launchers_allocate(
     with Allocations(q, k, v, *plan) as allocations:
         out, lse = forward(q, k, v, plan, None, None, 0.1, False, 0.0)
     reported = memory.forward(call)
-    assert (memory._parts(call, 0, 132) > 0) == kind.endswith("split")
+    assert (memory._split_bytes(call, ROW_LISTS, 132) > 0) == kind.endswith("split")
     allocations.assert_reported(reported, (out, lse))
 
     dout = torch.empty_like(out)
@@ -343,7 +344,7 @@ def test_reported_bytes_of_a_block_bias_are_those_that_launchers_allocate(
     name, _, deterministic = backend.partition(", ")
     call = Call(q, k, v, layout, False, False, 0.0, bool(deterministic), q.dtype, name, scores=options)
     assert call.plan is not None and call.tile == 128
-    assert (memory._parts(call, 0, 132) > 0) == (kind == "split")
+    assert (memory._split_bytes(call, ROW_LISTS, 132) > 0) == (kind == "split")
     assert memory.sums_dkdv(call, 132) == (kind == "long columns" and backend == "hopper" and max(dims) <= 128)
     plan, index = list(call.plan), list(layout.bias_index("cpu"))
 

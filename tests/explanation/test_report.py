@@ -26,6 +26,18 @@ def test_explain_prints_a_report(backend, device):
     assert (f"{side} queries x {side} keys" in report) == (backend != "reference")
 
 
+def test_shares_in_the_report_are_percentages():
+    """As a fraction, a density of 1 would read as one tile: "1 of them are computed"."""
+    q = torch.empty(1, 1, 256, 16)
+    layout = BlockLayout.from_blocks([0, 0, 1], [0, 1, 1], 256, 256, block_size=128)
+    report = str(explain(q, q, q, layout, backend="eager"))
+    assert "density      75% of the layout's blocks\n" in report
+    assert "tiles        128 queries x 128 keys; 75% of them are computed\n   masked    0.0% of these" in report
+    # the reference has no tiles: nothing is said of computed or masked ones
+    report = str(explain(q, q, q, layout, backend="reference"))
+    assert "tiles        none: every pair is computed; 75.0% of them attend\nforward " in report
+
+
 def test_explain_gives_the_reason_against_triton(monkeypatch):
     triton = pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

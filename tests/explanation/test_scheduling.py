@@ -85,7 +85,7 @@ def test_a_key_head_sums_the_columns_of_its_query_heads(group: int) -> None:
 def test_lines_without_a_layout_equal_those_of_the_mask(q_len: int, kv_len: int, causal: bool) -> None:
     mask = torch.ones(q_len, kv_len, dtype=torch.bool)
     grid = tiles_by_loop(mask.tril(kv_len - q_len) if causal else mask)
-    sides = scheduling.without_layout(q_len, kv_len, causal=causal, axes=4, kv_axes=2)
+    sides = scheduling.without_layout(q_len, kv_len, causal=causal, n_batch_heads=4, n_kv_batch_heads=2)
     assert sides.rows.tiles.tolist() == 4 * (grid > 0).sum(axis=1)[::-1].tolist()
     assert sides.cols.tiles.tolist() == 2 * (2 * (grid > 0).sum(axis=0)).tolist()
     if q_len % TILE == 0 and kv_len % TILE == 0:
@@ -136,7 +136,7 @@ def test_of_many_programs_only_the_last_are_simulated(monkeypatch: pytest.Monkey
 
 def test_lines_of_dense_attention_equal_those_of_a_full_layout() -> None:
     plan = BlockLayout.from_blocks([0, 0, 1, 1], [0, 1, 0, 1], 256, 256, block_size=128).plan("cpu")
-    sides = scheduling.without_layout(256, 256, causal=False, axes=3, kv_axes=3)
+    sides = scheduling.without_layout(256, 256, causal=False, n_batch_heads=3, n_kv_batch_heads=3)
     for side, items in zip(sides, (plan.row_records, plan.col_records), strict=True):
         listed = scheduling.of_records(items.numpy(), batch=3, heads=1)
         assert np.array_equal(side.tiles, listed.tiles) and np.array_equal(side.partial, listed.partial)

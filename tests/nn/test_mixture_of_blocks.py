@@ -188,6 +188,14 @@ def test_autocast_converts_the_other_half_type(call: Any, given: torch.dtype, wi
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
+def test_an_exported_graph_cannot_hold_it() -> None:
+    layer = MixtureOfBlockAttention(16, 2, k_blocks=1, block_size=16)
+    with pytest.raises(
+        RuntimeError, match=r"mixture_of_block_attention cannot be in a graph of torch\.export or torch\.jit"
+    ):
+        torch.export.export(layer, (torch.randn(1, 64, 16),))
+
+
 @pytest.mark.parametrize("by_group", [False, True])
 def test_no_heads_have_no_result(by_group: bool) -> None:
     q = X[:, :0]

@@ -241,6 +241,14 @@ def test_the_kernel_finds_the_best_token_of_each_block(
             torch.testing.assert_close(found[:, :, row, block].double(), truth, rtol=1e-5, atol=1e-5)
 
 
+def test_an_exported_graph_cannot_hold_it() -> None:
+    layer = SharedIndexAttention(16, 2, k_blocks=1, block_size=16)
+    with pytest.raises(
+        RuntimeError, match=r"shared_index_attention cannot be in a graph of torch\.export or torch\.jit"
+    ):
+        torch.export.export(layer, (torch.randn(1, 64, 16),))
+
+
 def test_no_heads_have_no_result() -> None:
     out, loss = shared_index_attention(X[:, :0], X[:, :0], X[:, :0], X[:, :0], X[:, :1], k_blocks=2, block_size=16)
     assert out.shape == (1, 0, 64, 8) and loss is not None and loss == 0

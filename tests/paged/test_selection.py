@@ -121,9 +121,9 @@ def test_the_kernel_scores_pages_as_pytorch_does(
     q, summaries = drawn(2, 6, 2, head_dim).to(dtype), drawn(9, 4, head_dim * (1 + bounds), seed=1).to(dtype)
     table = torch.randint(-3, 14, (2, max_pages), generator=torch.Generator().manual_seed(0)).int()
     tensors = q.to(device), summaries.to(device)[:, 1:3], table.to(device)
-    monkeypatch.setattr(selection, "_is_on_gpu", lambda *_: False)
+    monkeypatch.setattr(selection, "_runs_kernel", lambda *_: False)
     truth = score_pages(*tensors, by_group=by_group)
-    monkeypatch.setattr(selection, "_is_on_gpu", lambda *_: True)
+    monkeypatch.setattr(selection, "_runs_kernel", lambda *_: True)
     found = score_pages(*tensors, by_group=by_group)
     assert found.dtype == truth.dtype == torch.float32 and found.shape == truth.shape
     torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.plan import gathered_builder
-from blocksparse_flash.plan_format import LONG, N_LONG, N_PARTIAL, N_TILES, Plan, pieces_of
+from blocksparse_flash.plan_format import N_LONG, N_PARTIAL, N_TILES, SPLIT_SHARE, Plan, pieces_of
 from tests.plan.test_host_builder import drawn
 from tests.support import cases
 
@@ -59,7 +59,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
             begin += n_steps
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[key], tile) for key, tile in expected.items())
-    is_split = (over & (steps * LONG > steps.sum(1, keepdims=True))).sum(1).max(initial=0)
+    is_split = (over & (steps * SPLIT_SHARE > steps.sum(1, keepdims=True))).sum(1).max(initial=0)
     assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_split
     assert len(indices) % 8 == 1 and len(indices) > begin
     assert len(ids) == len(indices) + 8 * is_split + (2 if of_rows else 4)

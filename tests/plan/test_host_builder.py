@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.blocks.block_list import Frame
 from blocksparse_flash.plan.host_builder import count_long, long_of, order_of
-from blocksparse_flash.plan_format import FINE_TILE, LONG, N_LONG, N_PARTIAL, PARTIAL, TILE, Plan
+from blocksparse_flash.plan_format import FINE_TILE, N_LONG, N_PARTIAL, PARTIAL, SPLIT_SHARE, TILE, Plan
 from tests.support import cases
 
 
@@ -58,7 +58,7 @@ def check_side(
     n_lines = -(-masks.shape[2 if of_rows else 3] // side)
     counts = np.array([[sum(key[not of_rows] == line for key in tiles) for line in range(n_lines)] for tiles in axes])
     over = counts * counts.size > 2 * counts.sum()
-    is_long = over & (counts * LONG > counts.sum(1, keepdims=True))
+    is_long = over & (counts * SPLIT_SHARE > counts.sum(1, keepdims=True))
     begin = 0
     for i_axis, (tiles, work) in enumerate(zip(axes, counts, strict=True)):
         records = records_of.reshape(len(axes), n_lines, 8)[i_axis]
@@ -102,7 +102,7 @@ def check_side(
     ahead = masks.shape[3] - masks.shape[2]
     is_lower = all(col * side < (row + 1) * side + ahead for tiles in axes for row, col in tiles) and capacity is None
     assert plan.is_lower_triangular == is_lower
-    assert len(ids) == len(indices) + 8 * (is_long.sum(1).max() + LONG * is_lower) + (2 if of_rows else 4)
+    assert len(ids) == len(indices) + 8 * (is_long.sum(1).max() + SPLIT_SHARE * is_lower) + (2 if of_rows else 4)
     assert (plan.n_split_rows if of_rows else plan.n_split_cols) == is_long.sum(1).max()
 
 

@@ -254,10 +254,8 @@ def keys_of(each: launch.Launch, tensors: tuple[Any, ...]) -> Iterator[Key]:
         yield name, dim, given["q_ptr"].element_size(), constants.TILE, *steps
         yield name, dim, "split" if rest["IS_SPLIT"] else "whole"
     elif name == "preprocess":
-        wanted = tuple(
-            given[word] is not None for word in ("lse_delta_pairs_ptr", "lines_ptr", "cleared_ptr", "tile_counter_ptr")
-        )
-        yield name, *wanted
+        outputs = "lse_delta_pairs_ptr", "lse_delta_rows_ptr", "cleared_ptr", "tile_counter_ptr"
+        yield name, *(given[word] is not None for word in outputs)
     elif name == "hopper_forward":
         dim = _columns_of(rest)
         has = tuple(given[word] is not None for word in ("records_ptr", "kv_lengths_ptr"))

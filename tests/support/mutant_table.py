@@ -459,7 +459,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan_format.py",
-            "// 8 % LONG",
+            "// 8 % SPLIT_SHARE",
             "// 8",
             "tests/plan/test_host_builder.py",
         ),
@@ -1318,14 +1318,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         PACKAGE,
         (
             "plan/block_bias.py",
-            "of_head = axis % heads if batch_heads[1] > 1 else torch.zeros_like(axis)",
-            "of_head = axis % heads",
+            "of_head = batch_head % heads if batch_heads[1] > 1 else torch.zeros_like(batch_head)",
+            "of_head = batch_head % heads",
             GATES,
         ),
         (
             "plan/block_bias.py",
-            "of_batch = axis // heads if batch_heads[0] > 1",
-            "of_batch = axis // batch if batch_heads[0] > 1",
+            "of_batch = batch_head // heads if batch_heads[0] > 1",
+            "of_batch = batch_head // batch if batch_heads[0] > 1",
             GATES,
         ),
         (
@@ -1401,7 +1401,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("& (b_key < n_keys)", "& (b_key < n_keys - 1)"),
                 ("i + 1, PER_KEY, PER_BLOCK", "i + 1, PER_BLOCK"),
                 ("(b_bits >> 31) & 0x7FFFFFFF", "0"),
-                ("(axis * n_rows_out + first_row + row)", "(axis * n_rows_out + row)"),
+                ("(batch_head * n_rows_out + first_row + row)", "(batch_head * n_rows_out + row)"),
                 ("own + 1, COLS", "own, COLS"),
                 ("LOW_WORD - b_col.to(tl.int64)", "b_col.to(tl.int64)"),
             )
@@ -1536,14 +1536,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "_log(backend, chosen, device, dtype, why_not_hopper)",
-            "_log.__wrapped__(backend, chosen, device, dtype, why_not_hopper)",
+            "_log(backend, chosen, device, dtype, against_hopper)",
+            "_log.__wrapped__(backend, chosen, device, dtype, against_hopper)",
             "tests/test_dispatch_log.py",
         ),
         (
             "dispatch.py",
-            "chosen, is_named = _chosen(backend, device, dtype, unfit), ",
-            "chosen, is_named = choose(backend, device, dtype, unfit), ",
+            "chosen, is_named = _chosen(backend, device, dtype, against_hopper), ",
+            "chosen, is_named = choose(backend, device, dtype, against_hopper), ",
             "tests/test_dispatch_log.py",
         ),
     ),

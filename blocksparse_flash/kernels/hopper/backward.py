@@ -48,10 +48,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...plan_format import COL_LISTS, ROW_LISTS
+from ...plan_format import TILE as TILE_SIDE
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
-from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import (
@@ -454,7 +455,7 @@ def backward(
     deterministic    whether the results must be bitwise identical in every run
     """
     dout, dlse, q, k, v, out, lse = inputs
-    assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
+    assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     dim, dim_v = q.shape[3], v.shape[3]
     widest = max(dim, dim_v)
     # the gradient of the slopes, which are hardly ever trained, has no kernel here
@@ -466,13 +467,13 @@ def backward(
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, plan, scale, causal, dropout_p, lse, dlse, kv_lengths, out=out)
-    by_cols, empty, n_sms = tile_lists(plan, 3), allocator(q), num_sms(options.device)
+    by_cols, empty, n_sms = tile_lists(plan, COL_LISTS), allocator(q), num_sms(options.device)
     q_shape, k_shape = specs.tensors[0].shape, specs.tensors[1].shape
     by_head = sums_over_heads(plan, q_shape, k_shape, causal, n_sms, deterministic=deterministic)
-    split = WHOLE if by_head else split_of(plan, 3, q_shape, k_shape, causal, n_sms)
-    by_rows, of_rows = tile_lists(plan, 0), None
+    split = WHOLE if by_head else split_of(plan, COL_LISTS, q_shape, k_shape, causal, n_sms)
+    by_rows, of_rows = tile_lists(plan, ROW_LISTS), None
     if is_dq_separate(plan, q_shape, widest, n_sms, deterministic=deterministic):
-        of_rows = plan_specs_of(by_rows), split_of(plan, 0, q_shape, k_shape, causal, n_sms)
+        of_rows = plan_specs_of(by_rows), split_of(plan, ROW_LISTS, q_shape, k_shape, causal, n_sms)
     slopes = None if scores is None else scores.alibi_slopes
     tables = bias_table(scores, 0) if of_rows else None, bias_table(scores, 1)
     mods = mod_specs_of(scores, *tables, wanted=wanted)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..triton.tile import TILE, clamped_kv_len, head_base
 from .backward_producer import q_start_of, read_work_tile, steps_of_head
-from .barriers import consumer_release, consumer_wait, named_barrier
+from .barriers import CONSUMERS_BARRIER, DQ_BARRIER, consumer_release, consumer_wait, named_barrier
 from .bitmask import pair_mask
 from .registers import (
     CONSUMER_WARPS,
@@ -43,12 +43,10 @@ from .registers import (
 )
 from .score_mods import apply_score_mods, load_slope, round_p_ds_with_mods
 from .tma import store_rows, tma_reduce_add
+from .work_tiles import END
 
 # values of a row of the descriptor with which TMA adds to the sum of dQ
 DQ_SUM_COLS = gl.constexpr(32)
-# warpgroup w waits at named barrier DQ_BARRIER + w until the other one has stored its ds, and TMA has read the dq that
-# the other one computed last
-DQ_BARRIER = gl.constexpr(10)
 
 # ---- state ----
 
@@ -208,7 +206,7 @@ def backward_step(
     if HAS_DQ and not TAKES_TURNS:
         ds_tile.slice(FIRST, WARPGROUP_ROWS, 0).store(b_ds)
         fence_async_shared()
-        named_barrier("sync", 9)
+        named_barrier("sync", CONSUMERS_BARRIER)
         ds_part = ds_tile.permute((1, 0)).slice(SHARE[0], WARPGROUP_ROWS, 0)
         if SHARE[1] < DIM:
             k_part = rows_of(kv.k, kv_stage, 0, TILE).slice(SHARE[1], DQ_COLS, 1)
@@ -236,6 +234,7 @@ def backward_step(
     if TAKES_TURNS:  # noqa: SIM102
         # after dk: ptxas serializes the products (C7512) if dk is waited for in one branch
         if i_step_total % 2 == WARPGROUP:
+            # wait until the other warpgroup has stored its ds, and TMA has read the dq that it computed last
             named_barrier("sync", DQ_BARRIER + WARPGROUP)
             q_start = q_start_of(ptrs.indices_ptr, step, BLOCK_Q)
             first = first_of_dq(sizes, work_tile, i_head, q_start, DIM, GROUP)
@@ -269,13 +268,13 @@ def mma(
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
-    while work_tile.batch_head >= 0:
+    while work_tile.batch_head > END:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         sums = zero_sums(kv)
         # wait until TMA has read dk and dv of the previous work tile from the buffers that the steps write
         tma.store_wait(0)
-        named_barrier("sync", 9)
+        named_barrier("sync", CONSUMERS_BARRIER)
         kv_stage = i_tile % KV_STAGES
         consumer_wait(pipelines.kv, kv_stage, i_tile // KV_STAGES)
         if ptrs.kv_lengths_ptr is not None:
@@ -385,7 +384,7 @@ def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGR
     else:
         dk_buffer, dv_buffer = staging.dk, staging.dv
     # wait until the other warpgroup has read ds, or K and V, and TMA its dq
-    named_barrier("sync", 9)
+    named_barrier("sync", CONSUMERS_BARRIER)
     stage_rows(sums.dk * sizes.scale, dk_buffer, WARPGROUP)
     stage_rows(sums.dv, dv_buffer, WARPGROUP)
     if k_tail is not None:
@@ -393,7 +392,7 @@ def epilogue(sums, descs, pipelines, staging, sizes, work_tile, kv_stage, WARPGR
     if v_tail is not None:
         stage_rows(sums.dv_tail, v_tail, WARPGROUP)
     fence_async_shared()
-    named_barrier("sync", 9)
+    named_barrier("sync", CONSUMERS_BARRIER)
     i_batch, i_head = work_tile.batch_head // sizes.n_heads, work_tile.batch_head % sizes.n_heads
     if WARPGROUP == 0:
         store_rows(descs.dk, dk_buffer, k_tail, i_batch, i_head, work_tile.kv_start)

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...plan_format import TILE as TILE_SIDE
 from ...runtime.launch import Launch, Memory, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
-from ..arguments import TILE as TILE_SIDE
 from ..arguments import Options, PlanSpecs, TileLists, strides_of_records
 from ..schedule import Split, interleaved_heads, needs_tile_counter
 from ..triton.combine_splits import sum_splits

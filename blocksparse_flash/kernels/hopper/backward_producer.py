@@ -243,9 +243,9 @@ def q_start_of(indices_ptr, step, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEYS: gl.constexpr):
-    """WorkTile of work item i_work. Splits and long tile columns come first, parts of one are adjacent."""
+    """The WorkTile of index i_work. Splits and long tile columns come first; the halves of one are adjacent."""
     begin, n_tiles, n_partial = 0, 0, 0
-    i_part = i_work % (TILE // KEYS)
+    i_half = i_work % (TILE // KEYS)
     i_work = i_work // (TILE // KEYS)
     i_split, i_block = -1, -1
     if ptrs.splits_ptr is not None:
@@ -266,7 +266,7 @@ def find_work_tile(ptrs, record_strides, i_work, sizes, GROUP: gl.constexpr, KEY
         kv_start = i_launch * TILE
     return WorkTile(
         batch_head=batch_head,
-        kv_start=kv_start + i_part * KEYS,
+        kv_start=kv_start + i_half * KEYS,
         begin=begin,
         n_tiles=n_tiles,
         n_partial=n_partial,

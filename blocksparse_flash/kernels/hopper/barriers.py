@@ -71,6 +71,15 @@ def consumer_release(pipeline, i_buffer, pred=True):
 
 # of all threads of the partition, or of the program without partitions; Triton 3.7 renamed it
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Numbers of named barriers, 9 to 15: Triton uses those below 9. Kernels that have no barrier in common share numbers.
+# Forward: consumer warpgroup w, of up to three, waits for its turn at PING_PONG_BARRIER + w
+PING_PONG_BARRIER = gl.constexpr(9)
+# Backward: both consumer warpgroups meet at the first; warpgroup w waits at DQ_BARRIER + w until it may compute dq
+CONSUMERS_BARRIER, DQ_BARRIER = gl.constexpr(9), gl.constexpr(10)
+# selected_backward.py: all consumers meet here after they have stored ds
+DS_BARRIER = gl.constexpr(9)
+# forward and backward: of registers.zero_keys_from
+ZERO_KEYS_BARRIER = gl.constexpr(12)
 
 
 @gluon.constexpr_function
@@ -81,11 +90,7 @@ def _barrier_assembly(verb, barrier, warpgroups):
 
 @gluon.jit
 def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
-    """`barrier.sync` or `barrier.arrive` of the threads of WARPGROUPS warpgroups.
-
-    Numbers: Triton uses those below 9; 9 to 11 are the ping-pong of the forward; in the backward, 9 synchronizes the
-    consumers, and 10 and 11 (DQ_BARRIER) let one of them compute dq; 12 is that of zero_keys_from.
-    """
+    """`barrier.sync` or `barrier.arrive` of the threads of WARPGROUPS warpgroups. BARRIER: one of the numbers above."""
     # 128 values over 128 threads: every thread runs the instruction exactly once
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     text: gl.constexpr = _barrier_assembly(VERB, BARRIER, WARPGROUPS)
@@ -93,7 +98,7 @@ def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.cons
 
 
 # Ping-pong: consumer warpgroups issue their products in turn, so that one computes exponentials while another
-# multiplies. Warpgroup w waits at named barrier 9 + w, at which every other warpgroup arrives after it has issued.
+# multiplies. Warpgroup w waits at PING_PONG_BARRIER + w, at which every other warpgroup arrives after it has issued.
 # Turns continue across work tiles, since all consumers iterate over the same ones.
 
 
@@ -101,13 +106,13 @@ def named_barrier(VERB: gl.constexpr, BARRIER: gl.constexpr, WARPGROUPS: gl.cons
 def ping_pong_start(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Before the first turn: lets the warpgroups with a lower index go first."""
     for other in gl.static_range(WARPGROUP):
-        named_barrier("arrive", 9 + other, WARPGROUPS)
+        named_barrier("arrive", PING_PONG_BARRIER + other, WARPGROUPS)
 
 
 @gluon.jit
 def ping_pong_wait(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Waits until all other warpgroups have issued their products."""
-    named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
+    named_barrier("sync", PING_PONG_BARRIER + WARPGROUP, WARPGROUPS)
 
 
 @gluon.jit
@@ -115,7 +120,7 @@ def ping_pong_next(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Lets the other warpgroups issue."""
     for other in gl.static_range(WARPGROUPS):
         if other != WARPGROUP:
-            named_barrier("arrive", 9 + other, WARPGROUPS)
+            named_barrier("arrive", PING_PONG_BARRIER + other, WARPGROUPS)
 
 
 @gluon.jit
@@ -123,6 +128,6 @@ def ping_pong_finish(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """After the last turn: matches the arrivals that no turn has waited for, so that none are left over."""
     # the last warpgroup has none left: its last turn came after those of the others
     if WARPGROUP < WARPGROUPS - 1:
-        named_barrier("sync", 9 + WARPGROUP, WARPGROUPS)
+        named_barrier("sync", PING_PONG_BARRIER + WARPGROUP, WARPGROUPS)
         for other in gl.static_range(WARPGROUP + 1, WARPGROUPS - 1):
-            named_barrier("arrive", 9 + other, WARPGROUPS)
+            named_barrier("arrive", PING_PONG_BARRIER + other, WARPGROUPS)

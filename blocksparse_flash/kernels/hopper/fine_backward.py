@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import pieces_of
+from ...plan_format import COL_LISTS, ROW_LISTS, pieces_of
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
@@ -620,17 +620,17 @@ def backward(
     if scores is not None and wanted[1]:
         assert not pieces_of(plan)[0], "calls that want the gradient of the slopes have no gathered plan"
         return triton_backward.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
-    assert seed is None and dropout_p == 0.0, "the choice of the backend refuses dropout"
+    assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     assert not causal, "the plan contains the causal mask"
     dout, dlse, q, k, v, out, lse = inputs
     dim, dim_v = q.shape[3], v.shape[3]
     # gradients from autograd may have strides of 0
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
-    by_rows, by_cols, empty = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q)
+    by_rows, by_cols, empty = tile_lists(plan, ROW_LISTS), tile_lists(plan, COL_LISTS), allocator(q)
     others = tuple(cache_key_of(each) for each in (out, lse, dlse, kv_lengths))
     n_at_once = PROGRAMS_PER_SM * num_sms(q.device.index)
-    of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (0, 3))
+    of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (ROW_LISTS, COL_LISTS))
     lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
     slopes, mods = None if scores is None else scores.alibi_slopes, mod_specs_of(scores)
     ready = backward_launches(specs, *lists, of_rows, of_cols, others, out.stride()[:3], scale, pieces_of(plan), mods)

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import pieces_of
+from ...plan_format import ROW_LISTS, pieces_of
 from ...runtime.launch import Launch, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
@@ -364,8 +364,8 @@ def forward(
     assert not causal, "the plan contains the causal mask"
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
-    lists, n_at_once = tile_lists(plan, 0), PROGRAMS_PER_SM * num_sms(q.device.index)
-    split = split_of(plan, 0, q.shape, k.shape, False, n_at_once)
+    lists, n_at_once = tile_lists(plan, ROW_LISTS), PROGRAMS_PER_SM * num_sms(q.device.index)
+    split = split_of(plan, ROW_LISTS, q.shape, k.shape, False, n_at_once)
     lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores)
     launches = forward_launches(specs, plan_specs_of(lists), split, lengths, scale, pieces_of(plan)[0], mods)
     return launches.run(q, k, v, lists, kv_lengths, scores)

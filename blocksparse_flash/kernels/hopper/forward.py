@@ -36,10 +36,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...plan_format import ROW_LISTS
+from ...plan_format import TILE as TILE_SIDE
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of, new_in_order_of
 from ...score_mods import Scores
-from ..arguments import TILE as TILE_SIDE
 from ..arguments import PlanSpecs, TileLists, plan_specs_of, strides_of_records, tile_lists
 from ..schedule import (
     Split,
@@ -389,8 +390,8 @@ def forward(
     if specs is None or not specs.is_tma_loadable:
         (q, k, v), specs = to_tma_loadable(q, k, v)
     q_spec, k_spec, _ = specs.tensors
-    lists, index = tile_lists(plan, 0), q.device.index
-    split = split_of(plan, 0, q_spec.shape, k_spec.shape, causal, num_sms(index))
+    lists, index = tile_lists(plan, ROW_LISTS), q.device.index
+    split = split_of(plan, ROW_LISTS, q_spec.shape, k_spec.shape, causal, num_sms(index))
     bias = bias_table(scores, 0)
     lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores, bias)
     launches = forward_launches(

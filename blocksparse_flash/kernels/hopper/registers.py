@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .barriers import named_barrier
+from .barriers import ZERO_KEYS_BARRIER, named_barrier
 
 # Triton 3.9 allocates more registers; configurations that spill there are used before 3.9 only
 BEFORE_TRITON_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -212,4 +212,4 @@ def zero_keys_from(tile, kv_start, limit, WARPGROUP: gl.constexpr):
         b_tile = half.load(layout)
         half.store(gl.where(gl.expand_dims(o_kv < limit, 1), b_tile, 0.0).to(tile.dtype))
         fence_async_shared()
-        named_barrier("sync", 12)
+        named_barrier("sync", ZERO_KEYS_BARRIER)

@@ -14,11 +14,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...plan_format import TILE
 from ...runtime.launch import axis_strides, cache_key_of
 from ...runtime.tensor_spec import TensorSpec, spec_of
+from ...score_mods import LOG2_E as LOG2_E_VALUE
 from ...score_mods import Scores, sums_shape
-from ..arguments import LOG2_E as LOG2_E_VALUE
-from ..arguments import TILE, PlanSpecs, scale_log2, scale_over_softcap, sign
+from ..arguments import PlanSpecs, scale_log2, scale_over_softcap, sign
 from ..triton.tile import LOG2_E
 from .registers import round_p_ds, store_warp_sums
 

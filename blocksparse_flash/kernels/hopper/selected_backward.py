@@ -30,14 +30,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...plan_format import SelectedPlan, SelectedSizes
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
-from ...score_mods import Scores
-from ..arguments import LOG2_E
+from ...score_mods import LOG2_E, Scores
 from ..inputs import BackwardInputs
 from ..schedule import padded_dim
 from ..selected_shapes import arguments_of, row_layout_of, sizes_of
 from ..triton.backward_preprocess import preprocess_launch
 from ..triton.merge_selected import reduce_dkdv, reduce_dq
-from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, named_barrier, thread_barrier
+from .barriers import (
+    DS_BARRIER,
+    Pipeline,
+    allocate_pipeline,
+    consumer_release,
+    consumer_wait,
+    named_barrier,
+    thread_barrier,
+)
 from .bitmask import INDEX_BITS
 from .fine_tiles import SIDE, SWIZZLE_COLS
 from .registers import accumulator, opaque, round_p_ds, store_split, tile_of
@@ -63,8 +70,6 @@ from .selected_tiles import (
 from .tma import DescriptorFactory, shared_layout, to_tma_loadable
 from .work_tiles import END, next_work_index, write_end
 
-# number of the named barrier at which the consumers have stored ds; Triton uses the numbers below 9
-DS_BARRIER = gl.constexpr(9)
 # SIDE: rows of q in a step, and keys of a consumer warpgroup
 WARPGROUP_KEYS: gl.constexpr = SIDE
 

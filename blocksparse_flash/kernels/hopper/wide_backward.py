@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from ...plan_format import COL_LISTS, ROW_LISTS, TILE
 from ...runtime.launch import Launch, Memory, allocator, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
-from ..arguments import TILE, Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
+from ..arguments import Options, PlanSpecs, options_of, plan_specs_of, strides_of_records, tile_lists
 from ..inputs import BackwardInputs
 from ..schedule import Split, are_uneven, backward_columns, interleaved_heads, needs_tile_counter, split_of
 from ..triton.backward_preprocess import preprocess_launch
@@ -146,8 +147,9 @@ def backward(
     (q, k, v, dout), specs = to_tma_loadable(q, k, v, dout)
     dlse = None if dlse is None else dlse.contiguous()
     options = options_of(q, plan, scale, causal, 0.0, lse, dlse, kv_lengths, out=out)
-    by_rows, by_cols, empty, n_sms = tile_lists(plan, 0), tile_lists(plan, 3), allocator(q), num_sms(options.device)
-    of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, causal, n_sms) for first in (0, 3))
+    by_rows, by_cols = tile_lists(plan, ROW_LISTS), tile_lists(plan, COL_LISTS)
+    empty, n_sms = allocator(q), num_sms(options.device)
+    of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, causal, n_sms) for first in (ROW_LISTS, COL_LISTS))
     slopes = None if scores is None else scores.alibi_slopes
     tables = bias_table(scores, 0), bias_table(scores, 1)
     mods = mod_specs_of(scores, *tables, wanted=wanted)

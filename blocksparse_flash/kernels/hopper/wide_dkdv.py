@@ -42,6 +42,7 @@ from .backward_producer import (
     steps_of_head,
 )
 from .barriers import (
+    CONSUMERS_BARRIER,
     Pipeline,
     allocate_mbarriers,
     allocate_pipeline,
@@ -66,7 +67,7 @@ from .registers import (
 )
 from .score_mods import ScoreMods, apply_score_mods, load_slope
 from .tma import allocate_rows, allocate_tail, has_tail, store_rows
-from .work_tiles import WORK_TILE_STAGES
+from .work_tiles import END, WORK_TILE_STAGES
 
 # keys of a work tile, and queries of a step
 KEYS = gl.constexpr(64)
@@ -167,7 +168,7 @@ def compute_dv(
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
-    while work_tile.batch_head >= 0:
+    while work_tile.batch_head > END:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         b_dv, b_dv_tail = zero_sum(kv.buffers.v, kv.buffers.v_tail)
@@ -246,7 +247,7 @@ def compute_dk(
     i_tile = 0
     n_done = 0
     work_tile = read_work_tile(pipelines.work_tiles, i_tile)
-    while work_tile.batch_head >= 0:
+    while work_tile.batch_head > END:
         batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
         kv_limit = clamped_kv_len(ptrs.kv_lengths_ptr, batch_head // sizes.n_heads, sizes.kv_len)
         b_dk, b_dk_tail = zero_sum(kv.buffers.k, kv.buffers.k_tail)
@@ -305,7 +306,7 @@ def store_sum(
     """
     batch_head, kv_start = work_tile.batch_head, work_tile.kv_start
     # wait until the other warpgroup no longer reads k and v
-    named_barrier("sync", 9)
+    named_barrier("sync", CONSUMERS_BARRIER)
     if ptrs.splits_ptr is None:  # noqa: SIM114 - the first condition is known at compile time
         store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start)
     elif work_tile.i_block < 0:

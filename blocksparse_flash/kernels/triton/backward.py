@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import philox
+from ...plan_format import COL_LISTS, ROW_LISTS
 from ...runtime.launch import (
     Config,
     DescriptorFactory,
@@ -32,9 +33,8 @@ from ...runtime.launch import (
     num_sms,
 )
 from ...runtime.tensor_spec import TensorSpecs, specs_of
-from ...score_mods import Scores, sums_shape
+from ...score_mods import LOG2_E, Scores, sums_shape
 from ..arguments import (
-    LOG2_E,
     Constants,
     Options,
     PlanSpecs,
@@ -60,8 +60,8 @@ from .pair_bias_gradient import pair_bias_launch
 
 # most programs per SM for which dk, dv and dq share a launch
 JOINT_PROGRAMS = 8
-# the same for causal calls without a layout
-TRIANGLE_PROGRAMS = 64
+# the same with TMA, for causal calls without a layout
+CAUSAL_JOINT_PROGRAMS = 64
 
 
 def config_keys(call: Tuning) -> Config:
@@ -144,8 +144,9 @@ def joint_pays(n_programs: int, dim: int, tma: bool, options: Options, *, has_la
     """
     if tma and dim > 64:
         return True
-    is_triangle = tma and options.causal and not has_layout
-    return n_programs <= (TRIANGLE_PROGRAMS if is_triangle else JOINT_PROGRAMS) * num_sms(options.device)
+    is_dense_causal = options.causal and not has_layout
+    per_sm = CAUSAL_JOINT_PROGRAMS if tma and is_dense_causal else JOINT_PROGRAMS
+    return n_programs <= per_sm * num_sms(options.device)
 
 
 class BackwardLaunches(NamedTuple):
@@ -319,7 +320,7 @@ def backward(
         slopes, pair_bias = scores.alibi_slopes, scores.pair_bias
         rows, cols = scores.tables(0, base_2=True), scores.tables(1, base_2=True)
         options = options._replace(scores=score_specs_of(scores, rows, cols, wanted=wanted))
-    by_rows, by_cols = tile_lists(plan, 0), tile_lists(plan, 3)
+    by_rows, by_cols = tile_lists(plan, ROW_LISTS), tile_lists(plan, COL_LISTS)
     launches = backward_launches(specs_of(q, k, v, dout), plan_specs_of(by_rows), plan_specs_of(by_cols), options)
     if scores is not None:
         dslopes = torch.empty_like(lse) if wanted[1] else None

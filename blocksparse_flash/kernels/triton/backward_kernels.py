@@ -114,7 +114,7 @@ def keys_program(
 
     for i_member in tl.range(0, C.GROUP):
         i_head = i_kv_head * C.GROUP + i_member
-        i_q_axis = i_batch * sizes.n_heads * C.GROUP + i_head
+        q_batch_head = i_batch * sizes.n_heads * C.GROUP + i_head
         slope = load_slope(slopes_ptr, i_head)
         # steps of BLOCK_Q queries: the partial tiles of the column, then the full ones
         if HAS_LAYOUT:
@@ -137,7 +137,7 @@ def keys_program(
                 q_ref, strides.q, i_batch, i_head, q_start, q_len, C.HEAD_DIM, BLOCK_Q, DIM, TMA=C.TMA, LIMITED=False
             )
             # [BLOCK_Q]
-            b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_q_axis, q_start, sizes.n_padded, BLOCK_Q)
+            b_lse, b_delta = load_lse_delta(lse_delta_ptr, q_batch_head, q_start, sizes.n_padded, BLOCK_Q)
             # [BLOCK_KV, BLOCK_Q]
             b_scores = product(b_k, tl.trans(b_q), PRECISION)
             if C.MODIFIES_SCORES:

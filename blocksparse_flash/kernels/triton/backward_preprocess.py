@@ -20,7 +20,7 @@ PADDED_TO = tl.constexpr(plan_format.TILE)
 # fmt: off
 @triton.jit(do_not_specialize=["n_heads", "q_len", "n_padded"])
 def preprocess_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_pairs_ptr, lines_ptr, cleared_ptr, tile_counter_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse_delta_pairs_ptr, lse_delta_rows_ptr, cleared_ptr, tile_counter_ptr,
     out_strides, dout_strides, n_heads, q_len, n_padded, kept_share,
     V_DIM: tl.constexpr, DIM_V: tl.constexpr, CLEARED: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -31,7 +31,7 @@ def preprocess_kernel(
            without dropout, is that of philox.py: the kernels divide the sums of p (kept dp - delta) by it
 
     lse_delta_pairs_ptr    (batch * heads, n_padded, 2): lse and delta interleaved, or None
-    lines_ptr    (2, batch * heads, n_padded): all lse, then all delta, or None
+    lse_delta_rows_ptr  (2, batch * heads, n_padded): all lse, then all delta, or None
     cleared_ptr  (batch * heads, n_padded, CLEARED) float32, set to 0, or None
     tile_counter_ptr  one int32, set to 0, or None
     """
@@ -60,24 +60,24 @@ def preprocess_kernel(
     b_out = tl.load(p_out, mask=m_tile, other=0.0).to(tl.float32)
     b_dout = tl.load(p_dout, mask=m_tile, other=0.0).to(tl.float32)
     b_delta = tl.sum(b_out * b_dout, 1)
-    o_line = batch_head.to(tl.int64) * q_len + o_q
-    b_lse = tl.load(lse_ptr + o_line, mask=m_q, other=float("-inf"))
+    o_row = batch_head.to(tl.int64) * q_len + o_q
+    b_lse = tl.load(lse_ptr + o_row, mask=m_q, other=float("-inf"))
     if dlse_ptr is not None:
         # the lse of a row without keys is constant: its gradient is ignored
-        b_dlse = tl.load(dlse_ptr + o_line, mask=m_q, other=0.0)
+        b_dlse = tl.load(dlse_ptr + o_row, mask=m_q, other=0.0)
         b_delta -= tl.where(b_lse == float("-inf"), 0.0, b_dlse)
     b_delta *= kept_share
-    o_line = batch_head.to(tl.int64) * n_padded + o_q
+    o_row = batch_head.to(tl.int64) * n_padded + o_q
     m_padded = o_q < n_padded
     b_lse = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2_E)
     if lse_delta_pairs_ptr is not None:
         # [ROWS, 2]
-        o_pair = o_line[:, None] * 2 + tl.arange(0, 2)[None, :]
+        o_pair = o_row[:, None] * 2 + tl.arange(0, 2)[None, :]
         tl.store(lse_delta_pairs_ptr + o_pair, tl.join(b_lse, b_delta), mask=m_padded[:, None])
-    if lines_ptr is not None:
-        tl.store(lines_ptr + o_line, b_lse, mask=m_padded)
-        o_line += tl.num_programs(0).to(tl.int64) * ROWS
-        tl.store(lines_ptr + o_line, b_delta, mask=m_padded)
+    if lse_delta_rows_ptr is not None:
+        tl.store(lse_delta_rows_ptr + o_row, b_lse, mask=m_padded)
+        o_row += tl.num_programs(0).to(tl.int64) * ROWS
+        tl.store(lse_delta_rows_ptr + o_row, b_delta, mask=m_padded)
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def load_lse_delta(lse_delta_pairs_ptr, batch_head, q_start, n_padded, ROWS: tl.
     One load of interleaved pairs: two loads smaller than the number of threads would get a layout in which many threads
     hold the same value (Triton 3.6: 70 copies per thread instead of 8).
     """
-    o_line = batch_head.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
-    return tl.split(tl.load(lse_delta_pairs_ptr + o_line[:, None] * 2 + tl.arange(0, 2)[None, :]))
+    o_row = batch_head.to(tl.int64) * n_padded + q_start + tl.arange(0, ROWS)
+    return tl.split(tl.load(lse_delta_pairs_ptr + o_row[:, None] * 2 + tl.arange(0, 2)[None, :]))
 # fmt: on
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # of a query, at most, and scores that make up one of a block: both are unrolled
-MOST_CHOSEN, MAX_STRIDES = 256, 64
+MAX_CHOSEN, MAX_STRIDES = 256, 64
 # columns that are sorted at a time, at least
 SORTED = 512
 # below the key of any block
@@ -32,10 +32,10 @@ def block_choice_kernel(
     N_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, COLS: tl.constexpr,
 ):
     """A program chooses for one row: it sorts int64 keys, which have the order of a score above the block's number."""
-    row, axis = tl.program_id(0) % n_rows, (tl.program_id(0) // n_rows).to(tl.int64)
-    o_range = axis // n_heads * range_batch_stride + row
+    row, batch_head = tl.program_id(0) % n_rows, (tl.program_id(0) // n_rows).to(tl.int64)
+    o_range = batch_head // n_heads * range_batch_stride + row
     own, earliest = tl.load(own_ptr + o_range).to(tl.int32), tl.load(earliest_ptr + o_range).to(tl.int32)
-    p_scores = scores_ptr + (axis * n_rows + row) * n_keys
+    p_scores = scores_ptr + (batch_head * n_rows + row) * n_keys
     b_best = tl.full([CHOSEN], UNUSED, tl.int64)
     for start in tl.range(tl.maximum(earliest, 0) // COLS * COLS, own + 1, COLS):
         b_col = start + tl.arange(0, COLS)
@@ -60,14 +60,14 @@ def block_choice_kernel(
         b_best = tl.topk(tl.join(b_best, b_found).reshape(2 * CHOSEN), CHOSEN)
     b_cols = tl.where(b_best == UNUSED, -1, LOW_WORD - (b_best & LOW_WORD))
     o_chosen = tl.arange(0, CHOSEN)
-    p_cols = cols_ptr + (axis * n_rows_out + first_row + row) * N_CHOSEN
+    p_cols = cols_ptr + (batch_head * n_rows_out + first_row + row) * N_CHOSEN
     tl.store(p_cols + o_chosen, b_cols, mask=o_chosen < N_CHOSEN)
 # fmt: on
 
 
 def can_choose(scores: torch.Tensor, n_chosen: int, strides: tuple[int, int]) -> bool:
     """Whether the kernel takes scores on a GPU."""
-    return scores.dtype != torch.float64 and n_chosen <= MOST_CHOSEN and sum(strides) <= MAX_STRIDES
+    return scores.dtype != torch.float64 and n_chosen <= MAX_CHOSEN and sum(strides) <= MAX_STRIDES
 
 
 def choose_blocks(

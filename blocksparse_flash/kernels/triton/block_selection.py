@@ -25,7 +25,7 @@ LINES, MINORS = 8, 128
 # counts of a step
 CHUNK = 1024
 # rows up to which programs sum the counts: that takes time quadratic in the rows
-MOST_SUMMED = 1 << 14
+MAX_SUMMED = 1 << 14
 # (dtype, is aligned), see runtime.launch.cache_key_of
 CacheKey = tuple[torch.dtype, bool] | None
 
@@ -175,8 +175,8 @@ def list_rows_kernel(
         b_count = tl.load(counts_ptr + o_line, mask=m_line, other=0)
         b_end = before + tl.cumsum(b_count, 0)
         b_begin = b_end - b_count
-    o_axis = o_line // n_rows
-    p_end = indptr_ptr + o_line + o_axis + 1
+    o_batch_head = o_line // n_rows
+    p_end = indptr_ptr + o_line + o_batch_head + 1
     tl.store(p_end, b_end, mask=m_line)
     tl.store(p_end - 1, b_begin, mask=m_line & (o_line % n_rows == 0))
     p_words = bits_ptr + o_line.to(tl.int64)[:, None] * n_words
@@ -194,9 +194,9 @@ def list_rows_kernel(
 
 
 class BlockGrid(NamedTuple):
-    """Shape of a block grid: axes = (batch | 1) * (heads | 1), n_rows x n_cols blocks each, and lengths in tokens."""
+    """A block grid: n_rows x n_cols blocks in each of (batch | 1) * (heads | 1) heads. Lengths are in tokens."""
 
-    axes: int
+    n_batch_heads: int
     n_rows: int
     n_cols: int
     q_len: int
@@ -205,8 +205,8 @@ class BlockGrid(NamedTuple):
 
     @property
     def n_lines(self) -> int:
-        """Rows of all axes."""
-        return self.axes * self.n_rows
+        """Rows of all heads."""
+        return self.n_batch_heads * self.n_rows
 
     @property
     def n_words(self) -> int:
@@ -244,23 +244,24 @@ def _mark_scores(key: CacheKey, device: torch.device, grid: BlockGrid, k: int, c
 @functools.lru_cache(maxsize=256)
 def _list_rows(grid: BlockGrid, capacity: int, device: torch.device) -> Launch:  # noqa: ARG001
     sizes = {"n_lines": grid.n_lines, "n_rows": grid.n_rows, "n_cols": grid.n_cols, "n_words": grid.n_words}
-    is_summed = grid.n_lines > MOST_SUMMED
+    is_summed = grid.n_lines > MAX_SUMMED
     meta = {"IS_SUMMED": is_summed, "LINES": LINES, "MINORS": MINORS, "CHUNK": CHUNK, "num_warps": 4}
     return Launch(list_rows_kernel, (-(-grid.n_lines // LINES),), {**sizes, "capacity": capacity, **meta})
 
 
 def _marked(grid: BlockGrid, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialized bits, int32 (axes, n_rows, n_words), and counts, int32 (axes * n_rows,)."""
+    """Uninitialized bits, int32 (n_batch_heads, n_rows, n_words), and counts, int32 (n_batch_heads * n_rows,)."""
     empty = allocator(like)
-    bits = empty(*contiguous(torch.int32, grid.axes, grid.n_rows, grid.n_words))
+    bits = empty(*contiguous(torch.int32, grid.n_batch_heads, grid.n_rows, grid.n_words))
     return bits, empty(*contiguous(torch.int32, grid.n_lines))
 
 
 def of_indices(indices: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, ...]:
     """bits, indptr, indices and bitmask ids (all full) of the given cols of each row; invalid cols are ignored.
 
-    indices  contiguous integers (axes * n_rows * k entries)
-    returns  int32 (axes, n_rows, n_words), (axes, n_rows + 1), (capacity,), (capacity,); capacity = indices.numel()
+    indices  contiguous integers (n_batch_heads * n_rows * k entries)
+    returns  int32 (n_batch_heads, n_rows, n_words), (n_batch_heads, n_rows + 1), (capacity,), (capacity,), where
+             capacity = indices.numel()
     """
     bits, counts = _marked(grid, indices)
     k = indices.numel() // grid.n_lines
@@ -269,11 +270,11 @@ def of_indices(indices: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, ..
 
 
 def bits_of_block_list(listed: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
-    """The bits (axes, n_rows, n_words) of blocks given by indptr and indices, concatenated.
+    """The bits (n_batch_heads, n_rows, n_words) of blocks given by indptr and indices, concatenated.
 
-    listed  int32 (axes * (n_rows + 1) + nnz,), 16-byte aligned
+    listed  int32 (n_batch_heads * (n_rows + 1) + nnz,), 16-byte aligned
     """
-    bits = allocator(listed)(*contiguous(torch.int32, grid.axes, grid.n_rows, grid.n_words))
+    bits = allocator(listed)(*contiguous(torch.int32, grid.n_batch_heads, grid.n_rows, grid.n_words))
     _mark_rows(grid, listed.device)(listed, bits)
     return bits
 
@@ -281,7 +282,7 @@ def bits_of_block_list(listed: torch.Tensor, grid: BlockGrid) -> torch.Tensor:
 def of_scores(scores: torch.Tensor, grid: BlockGrid, k: int, *, causal: bool) -> tuple[torch.Tensor, ...]:
     """Like `of_indices`, for the k highest scores of each row (the first of equal ones); capacity = rows * k.
 
-    scores  contiguous floats of at most 32 bits, axes * n_rows * n_cols; NaN and -inf are never selected
+    scores  contiguous floats of at most 32 bits, n_batch_heads * n_rows * n_cols; NaN and -inf are never selected
     causal  never selects a block without a pair kv_pos <= q_pos + (kv_len - q_len)
     """
     bits, counts = _marked(grid, scores)
@@ -291,9 +292,9 @@ def of_scores(scores: torch.Tensor, grid: BlockGrid, k: int, *, causal: bool) ->
 
 def _listed(bits: torch.Tensor, counts: torch.Tensor, grid: BlockGrid, capacity: int) -> tuple[torch.Tensor, ...]:
     empty = allocator(bits)
-    indptr = empty(*contiguous(torch.int32, grid.axes, grid.n_rows + 1))
+    indptr = empty(*contiguous(torch.int32, grid.n_batch_heads, grid.n_rows + 1))
     indices, ids = (empty(*contiguous(torch.int32, capacity)) for _ in range(2))
-    if grid.n_lines > MOST_SUMMED:
+    if grid.n_lines > MAX_SUMMED:
         counts = counts.cumsum(0, dtype=torch.int32)
     _list_rows(grid, capacity, bits.device)(bits, counts, indptr, indices, ids)
     return indptr, indices, ids

@@ -1,6 +1,6 @@
 """Combining splits: out and lse of split tile rows by their lse; dk and dv of split tile columns, or dq, by sums.
 
-Split p of a tile row is block (p * n_split_lines + i) * n_batch_heads + batch_head of a float32 workspace, where i
+Split s of a tile row is block (s * n_split_lines + i) * n_batch_heads + batch_head of a float32 workspace, where i
 counts the split tile rows of a head: (SIDE, DIM_V) values of out, then SIDE of lse in base 2; for tile columns
 (SIDE, DIM) values of dk, then (SIDE, DIM_V) of dv; for dq (SIDE, DIM). SIDE is 128 or 64, the tokens of a tile. Splits
 are combined in order, so results are bitwise reproducible.
@@ -16,7 +16,7 @@ import triton.language as tl
 from ...runtime.launch import Launch
 from ...runtime.tensor_spec import TensorSpec
 from ..arguments import Shape, strides_of_records
-from ..schedule import MAX_PARTS, Split
+from ..schedule import MAX_SPLITS, Split
 from .tile import NUMBER, head_base, log_sum, record_pointer
 
 # rows per program of sum_splits_kernel
@@ -146,7 +146,7 @@ def combine_rows(
     sizes = {
         name: rest[name] for name in ("n_heads", "n_batch_heads", "n_lines", "n_split_lines", "num_splits", "q_len")
     }
-    dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_PARTS, "SIDE": split.side}
+    dims = {"V_DIM": out.shape[3], "DIM_V": dim_v, "SPLITS": MAX_SPLITS, "SIDE": split.side}
     strides = {"record_strides": strides_of_records(record_shape), "out_strides": out.strides[:3]}
     n_programs = split.n_split_lines * rest["n_batch_heads"] * split.side
     return Launch(combine_rows_kernel, (n_programs,), {**sizes, **dims, **strides, "num_warps": 4})

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ...plan_format import ROW_LISTS
+from ...plan_format import TILE as TILE_SIDE
 from ...runtime.launch import (
     Config,
     DescriptorFactory,
@@ -29,7 +31,6 @@ from ...runtime.launch import (
 )
 from ...runtime.tensor_spec import TensorSpecs, new_in_order_of, specs_of
 from ...score_mods import Scores
-from ..arguments import TILE as TILE_SIDE
 from ..arguments import (
     Options,
     PlanSpecs,
@@ -75,7 +76,7 @@ from .tile import (
 )
 
 # most 128-query blocks per SM for which dense causal calls use blocks of 64
-TRIANGLE_BLOCKS = 8
+CAUSAL_BLOCKS = 8
 
 
 def config(call: Tuning, *, narrow: bool = False) -> Config:
@@ -111,7 +112,7 @@ def narrow_pays(q_len: int, n_batch_heads: int, options: Options, *, has_layout:
     512 dense tokens at head_dim 128 on an H200: 14.2 instead of 20.6 microseconds, see TUNING.md.
     """
     n_blocks = -(-q_len // TILE_SIDE) * n_batch_heads
-    per_sm = TRIANGLE_BLOCKS if options.causal and not has_layout else 1
+    per_sm = CAUSAL_BLOCKS if options.causal and not has_layout else 1
     return n_blocks <= per_sm * num_sms(options.device)
 
 
@@ -285,7 +286,7 @@ def forward(
     if scores is not None:
         added = scores.sinks, scores.alibi_slopes, scores.tables(0, base_2=True), scores.pair_bias
         options = options._replace(scores=score_specs_of(scores, added[2]))
-    lists = tile_lists(plan, 0)
+    lists = tile_lists(plan, ROW_LISTS)
     out_memory, lse_memory, launch = forward_launch(specs or specs_of(q, k, v), plan_specs_of(lists), options)
     empty = allocator(q)
     out, lse = empty(*out_memory), empty(*lse_memory)

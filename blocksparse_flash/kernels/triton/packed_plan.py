@@ -23,8 +23,8 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous
 from .block_selection import CHUNK, sums_before
-from .plan_builder import AXES, PARTIAL, first_bits, launch_positions, max_long_lines, write_records
-from .tile import RECORD
+from .plan_builder import HEADS, first_bits, launch_positions, max_long_lines, write_records
+from .tile import PARTIAL, RECORD
 
 # tile rows or tile columns of a program of records_kernel, and those with which a step compares them
 LINES, OTHERS = 16, 256
@@ -360,7 +360,7 @@ def list_packed_kernel(
 @triton.jit
 def write_lines(
     counts_ptr, records_ptr, i_program, batch, n_lines, capacity,
-    IS_SORTED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+    IS_SORTED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """The records of some tile rows or tile columns of a sequence, which has n_lines of them."""
     n_groups = tl.cdiv(n_lines, LINES)
@@ -372,7 +372,7 @@ def write_lines(
         n_tiles, _ = sums_before(counts_ptr, batch * n_lines, 0, CHUNK)
         # twice the mean
         limit = ((2 * n_tiles.to(tl.int64)) // (batch * n_lines)).to(tl.int32)
-        n_long = max_long_lines(counts_ptr, batch, n_lines, limit, AXES, MINORS)
+        n_long = max_long_lines(counts_ptr, batch, n_lines, limit, HEADS, MINORS)
     m_line, first_line = o_line < n_lines, i_batch * n_lines
     p_tiles = counts_ptr + first_line
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
@@ -391,18 +391,18 @@ def records_kernel(
     # outputs: records of a Plan
     row_records_ptr, col_records_ptr,
     batch, q_tiles, kv_tiles, row_tiles, col_tiles,
-    IS_SORTED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+    IS_SORTED: tl.constexpr, LINES: tl.constexpr, MINORS: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
     n_of_rows = batch * tl.cdiv(q_tiles, LINES)
     if i_program < n_of_rows:
         write_lines(
-            counts_ptr, row_records_ptr, i_program, batch, q_tiles, row_tiles, IS_SORTED, LINES, MINORS, AXES, CHUNK
+            counts_ptr, row_records_ptr, i_program, batch, q_tiles, row_tiles, IS_SORTED, LINES, MINORS, HEADS, CHUNK
         )
     else:
         write_lines(
             counts_ptr + 2 * batch * q_tiles, col_records_ptr, i_program - n_of_rows, batch, kv_tiles, col_tiles,
-            IS_SORTED, LINES, MINORS, AXES, CHUNK,
+            IS_SORTED, LINES, MINORS, HEADS, CHUNK,
         )
 # fmt: on
 
@@ -432,9 +432,9 @@ def packed_launches(packing: Packing, inputs: tuple[Any, ...], device: torch.dev
     lengths = {"n_row_indices": n_row_indices, "n_row_ids": n_row_ids}
     lengths |= {"n_col_indices": n_col_indices, "n_col_ids": n_col_ids}
     lists = {**grid, "n_runs": packing.n_runs, **rooms, **reach, **lengths, "MINORS": MINORS}
-    axes = min(AXES, triton.next_power_of_2(batch))
+    heads = min(HEADS, triton.next_power_of_2(batch))
     records = {**grid, **rooms, "IS_SORTED": packing.is_sorted}
-    records |= {"LINES": LINES, "MINORS": OTHERS, "AXES": axes, "CHUNK": CHUNK}
+    records |= {"LINES": LINES, "MINORS": OTHERS, "HEADS": heads, "CHUNK": CHUNK}
     n_programs = batch * (-(-q_tiles // LINES) - (-kv_tiles // LINES))
     return PackedLaunches(
         Launch(runs_kernel, (batch * (q_tiles + 1),), {**packing.sizes(), "num_warps": 4}),

@@ -404,7 +404,7 @@ def forward(
     if selected is not None:
         _, n_lists, n_entries = selected.shape
         ids, numbers = (
-            torch.empty_like(selected, dtype=torch.int32, memory_format=torch.contiguous_format) for _ in "in"
+            torch.empty_like(selected, dtype=torch.int32, memory_format=torch.contiguous_format) for _ in range(2)
         )
         look_up_launch(specs_of(selected), specs_of(table))(selected, table, ids, numbers)
         strides = (n_lists * n_entries, n_entries if n_lists > 1 else 0)

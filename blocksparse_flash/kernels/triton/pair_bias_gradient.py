@@ -11,7 +11,8 @@ import triton.language as tl
 
 from ...runtime.launch import Config, Launch, Memory, contiguous
 from ...runtime.tensor_spec import TensorSpecs
-from ..arguments import LOG2_E, Constants, Options, Shape, dropout_arguments, softcap_arguments, strides_of
+from ...score_mods import LOG2_E
+from ..arguments import Constants, Options, Shape, dropout_arguments, softcap_arguments, strides_of
 from .backward_preprocess import PADDED_TO, load_lse_delta
 from .score_mods import apply_score_mods, load_pair_bias_tile, load_slope
 from .tile import (

@@ -20,23 +20,19 @@ import triton.language as tl
 from ... import plan_format
 from ...runtime.launch import Launch, Memory, allocator, contiguous
 from .block_selection import CHUNK, BlockGrid, fill_tail, sums_before
-from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, POSITION, RECORD
+from .tile import BEGIN, N_LONG, N_PARTIAL, N_TILES, NUMBER, PARTIAL, POSITION, RECORD
 
 # tile rows (or columns) of a program, tiles of a step; with 128 tiles list_kernel spills on sm80
 LINES, MINORS = 8, 64
 # heads of a step in max_long_lines
-AXES = 16
+HEADS = 16
 # bitmask words of a program; words of each query in a step of write_cut_bitmasks
 WORDS, CUT_WORDS = 1024, 16
-# up to MOST_PARTS blocks per tile, every subset of blocks has a bitmask (up to ALL_EDGES blocks, with every ragged
+# up to MAX_PARTS blocks per tile, every subset of blocks has a bitmask (up to ALL_EDGES blocks, with every ragged
 # edge); beyond that each tile of the grid has its own
-MOST_PARTS, ALL_EDGES = 16, 4
+MAX_PARTS, ALL_EDGES = 16, 4
 # for EDGES: ragged edges with bitmasks of their own (1 right, 2 bottom, 3 both), or OWN
 RIGHT, BOTTOM, OWN = 1, 2, tl.constexpr(4)
-# subtracted from the index of a partial tile
-PARTIAL = tl.constexpr(plan_format.PARTIAL)
-
-
 # by how much the bitmask ids of a list are longer than its indices
 ROW_IDS, COL_IDS = (
     tl.constexpr(n_ids - n_indices)
@@ -98,14 +94,14 @@ class Grid(NamedTuple):
         right = kv_len % self.tile != 0 and not self.causal
         bottom = q_len % self.tile != 0 and q_len % self.blocks.block_size[0] != 0
         n_edges = (1 + right) * (1 + bottom)
-        if parts > MOST_PARTS or self.n_tiles < self.n_patterns * n_edges * (1 + self.n_diagonals):
+        if parts > MAX_PARTS or self.n_tiles < self.n_patterns * n_edges * (1 + self.n_diagonals):
             return OWN.value
         return RIGHT * right + BOTTOM * bottom
 
     @property
     def n_tiles(self) -> int:
-        """Tiles of all axes."""
-        return self.blocks.axes * self.shape[0] * self.shape[1]
+        """Tiles of all heads."""
+        return self.blocks.n_batch_heads * self.shape[0] * self.shape[1]
 
     @property
     def n_shared(self) -> int:
@@ -118,7 +114,7 @@ class Grid(NamedTuple):
 
     @property
     def n_mixed(self) -> int:
-        """Upper bound of the number of tile rows of an axis with tokens of several documents."""
+        """Upper bound of the number of tile rows of a head with tokens of several documents."""
         return 0 if self.documents is None else min(self.documents.n_documents, self.shape[0])
 
     @property
@@ -130,7 +126,7 @@ class Grid(NamedTuple):
     def n_bitmasks(self) -> int:
         """Number of bitmasks: `n_shared`, and those of the tiles that documents cut, see `tile_kinds`."""
         n_cut = self.n_mixed * self.shape[1] + 2 * self.shape[0] if self.has_cuts else 0
-        return self.n_shared + self.blocks.axes * n_cut
+        return self.n_shared + self.blocks.n_batch_heads * n_cut
 
     @property
     def words_of_bitmask(self) -> int:
@@ -141,7 +137,7 @@ class Grid(NamedTuple):
         """The size arguments of the kernels."""
         blocks, (q_tiles, kv_tiles) = self.blocks, self.shape
         return {
-            "axes": blocks.axes,
+            "n_batch_heads": blocks.n_batch_heads,
             "n_rows": blocks.n_rows,
             "n_cols": blocks.n_cols,
             "n_words": blocks.n_words,
@@ -149,7 +145,7 @@ class Grid(NamedTuple):
             "kv_len": blocks.kv_len,
             "q_tiles": q_tiles,
             "kv_tiles": kv_tiles,
-            "axes_of_documents": 1 if self.documents is None else blocks.axes // self.documents.batch,
+            "heads_of_documents": 1 if self.documents is None else blocks.n_batch_heads // self.documents.batch,
             "n_mixed": self.n_mixed,
             "BLOCK_Q": blocks.block_size[0],
             "BLOCK_KV": blocks.block_size[1],
@@ -160,8 +156,8 @@ class Grid(NamedTuple):
         }
 
 
-SIZES = ["axes", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "kv_tiles"]
-SIZES += ["axes_of_documents", "n_mixed"]
+SIZES = ["n_batch_heads", "n_rows", "n_cols", "n_words", "q_len", "kv_len", "q_tiles", "kv_tiles"]
+SIZES += ["heads_of_documents", "n_mixed"]
 
 
 # fmt: off
@@ -174,7 +170,7 @@ def number_of_mixed(b_document, o_row, n_mixed, q_tiles):
 @triton.jit
 def tile_kinds(
     bits_ptr, documents_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    axes_of_documents, n_mixed,
+    heads_of_documents, n_mixed,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -182,7 +178,7 @@ def tile_kinds(
 
     Documents limit the keys of each query to a range. In a tile row within one document, the range cuts at most two
     tiles, at its ends. In a tile row with several documents, it may cut every tile; there are at most as many such rows
-    as documents. The bitmasks of these tiles follow the shared ones, axis by axis, see `write_cut_bitmasks`.
+    as documents. The bitmasks of these tiles follow the shared ones, head by head, see `write_cut_bitmasks`.
     """
     PARTS_Q: tl.constexpr = TILE // BLOCK_Q if BLOCK_Q < TILE else 1
     PARTS_KV: tl.constexpr = TILE // BLOCK_KV if BLOCK_KV < TILE else 1
@@ -197,7 +193,7 @@ def tile_kinds(
     HAS_DOCUMENTS: tl.constexpr = documents_ptr is not None
     if HAS_DOCUMENTS:
         n_tokens = q_len // ROWS_PER_TOKEN
-        p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * n_tokens)
+        p_number = documents_ptr + (batch_head // heads_of_documents).to(tl.int64) * (3 * n_tokens)
         p_first, p_stop = p_number + n_tokens, p_number + 2 * n_tokens
     b_pattern = tl.where(m_tile, 0, 0)
     b_left = b_pattern
@@ -274,7 +270,7 @@ def tile_kinds(
 @triton.jit
 def tile_kinds_along(
     bits_ptr, documents_ptr, batch_head, o_line, o_minor, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    axes_of_documents, n_mixed,
+    heads_of_documents, n_mixed,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -285,19 +281,19 @@ def tile_kinds_along(
         o_row, o_col = o_minor[None, :], o_line[:, None]
     return tile_kinds(
         bits_ptr, documents_ptr, batch_head, o_row, o_col, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-        axes_of_documents, n_mixed, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
+        heads_of_documents, n_mixed, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
     )
 
 
 @triton.jit
 def count_lines(
     bits_ptr, documents_ptr, counts_ptr, i_program, n_major, n_minor,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+    n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
     LINES: tl.constexpr, MINORS: tl.constexpr,
 ):
-    """Counts of some lines: (2, axes, n_major) tiles and partial tiles."""
+    """Counts of some lines: (2, n_batch_heads, n_major) tiles and partial tiles."""
     n_groups = tl.cdiv(n_major, LINES)
     batch_head = i_program // n_groups
     o_line = (i_program % n_groups) * LINES + tl.arange(0, LINES)
@@ -305,14 +301,14 @@ def count_lines(
     for first in range(0, n_minor, MINORS):
         b_stored, b_full, _ = tile_kinds_along(
             bits_ptr, documents_ptr, batch_head, o_line, first + tl.arange(0, MINORS),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
             OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
         b_tiles += tl.sum(b_stored, 1)
         b_partial += tl.sum(b_stored & (1 - b_full), 1)
     p_count = counts_ptr + batch_head * n_major + o_line
     tl.store(p_count, b_tiles, mask=o_line < n_major)
-    tl.store(p_count + axes * n_major, b_partial, mask=o_line < n_major)
+    tl.store(p_count + n_batch_heads * n_major, b_partial, mask=o_line < n_major)
 
 
 @triton.jit
@@ -389,24 +385,25 @@ def words_of_pairs(
 @triton.jit
 def write_own_bitmasks(
     bits_ptr, documents_ptr, words_ptr, i_program, n_words_of_all, n_rows, n_cols, n_words, q_len, kv_len, q_tiles,
-    kv_tiles, axes_of_documents,
+    kv_tiles, heads_of_documents,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):
-    """Some words of the bitmasks of all tiles, ordered by axis, tile row and tile column (fastest)."""
+    """Some words of the bitmasks of all tiles, ordered by head, tile row and tile column (fastest)."""
     WORDS_OF_TILE: tl.constexpr = TILE // 32
     o_word = i_program * WORDS + tl.arange(0, WORDS)
     b_tile = o_word // (WORDS_OF_TILE * TILE)
     b_kv = b_tile % kv_tiles * TILE + o_word % WORDS_OF_TILE * 32
     b_q = b_tile // kv_tiles % q_tiles * TILE + o_word // WORDS_OF_TILE % TILE
-    b_axis = b_tile // (kv_tiles * q_tiles)
-    p_row = bits_ptr + (b_axis.to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
+    b_batch_head = b_tile // (kv_tiles * q_tiles)
+    p_row = bits_ptr + (b_batch_head.to(tl.int64) * n_rows + b_q // BLOCK_Q) * n_words
     m_row = (o_word < n_words_of_all) & (b_q < q_len)
     HAS_DOCUMENTS: tl.constexpr = documents_ptr is not None
     b_first, b_stop = b_kv, b_kv
     if HAS_DOCUMENTS:
         n_tokens = q_len // ROWS_PER_TOKEN
-        p_first = documents_ptr + (b_axis // axes_of_documents * 3 + 1).to(tl.int64) * n_tokens + b_q // ROWS_PER_TOKEN
+        b_document_list = b_batch_head // heads_of_documents
+        p_first = documents_ptr + (b_document_list * 3 + 1).to(tl.int64) * n_tokens + b_q // ROWS_PER_TOKEN
         b_first, b_stop = tl.load(p_first, mask=m_row, other=0), tl.load(p_first + n_tokens, mask=m_row, other=0)
     b_bits = words_of_pairs(
         p_row, m_row, b_q, b_kv, b_first, b_stop, n_cols, q_len, kv_len, BLOCK_KV, ROWS_PER_TOKEN, HAS_DOCUMENTS, CAUSAL
@@ -417,19 +414,19 @@ def write_own_bitmasks(
 @triton.jit
 def write_cut_bitmasks(
     bits_ptr, documents_ptr, words_ptr, i_program, n_shared, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles,
-    axes_of_documents, n_mixed,
+    heads_of_documents, n_mixed,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, CUT_WORDS: tl.constexpr,
 ):
     """The bitmasks of the tiles of a tile row that documents may cut.
 
-    An axis has kv_tiles bitmasks for each tile row with several documents, then two for each tile row, whether it has
+    A head has kv_tiles bitmasks for each tile row with several documents, then two for each tile row, whether it has
     one document or several: for the tiles in which its one document begins and ends.
     """
     WORDS_OF_TILE: tl.constexpr = TILE // 32
     batch_head, i_row = i_program // q_tiles, i_program % q_tiles
     n_tokens = q_len // ROWS_PER_TOKEN
-    p_number = documents_ptr + (batch_head // axes_of_documents).to(tl.int64) * (3 * n_tokens)
+    p_number = documents_ptr + (batch_head // heads_of_documents).to(tl.int64) * (3 * n_tokens)
     first_token = i_row * TILE // ROWS_PER_TOKEN
     last_token = (tl.minimum((i_row + 1) * TILE, q_len) - 1) // ROWS_PER_TOKEN
     last = tl.load(p_number + last_token)
@@ -464,11 +461,12 @@ def write_cut_bitmasks(
 
 @triton.jit(do_not_specialize=[*SIZES, "n_words_of_all"])
 def count_kernel(
-    # inputs: int32 (axes, n_rows, n_words); (batch, 3, tokens), see plan/block_selection.py, or None
+    # inputs: int32 (n_batch_heads, n_rows, n_words); (batch, 3, tokens), see plan/block_selection.py, or None
     bits_ptr, documents_ptr,
-    # outputs: counts, int32 (2 * axes * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines; bitmasks
+    # outputs: counts, int32 (2 * n_batch_heads * (q_tiles + kv_tiles),) of rows, then of columns, see count_lines;
+    # bitmasks
     counts_ptr, words_ptr,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+    n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
     # words of the shared bitmasks
     n_words_of_all,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
@@ -477,24 +475,24 @@ def count_kernel(
 ):
     i_program = tl.program_id(0)
     # of those that write shared bitmasks
-    i_words = i_program - axes * (tl.cdiv(q_tiles, LINES) + tl.cdiv(kv_tiles, LINES))
-    n_of_rows, n_of_cols = axes * tl.cdiv(q_tiles, LINES), axes * tl.cdiv(kv_tiles, LINES)
+    i_words = i_program - n_batch_heads * (tl.cdiv(q_tiles, LINES) + tl.cdiv(kv_tiles, LINES))
+    n_of_rows, n_of_cols = n_batch_heads * tl.cdiv(q_tiles, LINES), n_batch_heads * tl.cdiv(kv_tiles, LINES)
     if i_program < n_of_rows:
         count_lines(
             bits_ptr, documents_ptr, counts_ptr, i_program, q_tiles, kv_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+            n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
             True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif i_program < n_of_rows + n_of_cols:
         count_lines(
-            bits_ptr, documents_ptr, counts_ptr + 2 * axes * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+            bits_ptr, documents_ptr, counts_ptr + 2 * n_batch_heads * q_tiles, i_program - n_of_rows, kv_tiles, q_tiles,
+            n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
             False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS,
         )
     elif EDGES == OWN:
         write_own_bitmasks(
             bits_ptr, documents_ptr, words_ptr, i_words, n_words_of_all,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents,
             BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, CAUSAL, TILE, WORDS,
         )
     elif i_words < tl.cdiv(n_words_of_all, WORDS):
@@ -505,22 +503,22 @@ def count_kernel(
         write_cut_bitmasks(
             bits_ptr, documents_ptr, words_ptr, i_words - tl.cdiv(n_words_of_all, WORDS),
             n_words_of_all // (TILE * (TILE // 32)),
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
             BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, CAUSAL, TILE, CUT_WORDS,
         )
 
 
 @triton.jit
-def max_long_lines(counts_ptr, axes, n_major, limit, AXES: tl.constexpr, MINORS: tl.constexpr):
-    """The largest number of lines with more than `limit` tiles, over all axes."""
-    b_most = tl.zeros([AXES], tl.int32)
-    for first_axis in range(0, axes, AXES):
-        o_axis = (first_axis + tl.arange(0, AXES))[:, None]
-        b_long = tl.zeros([AXES], tl.int32)
+def max_long_lines(counts_ptr, n_batch_heads, n_major, limit, HEADS: tl.constexpr, MINORS: tl.constexpr):
+    """The largest number of lines with more than `limit` tiles, over all heads."""
+    b_most = tl.zeros([HEADS], tl.int32)
+    for first_head in range(0, n_batch_heads, HEADS):
+        o_head = (first_head + tl.arange(0, HEADS))[:, None]
+        b_long = tl.zeros([HEADS], tl.int32)
         for first in range(0, n_major, MINORS):
             o_line = (first + tl.arange(0, MINORS))[None, :]
-            m_line = (o_axis < axes) & (o_line < n_major)
-            b_count = tl.load(counts_ptr + o_axis * n_major + o_line, mask=m_line, other=0)
+            m_line = (o_head < n_batch_heads) & (o_line < n_major)
+            b_count = tl.load(counts_ptr + o_head * n_major + o_line, mask=m_line, other=0)
             b_long += tl.sum((b_count > limit).to(tl.int32), 1)
         b_most = tl.maximum(b_most, b_long)
     return tl.max(b_most, 0)
@@ -564,28 +562,28 @@ def write_records(records_ptr, o_line, b_position, b_begin, b_tiles, b_partial, 
 @triton.jit
 def list_lines(
     bits_ptr, documents_ptr, counts_ptr, records_ptr, indices_ptr, ids_ptr, i_program, n_indices, n_ids,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+    n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
     OF_ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr,
     EDGES: tl.constexpr, CAUSAL: tl.constexpr, TILE: tl.constexpr,
-    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Writes the records and tiles of some lines of one direction, and a share of the padding zeros."""
     n_major = q_tiles if OF_ROWS else kv_tiles
     n_minor = kv_tiles if OF_ROWS else q_tiles
     n_groups = tl.cdiv(n_major, LINES)
-    n_programs = axes * n_groups
+    n_programs = n_batch_heads * n_groups
     batch_head = i_program // n_groups
     first_line = (i_program % n_groups) * LINES
     o_line = first_line + tl.arange(0, LINES)
     m_line = o_line < n_major
-    n_tiles, before = sums_before(counts_ptr, axes * n_major, batch_head * n_major + first_line, CHUNK)
+    n_tiles, before = sums_before(counts_ptr, n_batch_heads * n_major, batch_head * n_major + first_line, CHUNK)
     # twice the mean
-    limit = ((2 * n_tiles.to(tl.int64)) // (axes * n_major)).to(tl.int32)
-    n_long = max_long_lines(counts_ptr, axes, n_major, limit, AXES, MINORS)
+    limit = ((2 * n_tiles.to(tl.int64)) // (n_batch_heads * n_major)).to(tl.int32)
+    n_long = max_long_lines(counts_ptr, n_batch_heads, n_major, limit, HEADS, MINORS)
 
     p_tiles = counts_ptr + batch_head * n_major
     b_tiles = tl.load(p_tiles + o_line, mask=m_line, other=0)
-    b_partial = tl.load(p_tiles + axes * n_major + o_line, mask=m_line, other=0)
+    b_partial = tl.load(p_tiles + n_batch_heads * n_major + o_line, mask=m_line, other=0)
     b_begin = before + tl.cumsum(b_tiles, 0) - b_tiles
     b_position = launch_positions(p_tiles, o_line, b_tiles, n_major, LINES, MINORS)
     p_records = records_ptr + batch_head.to(tl.int64) * n_major * RECORD
@@ -596,7 +594,7 @@ def list_lines(
         o_minor = first + tl.arange(0, MINORS)
         b_stored, b_full, b_id = tile_kinds_along(
             bits_ptr, documents_ptr, batch_head, o_line, o_minor,
-            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+            n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
             OF_ROWS, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE,
         )
         b_is_full, b_is_partial = b_stored & b_full, b_stored & (1 - b_full)
@@ -621,26 +619,26 @@ def list_kernel(
     row_records_ptr, row_indices_ptr, row_ids_ptr, col_records_ptr, col_indices_ptr, col_ids_ptr,
     # length of the indices
     n_indices,
-    axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
+    n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS_PER_TOKEN: tl.constexpr, EDGES: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr,
-    LINES: tl.constexpr, MINORS: tl.constexpr, AXES: tl.constexpr, CHUNK: tl.constexpr,
+    LINES: tl.constexpr, MINORS: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     i_program = tl.program_id(0)
-    n_of_rows = axes * tl.cdiv(q_tiles, LINES)
+    n_of_rows = n_batch_heads * tl.cdiv(q_tiles, LINES)
     if i_program < n_of_rows:
         list_lines(
             bits_ptr, documents_ptr, counts_ptr, row_records_ptr, row_indices_ptr, row_ids_ptr, i_program,
             n_indices, n_indices + ROW_IDS,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
-            True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
+            n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
+            True, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, HEADS, CHUNK,
         )
     else:
         list_lines(
-            bits_ptr, documents_ptr, counts_ptr + 2 * axes * q_tiles, col_records_ptr, col_indices_ptr, col_ids_ptr,
-            i_program - n_of_rows, n_indices, n_indices + COL_IDS,
-            axes, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, axes_of_documents, n_mixed,
-            False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, AXES, CHUNK,
+            bits_ptr, documents_ptr, counts_ptr + 2 * n_batch_heads * q_tiles, col_records_ptr, col_indices_ptr,
+            col_ids_ptr, i_program - n_of_rows, n_indices, n_indices + COL_IDS,
+            n_batch_heads, n_rows, n_cols, n_words, q_len, kv_len, q_tiles, kv_tiles, heads_of_documents, n_mixed,
+            False, BLOCK_Q, BLOCK_KV, ROWS_PER_TOKEN, EDGES, CAUSAL, TILE, LINES, MINORS, HEADS, CHUNK,
         )
 # fmt: on
 
@@ -658,15 +656,15 @@ class PlanLaunches(NamedTuple):
 def plan_launches(grid: Grid, device: torch.device) -> PlanLaunches:  # noqa: ARG001  part of the cache key
     """The launches, for lists of any length."""
     sizes, n_words = grid.sizes(), grid.n_shared * grid.words_of_bitmask
-    n_lines = grid.blocks.axes * sum(-(-side // LINES) for side in grid.shape)
+    n_lines = grid.blocks.n_batch_heads * sum(-(-side // LINES) for side in grid.shape)
     lines = {"LINES": LINES, "MINORS": MINORS, "num_warps": 8}
     count = {**sizes, "n_words_of_all": n_words, **lines, "WORDS": WORDS, "CUT_WORDS": CUT_WORDS}
-    n_cut_rows = grid.blocks.axes * grid.shape[0] if grid.has_cuts else 0
-    fill = {**sizes, **lines, "AXES": AXES, "CHUNK": CHUNK}
+    n_cut_rows = grid.blocks.n_batch_heads * grid.shape[0] if grid.has_cuts else 0
+    fill = {**sizes, **lines, "HEADS": HEADS, "CHUNK": CHUNK}
     return PlanLaunches(
         Launch(count_kernel, (n_lines + -(-n_words // WORDS) + n_cut_rows,), count),
         Launch(list_kernel, (n_lines,), fill),
-        contiguous(torch.int32, 2 * grid.blocks.axes * sum(grid.shape)),
+        contiguous(torch.int32, 2 * grid.blocks.n_batch_heads * sum(grid.shape)),
         contiguous(torch.int32, grid.n_bitmasks, grid.tile, grid.tile // 32),
     )
 
@@ -680,8 +678,8 @@ def build_from_bits(
 ) -> list[torch.Tensor]:
     """The tensors of a Plan.
 
-    bits     int32 (axes, n_rows, n_words), see block_selection.py
-    batch_heads  (batch | 1, heads | 1), axes in all
+    bits     int32 (n_batch_heads, n_rows, n_words), see block_selection.py
+    batch_heads  (batch | 1, heads | 1)
     lengths  of the lists: indices, ids of rows, ids of columns
     documents  int32 (batch, 3, tokens) if the grid has documents, see plan/block_selection.py
     """

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...plan_format import SelectedPlan, SelectedSizes
 from ...runtime.launch import Launch
-from .tile import PARTIAL as PARTIAL_MARK
+from .tile import PARTIAL
 
 # tokens or entries per program; lists per program
 BLOCK, LISTS = 1024, 128
@@ -111,7 +111,7 @@ def mark_entries_kernel(
         o_out = o_entry * SUBBLOCKS + i_sub
         tl.store(lists_ptr + o_out, tl.where(is_used, first_list[:, None] + b_key_block, n_lists), mask=m_entry)
         tl.store(key_blocks_ptr + o_out, tl.where(is_used, b_key_block, -1), mask=m_entry)
-        tl.store(blocks_ptr + o_out, block[:, None] - tl.where(is_full, 0, PARTIAL_MARK), mask=m_entry)
+        tl.store(blocks_ptr + o_out, block[:, None] - tl.where(is_full, 0, PARTIAL), mask=m_entry)
 
 
 @triton.jit(do_not_specialize=["capacity"])

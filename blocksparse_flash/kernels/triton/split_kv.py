@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ...plan_format import ROW_LISTS, TILE
 from ...runtime.launch import Config, Launch, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of, specs_of
 from ...score_mods import Scores
 from ..arguments import (
-    TILE,
     Options,
     PlanSpecs,
     columns_of_values,
@@ -417,8 +417,8 @@ def forward(
         sinks, slopes, pair_bias = scores.sinks, scores.alibi_slopes, scores.pair_bias
         tables = scores.tables(0, base_2=True)
         options = options._replace(scores=score_specs_of(scores, tables))
-    n_listed = plan[1].shape[0] if plan else 0
-    lists = tile_lists(plan, 0)
+    n_listed = plan[ROW_LISTS + 1].shape[0] if plan else 0
+    lists = tile_lists(plan, ROW_LISTS)
     launches = split_kv_launches(specs or specs_of(q, k, v), plan_specs_of(lists), n_listed, options)
     inputs = (q, k, v, *lists, kv_lengths)
     if launches.combine is None:

@@ -6,12 +6,11 @@ Scores and the running maximum are in base 2 inside kernels; `lse` in memory use
 import triton
 import triton.language as tl
 
-from ... import philox, plan_format
-from .. import arguments
+from ... import philox, plan_format, score_mods
 
 # tokens per side of a 128 x 128 tile; Constants.TILE is that of the plan at hand. A bias cell always lies within one
 # such tile
-TILE = tl.constexpr(arguments.TILE)
+TILE = tl.constexpr(plan_format.TILE)
 # subtracted from the list entries of partial tiles
 PARTIAL = tl.constexpr(plan_format.PARTIAL)
 # int32 values per record of a plan, and where in it each field is
@@ -20,7 +19,7 @@ NUMBER, BEGIN, N_TILES, N_PARTIAL = (
     tl.constexpr(i) for i in (plan_format.NUMBER, plan_format.BEGIN, plan_format.N_TILES, plan_format.N_PARTIAL)
 )
 POSITION, N_LONG = tl.constexpr(plan_format.POSITION), tl.constexpr(plan_format.N_LONG)
-LOG2_E = tl.constexpr(arguments.LOG2_E)
+LOG2_E = tl.constexpr(score_mods.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
 # of the dropout mask, see philox.py
 ROUNDS, VALUE_BITS, VALUE_DISTANCE = (

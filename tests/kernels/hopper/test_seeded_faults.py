@@ -294,7 +294,8 @@ BACKWARD_FAULTS = {
     ),
     "dk written over ds that is still read": Change(
         BACKWARD_CONSUMER,
-        '    # wait until the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
+        "    # wait until the other warpgroup has read ds, or K and V, and TMA its dq\n"
+        '    named_barrier("sync", CONSUMERS_BARRIER)\n',
         "\n\n",
     ),
     "dv written over dq that TMA still adds": Change(
@@ -313,7 +314,7 @@ BACKWARD_FAULTS = {
     ),
     "ds written over dk that the other warpgroup still stores": Change(
         BACKWARD_CONSUMER,
-        '        tma.store_wait(0)\n        named_barrier("sync", 9)\n        kv_stage',
+        '        tma.store_wait(0)\n        named_barrier("sync", CONSUMERS_BARRIER)\n        kv_stage',
         "        tma.store_wait(0)\n\n        kv_stage",
     ),
     "K and V never released": Change(
@@ -387,13 +388,13 @@ Q_STAGE_FAULTS = {
 # faults of dq that the consumers add with atomics
 DQ_FROM_REGISTERS_FAULTS = {
     "ds read before the other warpgroup has written its half": Change(
-        BACKWARD_CONSUMER, '        named_barrier("sync", 9)\n        ds_part = ', "        ds_part = "
+        BACKWARD_CONSUMER, '        named_barrier("sync", CONSUMERS_BARRIER)\n        ds_part = ', "        ds_part = "
     ),
     "one buffer of ds instead of two": BACKWARD_FAULTS["one buffer of ds instead of two"],
     "ds read without a proxy fence": Change(
         BACKWARD_CONSUMER,
-        '        fence_async_shared()\n        named_barrier("sync", 9)\n        ds_part = ',
-        '        named_barrier("sync", 9)\n        ds_part = ',
+        '        fence_async_shared()\n        named_barrier("sync", CONSUMERS_BARRIER)\n        ds_part = ',
+        '        named_barrier("sync", CONSUMERS_BARRIER)\n        ds_part = ',
     ),
     "dv written over dk": Change(
         BACKWARD, "staging_buffer(ds_buffers, dv_desc, bytes_of(", "staging_buffer(ds_buffers, dv_desc, 0 * bytes_of("
@@ -635,7 +636,7 @@ WIDE_FAULTS = {
         "    b_dv, b_dv_tail = wait_for_products(0, dv_token, tail_token)\n",
     ),
     "dk and dv stored while the other warpgroup multiplies": Change(
-        WIDE_DKDV, '    named_barrier("sync", 9)\n    if ptrs', "    if ptrs"
+        WIDE_DKDV, '    named_barrier("sync", CONSUMERS_BARRIER)\n    if ptrs', "    if ptrs"
     ),
     "dk and dv stored without a fence": Change(WIDE_DKDV, "    fence_async_shared()\n    store_rows", "    store_rows"),
     "keys released before dk is stored": Change(WIDE_DKDV, "    tma.store_wait(0)\n", ""),
@@ -644,7 +645,7 @@ WIDE_FAULTS = {
         WIDE_DKDV, "SPLIT_OFFSET + kv_start % TILE", "SPLIT_OFFSET + kv_start % 1"
     ),
     "second half of the keys left out": Change(COLS, "    n_work = n_work * (TILE // KEYS)\n", ""),
-    "both halves of the keys at the same place": Change(COLS, "kv_start=kv_start + i_part * KEYS", "kv_start=kv_start"),
+    "both halves of the keys at the same place": Change(COLS, "kv_start=kv_start + i_half * KEYS", "kv_start=kv_start"),
     "values released during their product": Change(
         WIDE_DQ,
         "    b_dp = warpgroup_mma_wait(0, deps=(dp_token,))\n    consumer_release(v, v_stage)\n",
@@ -724,7 +725,8 @@ TAIL_FAULTS = {
     ),
     "dk written over keys that are still read": Change(
         BACKWARD_CONSUMER,
-        '    # wait until the other warpgroup has read ds, or K and V, and TMA its dq\n    named_barrier("sync", 9)\n',
+        "    # wait until the other warpgroup has read ds, or K and V, and TMA its dq\n"
+        '    named_barrier("sync", CONSUMERS_BARRIER)\n',
         "",
     ),
     "tail of dv in place of that of dk": Change(

@@ -66,7 +66,7 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
         *((module, name, 2) for module in (block_selection, plan_builder) for name in ("LINES", "MINORS")),
         *((module, "CHUNK", 4) for module in (block_selection, plan_builder)),
         (block_selection, "ELEMENTS", 16),
-        (plan_builder, "AXES", 2),
+        (plan_builder, "HEADS", 2),
     ):
         monkeypatch.setattr(module, name, value)
     for cache in caches:
@@ -316,7 +316,7 @@ def test_plans_of_selections_by_token_have_the_pairs_of_pytorch(
     frame = Frame(2, 1, q_len * rows_per_token, kv_len, (rows_per_token * together, keys))
     if shares_bitmasks:
         monkeypatch.setattr(plan_builder.Grid, "n_tiles", 1 << 30)
-        monkeypatch.setattr(selection_kernels, "MOST_SUMMED", 0)
+        monkeypatch.setattr(selection_kernels, "MAX_SUMMED", 0)
         selection_kernels._list_rows.cache_clear()
     indices = random_indices(frame, 3, device)
     made = block_selection.by_indices(indices, frame)
