@@ -8,6 +8,7 @@
 # make mutants   break a copy of the code, one line at a time; each time a test must fail. Many minutes, no GPU
 # make docs      documentation and API reference, a site in out/site
 # make test-gpu  tests that need a CUDA device (context parallelism: two or more), with the packages of $(PYTHON)
+# make clean     removes the environment, builds and caches; what was trained and generated stays in out
 #
 # PYTHON creates the environment and runs test-gpu; JOBS is the number of test processes; PART is for test-rest.
 
@@ -28,9 +29,12 @@ endif
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.lra.first_result
 
-demo-lm: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.lm corpus --max-bytes 5000000 --out out/lm/demo.bin
+demo-lm: $(VENV)/.demo out/lm/demo.bin
 	$(BIN)/python -m benchmarks.lm figure demo --corpus out/lm/demo.bin
+
+# made once: with other packages the corpus would be another one, and runs could not continue
+out/lm/demo.bin: | $(VENV)/.demo
+	$(BIN)/python -m benchmarks.lm corpus --max-bytes 5000000 --out $@
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -75,27 +79,28 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) out/site dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(BIN)/python:
+# pip comes last, so that an interrupted environment, or one without ensurepip, is made again
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 # one stamp file per set of extras: the environment is reinstalled only when its requirements change
-$(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/python
+$(VENV)/.demo: pyproject.toml .ci/constraints.txt | $(BIN)/pip
 	$(INSTALL) --constraint .ci/constraints.txt --editable '.[demo]'
 	touch $@
 
-$(VENV)/.docs: pyproject.toml .ci/constraints.txt | $(BIN)/python
+$(VENV)/.docs: pyproject.toml .ci/constraints.txt | $(BIN)/pip
 	$(INSTALL) --constraint .ci/constraints.txt --editable '.[docs]'
 	touch $@
 
 # pip would compile to bytecode on one core; folders that tests hardly import are left out
-$(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/python
+$(VENV)/.test: pyproject.toml .ci/constraints.txt | $(BIN)/pip
 	$(INSTALL) --no-compile --constraint .ci/constraints.txt --editable '.[lra,test]'
 	$(BIN)/python -m compileall -q -j $(JOBS) -x '/(models|testing|tests)/' $(VENV)/lib
 	touch $(VENV)/.demo $@
 
-$(VENV)/triton-%: | $(BIN)/python
+$(VENV)/triton-%: | $(BIN)/pip
 	$(INSTALL) --no-deps --upgrade --target $@.part triton==$*
 	mv $@.part $@

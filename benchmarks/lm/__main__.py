@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..run import measure
 from . import corpus
 from .model import ARMS, IMPLEMENTATIONS, SIZES, TINY, Settings
 
@@ -78,7 +79,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     make.add_argument("--folder", type=Path, default=site, help="each entry is a package; default: installed packages")
     make.add_argument("--suffix", default=".py", help="suffix of the files; default .py")
     make.add_argument("--max-bytes", type=int, default=200_000_000, help="size of the corpus; default 200,000,000")
-    make.add_argument("--out", type=Path, default=OUT / "corpus.bin", help="written, with a manifest beside it")
+    what = "written, with a manifest beside it; no other corpus is replaced"
+    make.add_argument("--out", type=Path, default=OUT / "corpus.bin", help=what)
     for command in (train, figure):
         command.add_argument("--corpus", type=Path, default=OUT / "corpus.bin", help="written by the command `corpus`")
         what = f"stop after the last validation within this time, with exit code {STOPPED}; default: no limit"
@@ -97,10 +99,12 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     steps.add_argument("--size", choices=SIZES, default="medium", help="of the model; default medium")
     steps.add_argument("--arms", nargs="+", choices=ARMS, default=["dense", "hybrid", "local"])
     steps.add_argument("--attention", nargs="+", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
-    steps.add_argument("--lengths", nargs="+", type=int, default=[65536, 131072], help="tokens; default 65536 131072")
+    count, lengths = measure.multiple_of(1), [65536, 131072]
+    steps.add_argument("--lengths", nargs="+", type=count, default=lengths, help="tokens; default 65536 131072")
     steps.add_argument("--keys", type=int, default=Settings().keys, help=f"default {Settings().keys}")
-    steps.add_argument("--rounds", type=int, default=7, help="timed steps of each variant; default 7")
-    steps.add_argument("--out", type=Path, default=Path("benchmarks/results/lm_steps.jsonl"), help="appended to")
+    steps.add_argument("--rounds", type=count, default=7, help="timed steps of each variant; default 7")
+    results = "benchmarks/results/lm_steps.jsonl"
+    steps.add_argument("--out", type=measure.appendable, default=results, help="appended to")
     report.add_argument("--runs", type=Path, default=OUT / "runs", help="folder with a folder for each run")
     report.add_argument("--out", type=Path, default=OUT / "report", help="folder of report.md and curves.png")
     return parser.parse_args(arguments)

@@ -37,12 +37,13 @@ def make(
     """Writes the training bytes and then the validation bytes to `out`, and the manifest, which is returned, beside it.
 
     The manifest has the name of `out` with the suffix .json, and names the packages that were left out: as copies, as
-    they were larger than a tenth of their split, or for lack of room.
+    they were larger than a tenth of their split, or for lack of room. Other files are not replaced, nor is another
+    corpus, with which trainings may go on.
 
     folder            each entry is a package, a folder or a file, and goes to one split
     validation_share  of the bytes. These packages are read first, so that training drops what is in both
-    raises            ValueError if there is no such folder, max_bytes is below 1, a split is empty, or another file has
-                      the place of the corpus or of the manifest
+    raises            ValueError if there is no such folder, max_bytes is below 1, a split is empty, or another file or
+                      corpus has the place of the corpus or of the manifest
     """
     if not folder.is_dir():
         raise ValueError(f"folder must be a folder of packages, got {folder}, which is none")
@@ -50,9 +51,12 @@ def make(
         raise ValueError(f"max_bytes must be 1 or more, got {max_bytes}")
     if not out.name or out.is_dir() or out.suffix == ".json":
         raise ValueError(f"out must be a file that does not end with .json, as its manifest does, got {str(out)!r}")
-    if out.with_suffix(".json").exists():
-        # another file is not replaced
-        read_manifest(out)
+    known = read_manifest(out)["sha256"] if out.with_suffix(".json").exists() else None
+    if known is None and out.exists():
+        raise ValueError(
+            f"out must not be another file, got {out}, which has no manifest beside it: choose another place, or "
+            "remove it"
+        )
     found: dict[str, list[Path]] = {}
     for path in sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
         found.setdefault(path.relative_to(folder).parts[0], []).append(path)
@@ -84,11 +88,16 @@ def make(
     manifest: dict[str, Any] = {f"{split}_bytes": len(text) for split, text in splits.items()}
     manifest |= {"sha256": hashlib.sha256(content).hexdigest(), "packages": packages}
     manifest["left_out"] = sorted(found.keys() - packages)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # without a manifest, a half-written corpus is none
-    out.with_suffix(".json").unlink(missing_ok=True)
-    out.write_bytes(content)
-    out.with_suffix(".json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    if out.exists() and known != manifest["sha256"]:
+        raise ValueError(
+            f"out must not be the place of another corpus, got {out}, whose SHA-256 is {known}, not "
+            f"{manifest['sha256']}: choose another place, or remove it"
+        )
+    # a kill between the two leaves a manifest alone, which is no corpus, and is replaced the next time
+    with saved.replacing(out.with_suffix(".json")) as unfinished:
+        unfinished.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    with saved.replacing(out) as unfinished:
+        unfinished.write_bytes(content)
     return manifest
 
 

@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import os
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -50,19 +49,13 @@ def point_of(
     }  # fmt: skip
 
 
-def _replace(path: Path, text: str) -> None:
-    """Writes a file beside the old one and renames it: a kill leaves the old one, and reports read whole files."""
-    unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
-
-
 def write_points(folder: Path, points: list[Point]) -> None:
     text = io.StringIO()
     lines = csv.DictWriter(text, points[0], lineterminator="\n")
     lines.writeheader()
     lines.writerows(points)
-    _replace(folder / "metrics.csv", text.getvalue())
+    with saved.replacing(folder / "metrics.csv") as unfinished:
+        unfinished.write_text(text.getvalue(), encoding="utf-8")
 
 
 def facts_of_start(folder: Path) -> dict[str, Any]:
@@ -91,12 +84,19 @@ def write_run(folder: Path, identity: dict[str, Any], model: nn.Module, device: 
     """identity: from identity_of."""
     weights = sum(weight.numel() for weight in model.parameters())
     facts = {**identity, "weights": weights, **measure.environment(device)}
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "run.json", json.dumps(facts, indent=1) + "\n")
+    with saved.replacing(folder / "run.json") as unfinished:
+        unfinished.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Point]]:
-    """run.json, and the lines of metrics.csv as numbers."""
-    with (folder / "metrics.csv").open() as file:
-        points = [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
+    """run.json, and the lines of metrics.csv as numbers, one or more; ValueError if a file is not whole."""
+    path = folder / "metrics.csv"
+    try:
+        with path.open(encoding="utf-8") as file:
+            points = [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
+    # a line that is cut off has None for its last columns
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the metrics.csv of a run ({error}): copy it again, or remove it") from None
+    if not points:
+        raise ValueError(f"{path} is not the metrics.csv of a run (it has no lines): copy it again, or remove it")
     return saved.read_json(folder / "run.json", ("arm", "seed", "corpus_sha256"), "the run.json of a run"), points

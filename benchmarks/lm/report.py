@@ -153,9 +153,11 @@ def curves(found: dict[str, Runs]) -> Figure:
         by_position.plot([end for _, end in parts_of(runs[0][0]["length"])], parts.mean(axis=0), marker="o")
     # the first steps would hide the differences
     shown = [points["validation_loss"][len(points) // 4 :] for runs in found.values() for _, points in runs]
-    low, high = min(map(min, shown)), max(map(max, shown))
+    # a run that has diverged has NaN
+    finite = np.concatenate(shown)[np.isfinite(np.concatenate(shown))]
     for axes, label in ((by_tokens, "million tokens"), (by_seconds, "seconds of training")):
-        axes.set_ylim(low - 0.02, high + 0.05)
+        if len(finite):
+            axes.set_ylim(finite.min() - 0.02, finite.max() + 0.05)
         axes.set_xlabel(label)
     by_position.set_xscale("log", base=2)
     by_position.set_xlabel("position in the window, up to")

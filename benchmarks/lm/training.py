@@ -168,14 +168,15 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
     path, weights, n_done, where = folder / "last.ckpt", folder / "weights.pt", 0, f"{settings.name}, {folder}"
     training = Training(settings, corpus, folder, deadline)
     if path.exists() or weights.exists():
-        # weights beside a checkpoint may be half written
+        # weights beside a checkpoint: a kill came before its removal
         is_finished = not path.exists()
         checkpoint = {} if is_finished else saved.load(path, ("identity", "global_step"))
         facts = read_run(folder)[0] if is_finished else checkpoint["identity"]
-        if any(facts.get(name) != training.identity.get(name) for name in ("start", *training.identity)):
+        odd = [name for name in ("start", *training.identity) if facts.get(name) != training.identity.get(name)]
+        if odd:
             raise ValueError(
-                f"{folder} has a run with other settings, another corpus or other weights to start with: "
-                "choose another --out"
+                f"{folder} has a run with other settings, another corpus or other weights to start with (other: "
+                f"{', '.join(dict.fromkeys(odd))}): choose another --out, or remove it to begin anew"
             )
         if is_finished:
             print(f"{where}: finished before", flush=True)
@@ -215,7 +216,8 @@ def _train(settings: Settings, corpus: Corpus, folder: Path, deadline: float) ->
     print(f"{where}: {loss}, {rate:,.0f} tokens/s, step {training.global_step} of {settings.steps}", flush=True)
     if training.global_step < settings.steps:
         return False
-    torch.save({name: weight.bfloat16() for name, weight in training.model.state_dict().items()}, weights)
+    with saved.replacing(weights) as unfinished:
+        torch.save({name: weight.bfloat16() for name, weight in training.model.state_dict().items()}, unfinished)
     path.unlink()
     return True
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from . import batches, listops, pathfinder, released, sets, sources, stand_ins
 from .batches import SYMMETRIES, Batch, ExampleRows, FreshRows, PairRows, RecordRows, Rows, SymmetricRows
-from .tasks import Sizes, Task, find
+from .tasks import Sizes, Task, check_seed, find
 
 SPLITS = ("train", "validation", "test")
 # columns of padding are dropped in multiples of this, the default block size
@@ -137,8 +137,13 @@ class LraData(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         self.task, self.source, self.root, self.seed = find(task), source, Path(root), seed
+        check_seed("seed", seed)
+        if test_seed is not None:
+            check_seed("test_seed", test_seed)
         if batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+        if workers is not None and workers < 0:
+            raise ValueError(f"workers must be 0 or more, got {workers}")
         self.batch_size = batch_size
         self.test_seed, self.order_seed = seed if test_seed is None else test_seed, order_seed
         if source == "official" and self.test_seed != seed:

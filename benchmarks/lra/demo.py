@@ -41,7 +41,8 @@ import masks
 from benchmarks.lra import listops
 from benchmarks.lra.first_result import device, first_result
 from benchmarks.lra.floors import best_guess
-from benchmarks.run.checkpoints import WholeCheckpoints
+from benchmarks.run import saved
+from benchmarks.run.checkpoints import WholeCheckpoints, locked
 from benchmarks.run.measure import wall_milliseconds
 from blocksparse_flash import BlockLayout
 from blocksparse_flash import nn as layers
@@ -74,9 +75,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = 0 if name in ("seed", "window", "global_tokens") else 1
-            if type(value) is int and value < least:
+            least = 0 if name in ("window", "global_tokens") else 1
+            if type(value) is int and name != "seed" and value < least:
                 raise ValueError(f"{name} must be {least} or more, got {value}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
 
@@ -240,7 +243,7 @@ def finished_steps(path: Path, settings: Settings) -> int:
     """Steps in the checkpoint of an interrupted run with these settings; 0 without one."""
     if not path.exists():
         return 0
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = saved.load(path, ("settings", "global_step"))
     if checkpoint["settings"] != dataclasses.asdict(settings):
         print(f"{path} was left by a run with other settings: starting afresh")
         return 0
@@ -283,11 +286,11 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
     )
     try:
         trainer.fit(task, ckpt_path=path if n_finished else None)
+        trained = time.perf_counter()
+        accuracy = float(trainer.test(task, verbose=False)[0]["test_accuracy"])
     except SystemExit:
         # Lightning's answer to Ctrl-C
         raise KeyboardInterrupt from None
-    trained = time.perf_counter()
-    accuracy = float(trainer.test(task, verbose=False)[0]["test_accuracy"])
     test = task.splits.test
     roots, labels = np.array([(sample.tokens[0], sample.label) for sample in test]).T
     floor, _ = best_guess(roots, labels)
@@ -307,7 +310,8 @@ def run(settings: Settings, out: Path) -> dict[str, Any]:
         "curve": task.curve,
     }
     draw_curve(results, out / "learning_curve.png")
-    (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    with saved.replacing(out / "results.json") as unfinished:
+        unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     trainer.save_checkpoint(out / "model.ckpt")
     path.unlink(missing_ok=True)
     return results
@@ -342,7 +346,10 @@ def main(arguments: Sequence[str] | None = None, *, agree: bool | None = None) -
     torch.set_num_threads(1)
     agree = first_result() if agree is None else agree
     try:
-        results = run(settings, out)
+        with locked(out):
+            results = run(settings, out)
+    except (OSError, ValueError) as error:
+        sys.exit(f"the demo: {error}")
     except KeyboardInterrupt:
         print(f"\ninterrupted; run the same command to continue from the last checkpoint in {out}", file=sys.stderr)
         return 130

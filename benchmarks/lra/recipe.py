@@ -117,10 +117,11 @@ class Stage:
             command += [] if self.start is None else ["--model.start", str(self.start)]
         code = _run(command)
         if code:
-            why = {LATER: "reached the time limit", INTERRUPTED: "was interrupted"}
-            problem = f"{why[code]} and saved its last step" if code in why else f"{name} failed"
+            why = {LATER: "reached the time limit and saved its last step"}
+            why |= {INTERRUPTED: "was interrupted and saved its last step", -signal.SIGINT: "was interrupted"}
+            problem = why.get(code, f"{name} failed")
             print(f"{self.config.stem}: {problem}; run the same command again to continue", file=sys.stderr)
-            sys.exit(code)
+            sys.exit(INTERRUPTED if code == -signal.SIGINT else code)
 
 
 def _run(command: Sequence[str]) -> int:
@@ -165,7 +166,8 @@ def stages(name: str, seed: int = 0) -> list[Stage]:
     known = {path.stem: Stage.read(path) for path in _members("ours")}
     known |= {f"{group}/{path.stem}": Stage.read(path) for group in GROUPS for path in _members(group)}
     if name not in known:
-        raise ValueError(f"name must be one of {', '.join([*known, *GROUPS])}, got {name!r}")
+        groups = f"recipe also takes {', '.join(GROUPS)}"
+        raise ValueError(f"name must be one of {', '.join(known)} ({groups}), got {name!r}")
     of_checkpoint = {stage.checkpoint: stage for stage in known.values()}
     found = [known[name]]
     while (start := found[0].start) is not None:
@@ -190,8 +192,8 @@ def _copy_kept_weights(chain: Sequence[Stage], results: Path) -> None:
             "to train from random weights"
         )
     if not kept[-1].checkpoint.exists():
-        kept[-1].checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(kept[-1].kept(results), kept[-1].checkpoint)
+        with saved.replacing(kept[-1].checkpoint) as unfinished:
+            shutil.copyfile(kept[-1].kept(results), unfinished)
 
 
 def _train(chain: Sequence[Stage], end: float | None, *, is_first: bool) -> bool:
@@ -246,9 +248,11 @@ def run(
         raise ValueError("seeds must be one number or more, got none")
     for seed in seeds:
         tasks.check_seed("seeds", seed)
+    if test_seed is not None:
+        tasks.check_seed("test_seed", test_seed)
     if minutes is not None and not minutes >= 0:
         raise ValueError(f"minutes must be 0 or more, got {minutes}")
-    end = None if minutes is None else time.monotonic() + 60 * minutes
+    end = None if minutes is None or minutes == math.inf else time.monotonic() + 60 * minutes
     names = [*GROUPS.get(name, (name,)), *(f"{name}/{path.stem}" for path in _members(name) if name in GROUPS)]
     is_first = True
     for seed in seeds:

@@ -80,18 +80,34 @@ def seed_of(run: str) -> tuple[str, int]:
 
 
 def _read(config: Path) -> dict[str, Any]:
-    return yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        settings = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config} is not a configuration: copy it again, or remove it")
+    return settings
+
+
+def _read_log(path: Path) -> pd.DataFrame:
+    """The lines of a log. Of a run that was killed when it began, or found a full disk, it is empty."""
+    try:
+        return pd.read_csv(path)
+    except pd.errors.EmptyDataError:
+        return pd.DataFrame()
+    except ValueError as error:
+        raise ValueError(f"{path} is not a log: {error}. Copy it again, or remove it") from None
 
 
 def _saved_config(folder: Path) -> Path | None:
     """The configuration of a run's last training, if it lies beside its log."""
-    logs = [path for path in reversed(_logs(folder)) if "loss" in pd.read_csv(path, nrows=0).columns]
+    logs = [path for path in reversed(_logs(folder)) if "loss" in _read_log(path).columns]
     return next((each for path in logs if (each := path.with_name("config.yaml")).exists()), None)
 
 
 def _logged_steps(folder: Path) -> int:
     """Steps in the logs of a run, which count them from 0."""
-    logs = [pd.read_csv(path).reindex(columns=["step"]).dropna() for path in _logs(folder)]
+    logs = [_read_log(path).reindex(columns=["step"]).dropna() for path in _logs(folder)]
     return max((int(log["step"].max()) + 1 for log in logs if len(log)), default=0)
 
 
@@ -126,7 +142,7 @@ def validations(folder: Path, column: str) -> dict[int, float]:
     """A column of a run's validations by step, where later logs replace earlier ones."""
     found: dict[int, float] = {}
     for path in _logs(folder):
-        log = pd.read_csv(path).reindex(columns=["step", column]).dropna()
+        log = _read_log(path).reindex(columns=["step", column]).dropna()
         found |= dict(zip(log["step"].astype(int), log[column], strict=True))
     return dict(sorted(found.items()))
 
@@ -137,8 +153,8 @@ def curve_of(folder: Path, run: str) -> Curve | None:
     what, is_lra = "unknown task", False
     for path in _logs(folder):
         config = path.parent / "config.yaml"
-        if "validation_accuracy" in pd.read_csv(path, nrows=0).columns and config.exists():
-            data = yaml.safe_load(config.read_text())["data"]
+        if "validation_accuracy" in _read_log(path).columns and config.exists():
+            data = _read(config)["data"]
             source, rules = data.get("source", "generated"), data.get("rules") or {}
             known = {name: rules[name] for name in ("contour_length", "changes") if name in rules}
             what = f"{data['task']}, {source} data"

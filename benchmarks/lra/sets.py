@@ -7,22 +7,29 @@ interfere, and a larger set reuses the parts of a smaller one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import multiprocessing
 import os
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from ..run import saved
 from .sources import Source
 
 PART = 1000
+# seconds after which a part under its temporary name is one of a killed process: none takes as long to write
+ABANDONED = 3600
 # name of the source -> split-count -> SHA-256
 RECORDED = Path(__file__).with_name("digests.json")
 
@@ -76,13 +83,30 @@ class StoredSet:
 def _make_part(source: Source, split: str, file: Path) -> None:
     index = int(file.stem)
     records = source.draw(split, np.arange(index * PART, (index + 1) * PART))
-    unfinished = file.with_name(f".{uuid.uuid4().hex}.part")
-    try:
-        with unfinished.open("wb") as stream:
-            np.save(stream, records)
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    # other processes may make the same part
+    with saved.replacing(file, uuid.uuid4().hex) as unfinished, unfinished.open("wb") as stream:
+        np.save(stream, records)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the parts under temporary names that killed processes left."""
+    for unfinished in folder.glob(".*.part"):
+        # another process may remove or rename it
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - unfinished.stat().st_mtime > ABANDONED:
+                unfinished.unlink()
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when the process that started it has ended; after a kill it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _make_parts(source: Source, split: str, files: list[Path], workers: int) -> Iterator[None]:
@@ -92,8 +116,14 @@ def _make_parts(source: Source, split: str, files: list[Path], workers: int) -> 
         return
     # forking a process with threads may hang
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
-        yield from pool.map(work, files)
+    try:
+        with ProcessPoolExecutor(min(workers, len(files)), context, _end_with_parent) as pool:
+            yield from pool.map(work, files)
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            f"a worker was killed, perhaps for lack of memory: run the same command again, with fewer workers than "
+            f"{workers}"
+        ) from None
 
 
 def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1) -> StoredSet:
@@ -112,6 +142,7 @@ def make(source: Source, split: str, count: int, *, root: Path, workers: int = 1
     missing = [file for file in files if not file.exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
         n_done, title = len(files) - len(missing), f"{source.name} {split}"
         with tqdm(total=len(files) * PART, initial=n_done * PART, desc=title, unit=" samples") as bar:
             for _ in _make_parts(source, split, missing, workers):

@@ -250,10 +250,14 @@ class Shape(NamedTuple):
     head_dim: int = HEAD_DIM
 
 
-def sparse_layout(length: int) -> BlockLayout:
-    """min(length / 8, 256) keys for every query. length: a power of two, at least 128."""
+def check_length(length: int) -> None:
     if length < 128 or length & (length - 1):
         raise ValueError(f"lengths must be powers of two, at least 128, got {length}")
+
+
+def sparse_layout(length: int) -> BlockLayout:
+    """min(length / 8, 256) keys for every query. length: a power of two, at least 128."""
+    check_length(length)
     keys = min(length // 8, 256)
     side = max(16, keys // 2)
     rows = np.arange(length // side)

@@ -33,6 +33,8 @@ from .tasks import find
 
 # seconds within which a second interrupt is the first one, sent to several processes
 SAME_INTERRUPT = 1.0
+# settings of an architecture that do not matter in a test
+ONLY_TRAINED = {"dropout_p", "attention_dropout_p", "first_tokens"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ def rate_at(step: int, recipe: Recipe, last_step: int) -> float:
     return warm * (max(0.0, left) if recipe.schedule == "linear" else 1.0)
 
 
+def _differences(known: dict[str, Any], given: dict[str, Any]) -> str:
+    """Settings of a checkpoint that differ from the given ones of the same name; "" for none."""
+    same = [name for name in given if name in known]
+    return "; ".join(f"{name} {known[name]!r}, not {given[name]!r}" for name in same if known[name] != given[name])
+
+
 def in_order(answers: Tensor) -> Tensor:
     """Logits (n, labels) by the number of their sample, which is the first column of (n, 1 + labels)."""
     return answers[answers[:, 0].argsort()][:, 1:]
@@ -96,7 +104,7 @@ def compile_around_attention(block: EncoderBlock) -> None:
 
 
 class EarlyEnd(Callback):
-    """Ends the training after a step, which is saved: past a time, and when it is interrupted (Ctrl-C).
+    """Ends the training after a step, which is saved: past a time, and when it is interrupted (Ctrl-C, SIGTERM).
 
     at  a time of time.monotonic(); math.inf for none
 
@@ -121,6 +129,11 @@ class EarlyEnd(Callback):
         # Python allows handlers in its main thread only
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+        # Lightning, which has set a handler since, would end without saving, with exit status 0; it resets this one too
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._interrupt)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ARG002
         if self._handler is not None and signal.getsignal(signal.SIGINT) == self._interrupt:
@@ -334,6 +347,12 @@ class Experiment(lightning.LightningModule):
         return {**settings, "seed": data.order_seed, "samples": data.samples(step), "augmentation": data.augmentation}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # no further step can change that, and later stages would begin with them
+        if not all(weight.isfinite().all() for weight in self.parameters()):
+            raise ValueError(
+                f"the weights are not finite after step {self.global_step}, and are not saved: a lower "
+                "model.recipe.learning_rate or another seed may help; the last checkpoint, if any, is of earlier steps"
+            )
         checkpoint["task"], checkpoint["settings"] = self.task.name, self._settings(self.global_step)
         checkpoint["architecture"] = asdict(self.model.architecture)
         data, hours = self.trainer.datamodule, (time.monotonic() - self._begin) / 3600  # type: ignore[attr-defined]
@@ -352,15 +371,24 @@ class Experiment(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.trainer.training:
-            step, known = checkpoint["global_step"], checkpoint.get("settings", {})
-            given = {name: value for name, value in self._settings(step).items() if name in known}
-            odd = [f"{name} {known[name]!r}, not {given[name]!r}" for name in given if known[name] != given[name]]
-            if odd:
+            if "streams" not in checkpoint:
                 raise ValueError(
-                    f"the checkpoint to resume was trained with other settings in its {step} steps: {'; '.join(odd)}. "
+                    "ckpt_path must be the checkpoint of a training, got kept weights, from which none can continue: "
+                    "model.start begins with them"
+                )
+            step = checkpoint["global_step"]
+            if odd := _differences(checkpoint.get("settings", {}), self._settings(step)):
+                raise ValueError(
+                    f"the checkpoint to resume was trained with other settings in its {step} steps: {odd}. "
                     "Set these, or choose another trainer.default_root_dir, or remove the checkpoint to begin anew"
                 )
             self._streams = checkpoint["streams"]
+        elif self.trainer.testing:
+            # the line of the test names those of this model
+            known = {"task": checkpoint.get("task", self.task.name), **checkpoint.get("architecture", {})}
+            given = {"task": self.task.name, **asdict(self.model.architecture)}
+            if odd := _differences(known, {name: value for name, value in given.items() if name not in ONLY_TRAINED}):
+                raise ValueError(f"the checkpoint to test was trained with other settings: {odd}. Set these")
         self.record = checkpoint["record"]
         self.trained_steps, self._goes_on = checkpoint["global_step"], True
 

@@ -19,7 +19,8 @@ def keep(name: str, *, seed: int = 0, results: Path = RESULTS) -> None:
     """Keep the weights of a trained run beside its results, in a file an eighth as large as its checkpoint.
 
     Matrices are rounded to bfloat16, the precision in which training multiplies them. The state of the optimizer is
-    left out: a test or another stage can begin with the file, but no training can continue from it.
+    left out: a test or another stage can begin with the file, but no training can continue from it. The kept weights
+    of another checkpoint are not replaced.
 
     Args:
         name: a configuration of configs/ours, or ablation/NAME
@@ -44,6 +45,11 @@ def keep(name: str, *, seed: int = 0, results: Path = RESULTS) -> None:
     # of the checkpoint that a line of test.jsonl names
     found["checkpoint"] = digest(stage.checkpoint)
     path = stage.kept(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(found, path)
+    if path.exists() and saved.load(path, ("checkpoint",))["checkpoint"] != found["checkpoint"]:
+        raise ValueError(
+            f"name must be that of a run whose weights are not kept yet, got {name!r}: {path} has those of another "
+            "checkpoint; remove it, or choose another folder of results"
+        )
+    with saved.replacing(path) as unfinished:
+        torch.save(found, unfinished)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

@@ -1,6 +1,7 @@
 """`python -m benchmarks.report` rewrites the generated sections, tables and pictures."""
 
 import argparse
+import sys
 
 from . import pages
 
@@ -8,4 +9,7 @@ from . import pages
 argparse.ArgumentParser(
     prog="python -m benchmarks.report", description=pages.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 ).parse_args()
-pages.main()
+try:
+    pages.main()
+except (OSError, ValueError) as error:
+    sys.exit(f"python -m benchmarks.report: {error}")

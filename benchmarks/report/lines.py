@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..run.measure import KEYS
+from ..run import measure
 
 Line = dict[str, Any]
 
@@ -50,7 +49,7 @@ LABELS = {
 def frame(lines: Iterable[Line]) -> pd.DataFrame:
     """A row for each line, and columns for `by` (the provider's name), `is_ours` and `hidden` (heads * head_dim)."""
     found = pd.DataFrame([*lines])
-    found = found.reindex(columns=[*dict.fromkeys([*found, *IDENTITY, *KEYS])])
+    found = found.reindex(columns=[*dict.fromkeys([*found, *IDENTITY, *measure.KEYS])])
     if found.empty:
         # pandas makes columns without values float64, which have no text methods
         found = found.astype(object)
@@ -68,8 +67,7 @@ def read(path: Path) -> pd.DataFrame:
     Every run measures a matrix product of its own, so these are also identified by their commit.
     """
     found: dict[Any, Line] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in measure.read(path):
         run = line["commit"] if line["bench"] == "matmul" else None
         found[run, tuple(map(line.get, IDENTITY))] = line
     return frame(found.values())

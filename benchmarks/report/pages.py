@@ -18,6 +18,7 @@ from blocksparse_flash.explanation import prediction
 
 from ..lm import report as language_model
 from ..lm import steps
+from ..run import saved
 from . import attention, context_parallel, io, models, plots, summaries, tables
 from . import lines as measurements
 from .attention import most
@@ -48,8 +49,9 @@ def prediction_section() -> str:
 
 
 def language_models(results: Path) -> dict[str, dict[str, language_model.Runs]]:
-    """The runs of each figure of benchmarks.lm."""
-    return {folder.name: language_model.read(folder) for folder in sorted((results / "lm").iterdir())}
+    """The runs of each figure of benchmarks.lm; none if no folder."""
+    folders = [path for path in sorted((results / "lm").glob("*")) if path.is_dir()]
+    return {folder.name: language_model.read(folder) for folder in folders}
 
 
 def language_model_section(results: Path) -> str:
@@ -170,7 +172,8 @@ def main() -> None:
     texts = {ROOT / page: text for page, text in written(ROOT, lines).items()}
     texts |= {RESULTS / name: text for name, text in result_pages(lines).items()}
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        with saved.replacing(path) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     curves = {f"lm-{name}": language_model.curves(found) for name, found in language_models(RESULTS).items()}
     for name, figure in {**plots.figures(lines), **curves}.items():
         # no date and no version: equal lines give equal files

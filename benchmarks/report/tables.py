@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 
+from ..run import measure
 from . import lines as measurements
 from .attention import short_ms
 from .lines import frame, providers, select
@@ -176,7 +176,7 @@ def read_long_range(folder: Path) -> pd.DataFrame:
     """
     found = []
     for path in sorted(folder.rglob("test.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = measure.read(path)
         latest = {(line["n"], line["test_seed"]): line for line in lines}
         counts = Counter((line["n"], line["test_seed"]) for line in lines)
         name = path.parent.relative_to(folder).as_posix()
@@ -252,7 +252,7 @@ def long_range_steps(lines: pd.DataFrame) -> str:
 def sparse_against_dense(lines: pd.DataFrame) -> str:
     """Accuracies of sparse and dense models of Long Range Arena, in pairs; "" if no pair is complete."""
     rows = list[list[str]]()
-    for task, (sparse_name, dense_name) in PAIRS.items():
+    for task, (sparse_name, dense_name) in PAIRS.items() if len(lines) else ():
         by_samples = lines[lines["configuration"] == dense_name].set_index("n")
         for sparse in lines[lines["configuration"] == sparse_name].to_dict("records"):
             if sparse["n"] in by_samples.index:

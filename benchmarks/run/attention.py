@@ -256,7 +256,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweep", choices=sweeps.NAMES, help="default: none, the patterns at one length")
     tokens = "tokens, a multiple of 256; default 16384, of --sweep length 1048576"
     parser.add_argument("--length", type=measure.multiple_of(256), help=tokens)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=measure.multiple_of(1), default=1)
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
     measure.add_resume(parser)
     options = measure.parsed_with_sizes(parser, arguments)

@@ -238,7 +238,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.lines.is_file():
         parser.error(f"--lines: there is no file {options.lines}")
-    made = calibrate(measurements.read(options.lines))
+    try:
+        lines = measurements.read(options.lines)
+    except ValueError as error:
+        parser.error(f"--lines: {error}")
+    made = calibrate(lines)
     if not made:
         raise SystemExit(f"no line of {options.lines} can be used")
     options.out.write_text(prediction.to_json(made), encoding="utf-8")

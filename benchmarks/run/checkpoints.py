@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,27 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
+from . import saved
+
 
 class WholeCheckpoints(TorchCheckpointIO):
     """Writes a checkpoint beside the last one and then renames it.
 
     Lightning writes it to the folder of temporary files. If that is on another disk, the last checkpoint is overwritten
     byte by byte, and a kill leaves neither.
+
+    keys  that a checkpoint must have when it is read
     """
 
+    def __init__(self, keys: Collection[str] = ()) -> None:
+        self.keys = ("pytorch-lightning_version", "state_dict", "global_step", *keys)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:  # noqa: ARG002 - Lightning's signature
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.part")
-        torch.save(checkpoint, unfinished)
-        os.replace(unfinished, path)
+        with saved.replacing(Path(path)) as unfinished:
+            torch.save(checkpoint, unfinished)
+
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        return saved.load(Path(path), self.keys)
 
 
 @contextmanager

@@ -261,16 +261,16 @@ def run(case: Case, name: str, ranks: Ranks, options: argparse.Namespace, link_g
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = measure.parser(__doc__, "context_parallel.jsonl")
     parser.add_argument("--lengths", type=measure.multiple_of(BLOCK), nargs="+", default=[65536], help="tokens")
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--heads", type=measure.multiple_of(1), default=16)
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[16])
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=measure.multiple_of(1), default=128)
     names = [pattern.name for pattern in patterns(8 * BLOCK)]
     default = ["local", "butterfly", "random", "bigbird"]
     parser.add_argument("--patterns", nargs="+", choices=names, default=default)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     parser.add_argument("--order", default="contiguous", help="of exchange, ulysses and gathered, see distributed.plan")
-    parser.add_argument("--chunks", type=int, help="messages of exchange; default: up to 4")
-    parser.add_argument("--runs", type=int, default=5, help="samples of a measurement")
+    parser.add_argument("--chunks", type=measure.multiple_of(1), help="messages of exchange; default: up to 4")
+    parser.add_argument("--runs", type=measure.multiple_of(1), default=5, help="samples of a measurement")
     options = parser.parse_args(arguments)
     for kv_heads in options.kv_heads:
         if kv_heads < 1 or options.heads % kv_heads:

@@ -245,7 +245,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "decode.jsonl")
     names = [provider.name for provider in PROVIDERS]
     parser.add_argument("--providers", nargs="+", choices=names, default=names)
-    parser.add_argument("--kv-lens", nargs="+", type=int, default=[1 << 14, 1 << 17, 1 << 20])
+    kv_lens = sorted({case.kv_len for case in CASES})
+    parser.add_argument("--kv-lens", nargs="+", type=int, choices=kv_lens, default=kv_lens)
     options = parser.parse_args(arguments)
     measure.require_gpu()
     copied = copy_rate("cuda")

@@ -287,7 +287,7 @@ def main() -> None:
         "--models", nargs="+", choices=["gpt2", "bert-large", "llama"], default=["gpt2", "bert-large", "llama"]
     )
     parser.add_argument("--pattern", default=LAYOUT, help="specification of the layout, as masks.build reads it")
-    parser.add_argument("--steps", type=int, default=10, help="timed")
+    parser.add_argument("--steps", type=measure.multiple_of(1), default=10, help="timed")
     parser.add_argument(
         "--packed",
         nargs="+",

@@ -192,9 +192,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("triton", "hopper"), default="triton")
     tokens = f"tokens, a multiple of {BLOCK}"
     parser.add_argument("--length", type=measure.multiple_of(BLOCK), default=1 << 14, help=tokens)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--batch", type=measure.multiple_of(1), default=1)
+    parser.add_argument("--heads", type=measure.multiple_of(1), nargs="+", default=[1, 16])
+    parser.add_argument("--head-dims", type=measure.multiple_of(1), nargs="+", default=[64, 128])
     parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     parser.add_argument("--tiles", type=int, nargs="+", default=[], choices=(16, 32, 64, 128), help="queries per tile")
     parser.add_argument("--standard", action="store_true", help="counts attention with all scores in memory")

@@ -210,14 +210,20 @@ def run(case: Case, out: Path) -> None:
     record(case, "flex, compiled, first call", compiled, layout, out, once_ms)
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "masks.jsonl")
     parser.add_argument("--patterns", nargs="+", help="names; default: all")
-    parser.add_argument("--peer-lengths", type=int, nargs="+", default=PEER_LENGTHS, help="tokens, multiples of 128")
-    arguments = parser.parse_args()
+    multiple = measure.multiple_of(BLOCK)
+    tokens = f"tokens, multiples of {BLOCK}"
+    parser.add_argument("--peer-lengths", type=multiple, nargs="+", default=PEER_LENGTHS, help=tokens)
+    arguments = parser.parse_args(given)
     torch.set_num_threads(1)
     cases = [*families(65_536), *long_ones(1_048_576)]
     cases += [case for n in arguments.peer_lengths for case in comparable(n)]
+    known = dict.fromkeys(case.pattern for case in cases)
+    for name in arguments.patterns or ():
+        if name not in known:
+            parser.error(f"--patterns must be among {'; '.join(known)}, got {name}")
     for case in cases:
         if arguments.patterns is None or case.pattern in arguments.patterns:
             run(case, arguments.out)

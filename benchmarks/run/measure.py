@@ -275,10 +275,20 @@ def require_gpu() -> None:
         raise SystemExit("needs a CUDA GPU")
 
 
+def appendable(text: str) -> Path:
+    """The type of an option: a file to which lines can be appended."""
+    try:
+        check_can_append(Path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"must be a file that can be written, got {text}: {error.strerror}") from None
+    return Path(text)
+
+
 def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
     """A parser with the description of a module and the flag --out."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=Path("benchmarks/results") / out, help="appended to")
+    # argparse applies the type to a default that is text
+    made.add_argument("--out", type=appendable, default=f"benchmarks/results/{out}", help="appended to")
     return made
 
 
@@ -294,7 +304,11 @@ def is_measured(path: Path, facts: dict[str, Any]) -> bool:
     if not path.exists():
         return False
     wanted = {**facts, **environment()}
-    found = any(all(line.get(key) == value for key, value in wanted.items()) for line in read(path))
+    try:
+        lines = read(path)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    found = any(all(line.get(key) == value for key, value in wanted.items()) for line in lines)
     if found:
         print(f"{', '.join(f'{key} {value}' for key, value in facts.items())}: measured before; skipped", flush=True)
     return found
@@ -314,7 +328,7 @@ def multiple_of(number: int) -> Callable[[str], int]:
 
 def parsed_with_sizes(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """The options of a parser, of a hidden size, and of the providers to compare."""
-    parser.add_argument("--hidden", type=int, default=2048, help="heads * head_dim")
+    parser.add_argument("--hidden", type=multiple_of(1), default=2048, help="heads * head_dim")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64], help="divisors of --hidden")
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
     options = parser.parse_args(arguments)
@@ -325,13 +339,22 @@ def parsed_with_sizes(parser: argparse.ArgumentParser, arguments: list[str] | No
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, oldest first; ValueError for a line that is not JSON."""
+    """The lines of a file that are not empty, oldest first; ValueError for one that is not a JSON object."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text.strip():
+            continue
         try:
-            found.append(json.loads(line))
+            line = json.loads(text)
+            problem = None if isinstance(line, dict) else "it has no names"
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            problem = str(error)
+        if problem is not None:
+            raise ValueError(
+                f"{path}, line {number} is not JSON of a result: {problem}. A kill or a full disk may have cut it off: "
+                "remove this line"
+            )
+        found.append(line)
     return found
 
 
@@ -346,16 +369,23 @@ def described(line: dict[str, Any]) -> str:
 def append(path: Path, line: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
     """Appends one JSON object with exactly these keys, in their order, as a line, and prints it as a row of text."""
     assert set(line) == set(keys), set(line) ^ set(keys)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps({key: line[key] for key in keys}) + "\n")
+    # first, so that it is not lost if it cannot be written
     print(described(line), flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # a line that was cut off must not take this one with it
+    end = path.read_bytes()[-1:] if path.is_file() else b""
+    text = json.dumps({key: line[key] for key in keys}) + "\n"
+    with path.open("a") as file:
+        file.write(text if end in (b"", b"\n") else f"\n{text}")
 
 
 def check_can_append(path: Path) -> None:
     """OSError before anything is measured, if lines could not be appended."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
     path.open("a").close()
+    if is_new:
+        path.unlink(missing_ok=True)
 
 
 def appended(path: Path, lines: Iterable[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:

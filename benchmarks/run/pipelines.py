@@ -191,7 +191,7 @@ def lines(pipe: Any, case: Case, steps: int, rounds: int = 3) -> Iterator[dict[s
 def main(arguments: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "pipelines.jsonl")
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=2, help="denoising steps of a call")
+    parser.add_argument("--steps", type=measure.multiple_of(1), default=2, help="denoising steps of a call")
     options = parser.parse_args(arguments)
     measure.require_gpu()
     for name in options.models:

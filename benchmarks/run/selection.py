@@ -343,7 +343,8 @@ def compare_layers(case: Case, out: Path, device: str = "cuda") -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "selection.jsonl")
     parser.add_argument("--only", choices=("calls", "layers"), help="default: both")
-    parser.add_argument("--lengths", type=measure.multiple_of(1), nargs="+", help="tokens; default: all")
+    lengths = sorted({*LENGTHS, *(case.length for case in CASES)})
+    parser.add_argument("--lengths", type=int, choices=lengths, nargs="+", help="tokens; default: all")
     parser.add_argument("--seconds", type=float, default=150.0, help="start no case after this time")
     options = parser.parse_args(arguments)
     measure.require_gpu()

@@ -405,6 +405,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--providers", nargs="+", help="names; default: all that are installed")
     measure.add_resume(parser)
     options = parser.parse_args(arguments)
+    for part in options.cases or ():
+        if not any(part in case.name for case in CASES):
+            parser.error(f"--cases must be parts of {'; '.join(case.name for case in CASES)}, got {part}")
     measure.require_gpu()
     there = [peer for peer in PEERS if peer.package is None or is_installed(peer.package)]
     for name in options.providers or ():

@@ -170,7 +170,7 @@ def lines(case: Case, device: str, providers: list[Provider] = PROVIDERS) -> Ite
 def main(arguments: list[str] | None = None) -> None:
     parser = measure.parser(__doc__, "video.jsonl")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--heads", nargs="+", type=int, default=[12, 40])
+    parser.add_argument("--heads", nargs="+", type=measure.multiple_of(1), default=[12, 40])
     options = parser.parse_args(arguments)
     measure.require_gpu()
     for name in options.cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -155,6 +156,32 @@ def test_another_file_in_the_place_of_the_manifest_is_kept(folder: Path, tmp_pat
         Corpus(tmp_path / "notes.txt", 64)
 
 
+def test_another_file_in_the_place_of_the_corpus_is_kept(folder: Path, tmp_path: Path) -> None:
+    """Regression: it was replaced."""
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match=r"out must not be another file, got .*thesis\.txt, which has no manifest"):
+        corpus.make(folder, tmp_path / "thesis.txt", validation_share=0.3)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work" and not (tmp_path / "thesis.json").exists()
+
+
+def test_another_corpus_is_kept_and_the_same_one_made_again(folder: Path, path: Path) -> None:
+    """Regression: it was replaced, and trainings with it could not go on."""
+    before = path.read_bytes()
+    path.write_bytes(before[:100])
+    corpus.make(folder, path, validation_share=0.3)
+    assert path.read_bytes() == before
+    (folder / "package7" / "code.py").write_text(code("changed"))
+    with pytest.raises(
+        ValueError, match=r"out must not be the place of another corpus, got .*corpus\.bin, whose SHA-2"
+    ):
+        corpus.make(folder, path, validation_share=0.3)
+    assert path.read_bytes() == before and len(Corpus(path, 64).train)
+    # of a corpus that is not there
+    path.unlink()
+    corpus.make(folder, path, validation_share=0.3)
+    assert path.read_bytes() != before and len(Corpus(path, 64).train)
+
+
 def test_names_of_any_bytes_can_be_read(folder: Path, tmp_path: Path) -> None:
     (folder / os.fsdecode(b"odd\xff")).mkdir()
     (folder / os.fsdecode(b"odd\xff") / "a.py").write_text(code("odd"))
@@ -182,14 +209,27 @@ def test_files_that_are_too_large_for_a_split_are_named_as_the_cause(tmp_path: P
         corpus.make(tmp_path, tmp_path / "corpus.bin")
 
 
-def test_a_half_written_corpus_is_none(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(file: Path, content: bytes) -> None:
-        with file.open("wb") as stream:
-            stream.write(content[:100])
-        raise KeyboardInterrupt
+def test_a_half_written_corpus_is_none_and_is_made_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "corpus.bin"
 
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(KeyboardInterrupt):
-        corpus.make(folder, path, validation_share=0.3)
-    with pytest.raises(FileNotFoundError, match=r"no corpus at .*corpus\.bin: python -m benchmarks\.lm corpus"):
-        Corpus(path, 64)
+    def half(error: BaseException) -> Callable[[Path, bytes], None]:
+        def write(file: Path, content: bytes) -> None:
+            with file.open("wb") as stream:
+                stream.write(content[:100])
+            raise error
+
+        return write
+
+    for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
+        with monkeypatch.context() as patch, pytest.raises(type(error)) as stop:
+            patch.setattr(Path, "write_bytes", half(error))
+            corpus.make(folder, path, validation_share=0.3)
+        with pytest.raises(FileNotFoundError, match=r"no corpus at .*corpus\.bin: python -m benchmarks\.lm corpus"):
+            Corpus(path, 64)
+        assert [each.name for each in path.parent.iterdir()] == ["corpus.json"]
+    # of the full disk
+    stop.match(r"corpus\.bin cannot be written, with [\d.,]+ MB free on its disk: .*No space left on device")
+    corpus.make(folder, path, validation_share=0.3)
+    assert len(Corpus(path, 64).train)

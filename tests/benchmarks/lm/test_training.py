@@ -208,8 +208,8 @@ def test_an_interrupted_run_resumes_to_the_same_losses(
     assert run(path, tmp_path / "parts", *NSA) == 0
     assert "finished before" in capsys.readouterr().out
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    with pytest.raises(SystemExit, match="has a run with other settings, another corpus"):
-        run(path, tmp_path / "parts", *NSA, "--seed", "1")
+    with pytest.raises(SystemExit, match=r"has a run with other settings, another corpus .*\(other: keys, seed\): cho"):
+        run(path, tmp_path / "parts", *NSA, "--seed", "1", "--keys", "512")
 
 
 def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
@@ -221,7 +221,7 @@ def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
     save = torch.save
 
     def half(state: object, file: Any, *more: Any, **options: Any) -> None:
-        if file == tmp_path / "parts" / "weights.pt":
+        if file == tmp_path / "parts" / ".weights.pt.part":
             file.write_bytes(b"half")
             raise KeyboardInterrupt
         save(state, file, *more, **options)
@@ -229,7 +229,7 @@ def test_a_run_that_is_killed_while_it_writes_its_weights_writes_them_again(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half)
         assert run(path, tmp_path / "parts") == 130
-    assert (tmp_path / "parts" / "weights.pt").read_bytes() == b"half"
+    assert not list((tmp_path / "parts").glob("*weights.pt*"))
     assert run(path, tmp_path / "parts") == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     ends = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("whole", "parts")]
@@ -379,6 +379,29 @@ def test_files_that_are_not_whole_are_named(path: Path, tmp_path: Path, name: st
     folder, options = (second, ["--start", str(first)]) if name == "weights.pt" else (first, [])
     with pytest.raises(SystemExit, match=rf"first/{name} is not (a whole checkpoint|the run.json of a run)"):
         run(path, folder, "--steps", "2", *options)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"step,tokens,seconds\n", b"step,tokens\n2,30\n4", b"step,tokens\n2,x\n", b"\xff"]
+)
+def test_curves_that_are_not_whole_are_named(path: Path, tmp_path: Path, content: bytes) -> None:
+    """Regression: a traceback of pandas."""
+    assert run(path, tmp_path / "run", "--steps", "2") == 0
+    (tmp_path / "run" / "metrics.csv").write_bytes(content)
+    with pytest.raises(SystemExit, match=r"report: .*metrics\.csv is not the metrics\.csv of a run \(.*\): copy it"):
+        command.main(["report", "--runs", str(tmp_path), "--out", str(tmp_path / "report")])
+
+
+def test_a_run_that_has_diverged_is_reported(path: Path, tmp_path: Path) -> None:
+    """Regression: NaN is no limit of an axis, so that no run was reported."""
+    options = ["report", "--runs", str(tmp_path), "--out", str(tmp_path / "report")]
+    assert run(path, tmp_path / "odd", "--steps", "4", "--learning-rate", "1e30") == 0
+    assert losses(tmp_path / "odd")[-1]["validation_loss"] == "nan"
+    assert command.main(options) == 0
+    assert run(path, tmp_path / "run", "--arm", "local", "--steps", "4") == 0
+    assert command.main(options) == 0
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "| nan |" in page and f"| {float(losses(tmp_path / 'run')[-1]['validation_loss']):.4f} |" in page
 
 
 def test_a_folder_that_cannot_be_made_is_named(path: Path, tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,8 @@ from benchmarks.lra import __main__ as command
 from benchmarks.lra import listops, pathfinder, scoring, sources, weights
 from benchmarks.lra.data import LraData, Rules, Stage, generator_of
 from benchmarks.lra.tasks import TASKS, Sizes, find
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +240,9 @@ def test_the_floor_of_released_images_is_found_in_their_pixels(tmp_path: Path) -
         (lambda: weights.keep("listops", seed=-1), r"seed must be from 0 to 2\*\*32 - 1, got -1"),
         (lambda: weights.keep("listops", seed=3), r'train it with `recipe listops --seeds "\[3\]"`'),
         (lambda: command.order_seed(-3), r"seed_everything must be from 0 to 2\*\*32 - 1, got -3"),
+        (lambda: command.floors("listops-small", seed=-1), r"seed must be from 0 to 2\*\*32 - 1, got -1"),
+        (lambda: LraData("pathx", test_seed=-1), r"test_seed must be from 0 to 2\*\*32 - 1, got -1"),
+        (lambda: LraData("pathx", workers=-1), "workers must be 0 or more, got -1"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
@@ -288,6 +296,20 @@ def test_an_interrupted_command_says_how_to_go_on(
     with pytest.raises(SystemExit, match="130"):
         command.main(["generate", "listops"])
     assert "run the same command again to continue" in capsys.readouterr().err
+
+
+def test_a_scheduler_interrupts_as_a_terminal_does(tmp_path: Path) -> None:
+    """It sends SIGTERM, after which nothing was said."""
+    options = ["generate", "listops", "--root", str(tmp_path), "--splits", '["train"]', "--workers", "1"]
+    arguments = [sys.executable, "-m", "benchmarks.lra", *options]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 120
+        while not list(tmp_path.rglob("train")) and time.monotonic() < end:
+            time.sleep(0.1)
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.endswith("interrupted; run the same command again to continue\n")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_floors_are_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +140,54 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_run_that_is_interrupted_in_its_test_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it ended with status 1, without a word."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.Task, "test_step", interrupt)
+        assert run(tmp_path) == 130
+    assert "interrupted; run the same command to continue" in capsys.readouterr().err
+    run(tmp_path)
+    assert "going on from step 6 of 6" in capsys.readouterr().out and results(tmp_path)["samples"] == 24
+
+
+@pytest.mark.parametrize("content", [b"", b"hi", b"PK half of a checkpoint"])
+def test_a_checkpoint_that_is_not_whole_is_named(tmp_path: Path, content: bytes) -> None:
+    """Regression: a traceback."""
+    (tmp_path / "unfinished.ckpt").write_bytes(content)
+    with pytest.raises(SystemExit, match=r"the demo: .*unfinished\.ckpt is not a whole checkpoint .*, or remove it"):
+        run(tmp_path)
+
+
+def test_two_demos_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    """Regression: each renamed what the other was writing."""
+    code = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'a+')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        with pytest.raises(SystemExit, match=r"the demo: process .* trains in .*: wait for it or end it"):
+            run(tmp_path)
+        other.kill()
+    assert not (tmp_path / "layout.png").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"the demo: .*file"):
+        run(tmp_path / "file")
+
+
 def test_other_settings_start_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +229,8 @@ def test_a_slow_machine_is_warned_that_the_training_may_stop(
     ("options", "message"),
     [
         (["--steps", "0"], "steps must be 1 or more, got 0"),
-        (["--seed", "-1"], "seed must be 0 or more, got -1"),
+        (["--seed", "-1"], "seed must be from 0 to 2**32 - 1, got -1"),
+        (["--seed", str(2**32)], "seed must be from 0 to 2**32 - 1, got 4294967296"),
         (["--learning-rate", "nan"], "learning_rate must be positive and finite, got nan"),
         (["--embed-dim", "65"], "embed_dim must be a multiple of num_heads"),
         (["--global-tokens", "1000"], "tokens: expected int, a number of tokens, from 0 to 256, got 1000"),

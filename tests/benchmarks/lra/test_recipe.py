@@ -251,6 +251,32 @@ def test_a_recipe_begins_with_kept_weights(trained: list[str], tmp_path: Path) -
     assert trained == [] and torch.load(first.checkpoint)["epoch"] == 7
 
 
+def test_kept_weights_of_another_checkpoint_are_not_replaced(
+    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: they were, and a full disk left neither."""
+    results = tmp_path / "results"
+    recipe.run("first")
+    (stage,) = recipe.stages("first")
+    weights.keep("first", results=results)
+    kept = stage.kept(results).read_bytes()
+
+    def full(state: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(OSError, match=r"weights\.ckpt cannot be written"):
+            weights.keep("first", results=results)
+    assert stage.kept(results).read_bytes() == kept
+    weights.keep("first", results=results)
+    torch.save({**torch.load(stage.checkpoint), "epoch": 7}, stage.checkpoint)
+    with pytest.raises(ValueError, match=r"got 'first': .*weights\.ckpt has those of another checkpoint; remove it"):
+        weights.keep("first", results=results)
+    assert torch.load(stage.kept(results))["epoch"] != 7
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_unfinished_weights_are_not_kept(trained: list[str], tmp_path: Path, steps: int) -> None:
     (stage,) = recipe.stages("first")
@@ -307,13 +333,14 @@ def test_an_interrupt_is_passed_on_and_waited_for(
         assert recipe._run([sys.executable, "-c", code]) == recipe.INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, before)
-    monkeypatch.setattr(recipe, "_run", lambda command: recipe.INTERRUPTED)
     (stage,) = recipe.stages("pathfinder32")
-    with pytest.raises(SystemExit) as stop:
-        stage.command("fit")
-    assert stop.value.code == 130
-    said = "pathfinder32: was interrupted and saved its last step; run the same command again to continue\n"
-    assert capsys.readouterr().err == said
+    # the latter before the process has a handler
+    for code, what in ((recipe.INTERRUPTED, "was interrupted and saved its last step"), (-2, "was interrupted")):
+        monkeypatch.setattr(recipe, "_run", lambda command, code=code: code)
+        with pytest.raises(SystemExit) as stop:
+            stage.command("fit")
+        assert stop.value.code == 130
+        assert capsys.readouterr().err == f"pathfinder32: {what}; run the same command again to continue\n"
 
 
 def test_a_stage_that_stops_early_stops_the_recipe(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,11 +362,28 @@ def test_an_unknown_name_lists_the_configurations() -> None:
         ({"seeds": []}, "seeds must be one number or more, got none"),
         ({"minutes": -1.0}, r"minutes must be 0 or more, got -1\.0"),
         ({"minutes": math.nan}, "minutes must be 0 or more, got nan"),
+        ({"test_seed": -1}, r"test_seed must be from 0 to 2\*\*32 - 1, got -1"),
     ],
 )
 def test_seeds_and_minutes_are_checked_first(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recipe.run("listops", **options)
+
+
+def test_endless_minutes_are_no_limit(commands: list[list[str]]) -> None:
+    """Regression: `fit` refused them."""
+    recipe.run("pathfinder32", minutes=math.inf)
+    assert commands == [["fit", "pathfinder32"], ["test", "pathfinder32", "--ckpt_path", "last"]]
+
+
+def test_a_group_is_not_offered_where_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: `keep ablation` said that ablation was one of the names."""
+    with pytest.raises(
+        SystemExit, match=r"keep: name must be one of .*pathx-random \(recipe also takes ablation\), got"
+    ):
+        command.main(["keep", "ablation"])
 
 
 def test_without_the_extra_the_command_names_it() -> None:

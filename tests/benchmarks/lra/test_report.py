@@ -120,6 +120,32 @@ def test_a_checkpoint_that_is_cut_off_is_named(runs: Path, tmp_path: Path, size:
         reporting.report(runs=runs, speed=None, out=tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.csv", b"", None),
+        ("metrics.csv", b"loss,step,validation_accuracy\n0.7,", None),
+        ("metrics.csv", b"loss,step\n0.7,5\n0.7,5,5,5\n", r"metrics\.csv is not a log: .*\. Copy it again, or remove"),
+        ("metrics.csv", b"\xff\xfe", r"metrics\.csv is not a log: .*\. Copy it again, or remove"),
+        ("config.yaml", b"", r"config\.yaml is not a configuration: copy it again, or remove it"),
+        ("config.yaml", b"data: [", r"config\.yaml is not a configuration: copy it again, or remove it"),
+        ("../test.jsonl", b'{"task": "pa', r"test\.jsonl, line 1 is not JSON .*: remove this line"),
+    ],
+)
+def test_files_of_a_run_that_was_killed_are_read_or_named(
+    runs: Path, tmp_path: Path, name: str, content: bytes, message: str | None
+) -> None:
+    """Regression: an empty log, which a kill leaves, and others ended the report without the name of the file."""
+    (runs / "toy" / "version_0" / name).write_bytes(content)
+    options: dict[str, Any] = {"runs": runs, "speed": None, "out": tmp_path / "out"}
+    if message is None:
+        reporting.report(**options)
+        assert (tmp_path / "out" / "report.md").exists()
+        return
+    with pytest.raises(ValueError, match=message):
+        reporting.report(**options)
+
+
 def test_a_run_without_a_test_says_how_far_it_is_and_how_to_continue(runs: Path, tmp_path: Path) -> None:
     begun(runs / "ours" / "pathx-mixed", logged=730, checkpoint=500)
     begun(runs / "ours" / "pathx-64", logged=50)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +23,8 @@ pytest.importorskip("numba", reason="needs the extra [lra]")
 
 from benchmarks.lra import data, sets, tasks
 from benchmarks.lra.__main__ import generate
+
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,69 @@ def test_generate_refuses_before_it_makes_anything(options: dict[str, Any], mess
     with pytest.raises(ValueError, match=message):
         generate("listops-small", root=tmp_path, **options)
     assert not list(tmp_path.rglob("*"))
+
+
+MAKE = """
+import sys
+from pathlib import Path
+from benchmarks.lra import listops, sets, sources
+source = sources.ListOpsSource(listops.PRESETS["small"])
+sets.make(source, "test", 10_000_000, root=Path(sys.argv[1]), workers=2)
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    """Regression: they waited for work for ever."""
+    command = [sys.executable, "-c", MAKE, str(tmp_path)]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, **options) as process:
+        try:
+            end = time.monotonic() + 120
+            while not list(tmp_path.rglob("000000.npy")) and time.monotonic() < end:
+                time.sleep(0.1)
+            process.kill()
+            # until nobody has the other end of the pipe
+            process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a traceback."""
+
+    def broken(*_: object) -> None:
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(sets.ProcessPoolExecutor, "map", broken)
+    with pytest.raises(OSError, match=r"a worker was killed, .* run the same command again, with fewer .* than 2"):
+        sets.make(Squares(), "test", 2000, root=tmp_path, workers=2)
+
+
+def test_parts_of_killed_processes_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "squares" / "test"
+    folder.mkdir(parents=True)
+    for name, hours in (("old", 2), ("new", 0)):
+        (folder / f".{name}.part").write_bytes(b"half")
+        at = time.time() - 3600 * hours
+        os.utime(folder / f".{name}.part", (at, at))
+    sets.make(Squares(), "test", 2000, root=tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [".new.part", "000000.npy", "000001.npy"]
+
+
+def test_a_part_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: NumPy says on a full disk how many records it wrote, but neither where nor why."""
+
+    def full(stream: Any, records: np.ndarray) -> None:
+        stream.write(b"half")
+        raise OSError("1000 requested and 522 written")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(
+        OSError, match=r"000000\.npy cannot be written, with [\d.,]+ MB free on its disk: 1000 requested"
+    ):
+        sets.make(Squares(), "test", 2000, root=tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_larger_set_keeps_the_parts_of_a_smaller_one(tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_other_lengths_are_refused(length: int) -> None:
         speed.sparse_layout(length)
 
 
+def test_lengths_are_checked_before_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "run", lambda *_, **__: pytest.fail("steps are timed first"))
+    with pytest.raises(ValueError, match="lengths must be powers of two, at least 128, got 100"):
+        command.speed(lengths=[128, 100], quick=True, out=tmp_path / "lines.jsonl")
+    assert not (tmp_path / "lines.jsonl").exists()
+
+
 @pytest.mark.thorough
 def test_directions_of_dense_and_sparse_are_lines(tmp_path: Path) -> None:
     for line in speed.run_alone(speed.Shape(256, 1, 2, 16), CPU, n_calls=2):

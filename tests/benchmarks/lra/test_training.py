@@ -269,27 +269,43 @@ def test_a_time_limit_is_of_training(
     assert last(tmp_path)["global_step"] == 8
 
 
-def interrupted(at: dict[int, int]) -> Any:
+@pytest.mark.parametrize("minutes", ["-1", ".nan"])
+def test_a_time_limit_is_checked_before_the_training(tmp_path: Path, root: Path, minutes: str) -> None:
+    """Regression: -1 was taken for 0, and NaN for no limit."""
+    with pytest.raises(SystemExit, match=r"fit: minutes must be 0 or more, got (-1\.0|nan)"):
+        run(tmp_path, root, "fit", "--minutes", minutes)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def interrupted(at: dict[int, int], number: signal.Signals = signal.SIGINT) -> Any:
     """An Experiment.on_train_batch_start that interrupts the process before steps: step -> how often."""
 
     def interrupt(experiment: Experiment, batch: object, batch_idx: int) -> None:
         for _ in range(at.get(experiment.global_step, 0)):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     return interrupt
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_the_step(
-    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
-    """At once a second time, as a terminal and `recipe` send it: still the same interrupt."""
+    """At once a second time, as a terminal and `recipe` send it: still the same interrupt.
+
+    Regression: after SIGTERM, which schedulers send, no step was saved, and the exit status was 0.
+    """
     run(tmp_path / "whole", root)
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(Experiment, "on_train_batch_start", interrupted({4: 2}))
+        patch.setattr(Experiment, "on_train_batch_start", interrupted({4: 2}, number))
         patch.setattr(Experiment, "validation_step", lambda *_: None)
         run(tmp_path / "parts", root)
-    assert stop.value.code == 130 and signal.getsignal(signal.SIGINT) is handler
+    assert stop.value.code == 130 and signal.getsignal(number) is handler
     said = capsys.readouterr().err
     assert said.count("interrupted: this step is the last, and is saved; a second time ends it at once") == 1
     assert "interrupted after step 5 of 8; --ckpt_path last continues" in said
@@ -346,11 +362,82 @@ def test_a_folder_is_trained_by_one_process(tmp_path: Path, root: Path, monkeypa
         run(tmp_path, root)
 
 
+def test_weights_that_are_not_finite_replace_no_checkpoint(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the training went on to its end, and later stages began with them."""
+
+    def diverge(experiment: Experiment, batch: object, batch_idx: int) -> None:
+        if experiment.global_step == 5:
+            next(experiment.parameters()).data.fill_(math.nan)
+
+    monkeypatch.setattr(Experiment, "on_train_batch_start", diverge)
+    with pytest.raises(SystemExit, match="fit: the weights are not finite after step 6, and are not saved: a lower"):
+        run(tmp_path, root)
+    end = last(tmp_path)
+    assert end["global_step"] == 3 and all(weight.isfinite().all() for weight in end["state_dict"].values())
+
+
+def test_a_test_is_of_the_model_that_was_trained(tmp_path: Path, root: Path) -> None:
+    """Regression: the line named a mask or a task with which the weights had not been trained."""
+    run(tmp_path, root, "fit", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
+    tested = ("test", "--ckpt_path", "last")
+    for option, value, said in (
+        ("--model.architecture.mask", "butterfly", "mask 'butterfly | .*', not 'butterfly'"),
+        ("--model.architecture.embed_dim", "32", "embed_dim 16, not 32"),
+        ("--data.task", "listops", "task 'listops-small', not 'listops'"),
+    ):
+        with pytest.raises(SystemExit, match=rf"test: the checkpoint to test .* other settings: {said}\. Set these"):
+            run(tmp_path, root, *tested, option, value)
+    assert not (tmp_path / "test.jsonl").exists()
+    # of no consequence in a test
+    run(tmp_path, root, *tested, "--model.architecture.dropout_p", "0.5")
+    assert len((tmp_path / "test.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_is_no_checkpoint_of_a_training_is_named(tmp_path: Path, root: Path) -> None:
+    """Regression: tracebacks of PyTorch and Lightning without the name of the file."""
+    run(tmp_path, root, "fit", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    kept = torch.load(path, weights_only=True)
+    for odd in ({**kept, "streams": None}, {"state_dict": {}}):
+        torch.save({name: value for name, value in odd.items() if value is not None}, path)
+        with pytest.raises(
+            SystemExit, match=r"fit: (ckpt_path must be .*, got kept weights|.*last\.ckpt is not a whole)"
+        ):
+            run(tmp_path, root, "fit", "--ckpt_path", "last", "--trainer.max_steps", "1")
+    for content in (b"", b"text"):
+        path.write_bytes(content)
+        for verb, option in (("fit", "last"), ("test", "last"), ("test", str(path))):
+            with pytest.raises(SystemExit, match=rf"{verb}: .*last\.ckpt is not a whole checkpoint"):
+                run(tmp_path, root, verb, "--ckpt_path", option)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trainer.default_root_dir", "FILE"], "fit: .*File exists: '.*file'"),
+        (["--trainer.accelerator", "cuda"], "fit: .*accelerator"),
+        (["--data.seed", "-1"], r"fit: seed must be from 0 to 2\*\*32 - 1, got -1"),
+        (["--data.test_seed", str(2**32)], r"fit: test_seed must be from 0 to 2\*\*32 - 1, got 4294967296"),
+        (["--data.workers", "-1"], "fit: workers must be 0 or more, got -1"),
+    ],
+)
+def test_a_wrong_option_ends_in_one_line(
+    tmp_path: Path, root: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a traceback, or a training whose test failed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=message):
+        run(tmp_path / "run", root, "fit", *(str(tmp_path / "file") if each == "FILE" else each for each in options))
+
+
 def test_a_training_goes_on_only_with_the_same_augmentation(tmp_path: Path, root: Path) -> None:
     images = {"task": "pathfinder32", "rules": {"contour_length": 6}}
     limited = {"max_steps": 1, "limit_val_batches": 0}
     run(tmp_path, root, data=images, trainer=limited)
-    with pytest.raises(ValueError, match=r"in its 1 steps: augmentation None, not 'symmetries'\. Set these"):
+    with pytest.raises(SystemExit, match=r"in its 1 steps: augmentation None, not 'symmetries'\. Set these"):
         run(
             tmp_path, root, "fit", "--ckpt_path", "last", data={**images, "augmentation": "symmetries"}, trainer=limited
         )
@@ -363,10 +450,10 @@ def test_a_training_neither_replaces_another_nor_continues_one_with_other_settin
     before = (tmp_path / "checkpoints" / "last.ckpt").read_bytes()
     with pytest.raises(SystemExit, match=r"checkpoints has a checkpoint: add --ckpt_path last to continue, or remove"):
         run(tmp_path, root)
-    with pytest.raises(ValueError, match=r"in its 3 steps: last_step 3, not 8; .*samples 6, not 12\. Set"):
+    with pytest.raises(SystemExit, match=r"in its 3 steps: last_step 3, not 8; .*samples 6, not 12\. Set"):
         run(tmp_path, root, "fit", "--ckpt_path", "last")
     other = {"architecture": {**TINY, "mask": "butterfly"}, "recipe": {"warmup": 2}}
-    with pytest.raises(ValueError, match=r"steps: mask 'butterfly .*', not 'butterfly'; last_step"):
+    with pytest.raises(SystemExit, match=r"steps: mask 'butterfly .*', not 'butterfly'; last_step"):
         run(tmp_path, root, "fit", "--ckpt_path", "last", model=other)
     assert (tmp_path / "checkpoints" / "last.ckpt").read_bytes() == before
     # the number of GPUs and of accumulated batches may change
@@ -400,7 +487,7 @@ def test_a_training_continues_on_the_same_samples_only(
     tmp_path: Path, root: Path, option: str, value: str, message: str
 ) -> None:
     run(tmp_path, root, "fit", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SystemExit, match=message):
         run(tmp_path, root, "fit", "--ckpt_path", "last", "--trainer.max_steps", "1", option, value)
 
 
@@ -425,7 +512,7 @@ def test_seeds_change_weights_and_order_and_a_test_seed_the_test_set(tmp_path: P
     assert tests[0] != tests[1] and validations[0] == validations[1]
     with pytest.raises(ValueError, match=r"test_seed is only for generated test sets, not for released ones, got 1"):
         LraData("image", "official", test_seed=1)
-    with pytest.raises(ValueError, match=r"last_step must be at least trainer\.max_steps, 8, got 7"):
+    with pytest.raises(SystemExit, match=r"last_step must be at least trainer\.max_steps, 8, got 7"):
         run(tmp_path / "short", root, model={"architecture": TINY, "recipe": {"last_step": 7}})
 
 
@@ -434,7 +521,7 @@ def test_a_part_of_a_test_set_is_refused_before_the_test(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     monkeypatch.setattr(Experiment, "test_step", lambda *_: pytest.fail("the test has begun"))
-    with pytest.raises(ValueError, match=r"got limit_test_batches=.*: set data\.sizes\.test instead"):
+    with pytest.raises(SystemExit, match=r"got limit_test_batches=.*: set data\.sizes\.test instead"):
         run(tmp_path, root, "test", option)
     scoring.check_is_whole(1.0)
 
@@ -521,7 +608,7 @@ def test_weights_go_from_one_resolution_to_the_next(
     fit("small", "pathfinder32", "guess")
     whole = start.read_bytes()
     start.write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match=r"last\.ckpt is not a whole checkpoint"):
+    with pytest.raises(SystemExit, match=r"last\.ckpt is not a whole checkpoint"):
         fit("large", "pathfinder64", "classify")
     start.write_bytes(whole)
     fit("large", "pathfinder64", "classify")
@@ -554,7 +641,7 @@ def test_rates_follow_their_schedules() -> None:
 
 
 def test_a_schedule_that_ends_needs_an_end(tmp_path: Path, root: Path) -> None:
-    with pytest.raises(ValueError, match=r"set trainer\.max_steps"):
+    with pytest.raises(SystemExit, match=r"set trainer\.max_steps"):
         run(tmp_path, root, trainer={"max_steps": -1, "max_epochs": 1})
 
 
@@ -686,7 +773,7 @@ def test_a_graph_is_captured_for_the_batches_of_training(
 def test_what_cannot_be_graphed_is_refused(changes: dict[str, Any], said: str, tmp_path: Path, root: Path) -> None:
     settings = {part: {**GRAPHED[part], **changes.get(part, {})} for part in GRAPHED}
     settings["model"]["is_graphed"] = True
-    with pytest.raises(ValueError, match=f"is_graphed needs one CUDA GPU, batches of a fixed shape.*{said}"):
+    with pytest.raises(SystemExit, match=f"is_graphed needs one CUDA GPU, batches of a fixed shape.*{said}"):
         run(tmp_path, root, **settings)
     assert not losses(tmp_path)
 

@@ -37,6 +37,45 @@ def test_a_kill_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         WholeCheckpoints().save_checkpoint({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [each.name for each in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a traceback of PyTorch, which names neither file nor reason, and the half that was written."""
+    path = tmp_path / "last.ckpt"
+    WholeCheckpoints().save_checkpoint({"step": 1}, path)
+
+    def full(state: object, file: Any) -> None:
+        Path(file).write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"last\.ckpt cannot be written, with [\d.,]+ MB free on its disk: .*unexpected"):
+        WholeCheckpoints().save_checkpoint({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "PyTorch cannot read it"),
+        (b"hi", "PyTorch cannot read it"),
+        (b"data: {task: listops}", "PyTorch cannot read it"),
+        ([1], "it lacks a dictionary"),
+        ({"weights": 1}, "it lacks pytorch-lightning_version"),
+        ({"pytorch-lightning_version": "2", "state_dict": {}, "global_step": 1}, "it lacks record"),
+    ],
+    ids=str,
+)
+def test_what_is_no_checkpoint_is_named(content: Any, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=rf"last\.ckpt is not a whole checkpoint \({problem}\): copy it again"):
+        WholeCheckpoints(["record"]).load_checkpoint(path)
 
 
 def test_a_folder_is_locked_until_its_process_ends(tmp_path: Path) -> None:
