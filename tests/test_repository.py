@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,55 @@ def test_no_file_has_a_marker_for_later_work() -> None:
 def test_makefile_names_files_that_exist() -> None:
     named = re.findall(r"\btests/[\w/*.]+", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert named and [path for path in named if not list(ROOT.glob(path))] == []
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[[str], str]:
+    """The commands that make would run for a target, in a folder with what its targets depend on."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    for name in ("pyproject.toml", ".ci/constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+
+    def run(target: str) -> str:
+        command = ["make", "--dry-run", "--file", str(ROOT / "Makefile"), target]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def environment(folder: Path, *names: str) -> None:
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / ".venv" / name).write_text("")
+
+
+def test_an_interrupted_environment_is_made_again(made: Callable[[str], str], tmp_path: Path) -> None:
+    """Regression: it had python, but no pip, and no target could be made."""
+    environment(tmp_path, "bin/python")
+    assert "-m venv .venv" in made("demo") and "pip install" in made("demo")
+    environment(tmp_path, "bin/pip")
+    assert "-m venv .venv" not in made("demo") and "pip install" in made("demo")
+    environment(tmp_path, ".demo")
+    assert made("demo").splitlines() == [".venv/bin/python -m benchmarks.lra.first_result"]
+
+
+def test_the_corpus_of_the_demo_is_made_once(made: Callable[[str], str], tmp_path: Path) -> None:
+    """Regression: after an installation it was another one, with which an interrupted demo could not go on."""
+    environment(tmp_path, "bin/python", "bin/pip", ".demo")
+    assert "benchmarks.lm corpus --max-bytes 5000000 --out out/lm/demo.bin" in made("demo-lm")
+    (tmp_path / "out" / "lm").mkdir(parents=True)
+    (tmp_path / "out" / "lm" / "demo.bin").write_text("")
+    # later than the corpus
+    environment(tmp_path, ".demo")
+    assert made("demo-lm").splitlines() == [".venv/bin/python -m benchmarks.lm figure demo --corpus out/lm/demo.bin"]
+
+
+def test_cleaning_keeps_what_was_trained(made: Callable[[str], str]) -> None:
+    """Regression: hours of training in out went with the caches."""
+    (removed,) = (line.split() for line in made("clean").splitlines() if line.startswith("rm "))
+    assert {".venv", "out/site", "dist", ".mypy_cache"} <= {*removed} and "out" not in removed
 
 
 def test_top_level_folders_are_known() -> None:

@@ -96,7 +96,7 @@ def _read_log(path: Path) -> pd.DataFrame:
     except pd.errors.EmptyDataError:
         return pd.DataFrame()
     except ValueError as error:
-        raise ValueError(f"{path} is not a log: {error}. Copy it again, or remove it") from None
+        raise ValueError(f"{path} is not a log ({str(error).strip()}): copy it again, or remove it") from None
 
 
 def _saved_config(folder: Path) -> Path | None:

@@ -125,8 +125,12 @@ def test_a_checkpoint_that_is_cut_off_is_named(runs: Path, tmp_path: Path, size:
     [
         ("metrics.csv", b"", None),
         ("metrics.csv", b"loss,step,validation_accuracy\n0.7,", None),
-        ("metrics.csv", b"loss,step\n0.7,5\n0.7,5,5,5\n", r"metrics\.csv is not a log: .*\. Copy it again, or remove"),
-        ("metrics.csv", b"\xff\xfe", r"metrics\.csv is not a log: .*\. Copy it again, or remove"),
+        (
+            "metrics.csv",
+            b"loss,step\n0.7,5\n0.7,5,5,5\n",
+            r"metrics\.csv is not a log \(.*\): copy it again, or remove",
+        ),
+        ("metrics.csv", b"\xff\xfe", r"metrics\.csv is not a log \(.*\): copy it again, or remove"),
         ("config.yaml", b"", r"config\.yaml is not a configuration: copy it again, or remove it"),
         ("config.yaml", b"data: [", r"config\.yaml is not a configuration: copy it again, or remove it"),
         ("../test.jsonl", b'{"task": "pa', r"test\.jsonl, line 1 is not JSON .*: remove this line"),
