@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -264,12 +265,17 @@ class Steps:
         return (list(places[self.rank :: self.world]) for places in steps)
 
 
+def _apart(_: int) -> None:
+    """Keeps signals to the process group of a training from a worker: the step that is saved needs its samples."""
+    os.setpgrp()
+
+
 def _loader(dataset: _Groups, groups: Iterable[list[list[int]]], *, workers: int, **options: Any) -> DataLoader[Any]:
     # its own generator: a loader without one draws from the global stream, which training uses
     prefetch, is_pinned = 4 if workers else None, torch.cuda.is_available()
     return DataLoader(
         dataset, sampler=groups, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=is_pinned,
-        generator=torch.Generator(), **options,
+        generator=torch.Generator(), worker_init_fn=_apart, **options,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ def replacing(path: Path, tag: str = "") -> Iterator[Path]:
         free = shutil.disk_usage(path.parent).free
         raise OSError(f"{path} cannot be written, with {free / 1e6:,.1f} MB free on its disk: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        # of a disk that cannot be written, the error above says more
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def load(path: Path, keys: Collection[str] = (), **options: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -44,6 +45,22 @@ def test_processes_share_a_step(n: int | None) -> None:
     for step, *parts in zip(whole, *shares, strict=True):
         assert [len(part) for part in parts] == [2, 2]
         assert sorted(sum(parts, [])) == sorted(step)  # noqa: RUF017
+
+
+class Groups:
+    """Samples whose label is the process group of the process that loads them."""
+
+    def take(self, places: np.ndarray) -> batches.Batch:
+        size, labels = (len(places), 1), np.full(len(places), os.getpgrp())
+        return batches._batch(np.zeros((*size, 8), np.uint8), np.full(size, 8), labels, places)
+
+
+def test_workers_get_no_signals_that_a_training_gets_with_its_group() -> None:
+    """Regression: SIGTERM, which `timeout` and schedulers send to all of it, ended them before the step was saved."""
+    steps = Steps(n=None, batch_size=2, seed=0)
+    for workers in (0, 1):
+        batch = next(iter(batches.TrainingLoader(rows=Groups(), steps=steps, workers=workers)))
+        assert (batch.labels == os.getpgrp()).all() == (workers == 0)
 
 
 def test_batches_that_do_not_fit_are_refused() -> None:
