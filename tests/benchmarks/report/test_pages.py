@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,25 @@ def test_what_was_never_measured_has_no_lines(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(of(TRITON)))
     found = pages.read(tmp_path)
     assert {name: len(lines) for name, lines in found.items() if len(lines)} == {"attention": 1, "masks": 1}
+    # folders that are not there
+    assert tables.sparse_against_dense(found["lra"]) == tables.long_range(found["lra"]) == ""
+    assert pages.language_models(tmp_path) == {}
+
+
+def test_a_line_that_was_cut_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a traceback without the name of the file."""
+    path = tmp_path / "attention.jsonl"
+    path.write_text(f"{json.dumps(of(TRITON))}\n{json.dumps(of(FLEX))[:-20]}")
+    with pytest.raises(ValueError, match=r"attention\.jsonl, line 2 is not JSON"):
+        measurements.read(path)
+    (tmp_path / "run").mkdir()
+    path.rename(tmp_path / "run" / "test.jsonl")
+    with pytest.raises(ValueError, match=r"test\.jsonl, line 2 is not JSON"):
+        tables.read_long_range(tmp_path)
+    monkeypatch.setattr(pages, "main", lambda: measurements.read(tmp_path / "run" / "test.jsonl"))
+    monkeypatch.setattr(sys, "argv", ["report"])
+    with pytest.raises(SystemExit, match=r"python -m benchmarks\.report: .*test\.jsonl, line 2 is not JSON"):
+        runpy.run_module("benchmarks.report", run_name="__main__")
 
 
 def test_every_picture_that_is_named_exists() -> None:
