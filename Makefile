@@ -44,7 +44,7 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: $(VENV)/.test
-	@echo "tests: about 12,300 on $(JOBS) processes, about 8 minutes on two cores"
+	@echo "tests: about 12,900 on $(JOBS) processes, about 12 minutes on two cores"
 	$(PYTEST) -m "not compilers and not thorough"
 
 test-thorough: $(VENV)/.test

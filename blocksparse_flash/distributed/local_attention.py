@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..dispatch import CallSpec
 from ..kernels.inputs import BackwardInputs
+from ..plan_format import COL_LISTS, ROW_LISTS
 from .communication import process_group_of
 
 
@@ -66,8 +67,10 @@ def chunk_plans(plan: list[Tensor], n_chunks: int) -> list[list[Tensor]]:
     if n_chunks == 1:
         return [plan]
     # row and column records; the lists they index are shared by all heads
-    rows, cols = (x.chunk(n_chunks, dim=1) if x.shape[1] > 1 else (x,) * n_chunks for x in (plan[0], plan[3]))
-    return [[row, *plan[1:3], col, *plan[4:]] for row, col in zip(rows, cols, strict=True)]
+    records = plan[ROW_LISTS], plan[COL_LISTS]
+    rows, cols = (x.chunk(n_chunks, dim=1) if x.shape[1] > 1 else (x,) * n_chunks for x in records)
+    of_rows, of_cols = plan[ROW_LISTS + 1 : COL_LISTS], plan[COL_LISTS + 1 :]
+    return [[row, *of_rows, col, *of_cols] for row, col in zip(rows, cols, strict=True)]
 
 
 def chunk_heads(x: Tensor, n_chunks: int) -> Sequence[Tensor]:
