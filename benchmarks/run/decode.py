@@ -144,8 +144,8 @@ def _flex(case: Case, device: str) -> Call | None:
 def _block_mask(case: Case, device: str, *, is_all_partial: bool) -> BlockMask:
     """The mask of a case; without a BlockMask, FlexAttention makes one block of 2^30 keys.
 
-    is_all_partial  whether full blocks are listed as partial. The decoding kernel is then up to 4.4 times as fast, since
-                    it divides partial blocks evenly among its splits, and full ones as if all keys were stored, which
+    is_all_partial  whether full blocks are listed as partial. The decoding kernel is then up to 4.4 times as fast: it
+                    divides partial blocks evenly among its splits, and full ones as if all keys were stored, which
                     leaves most splits empty. The other kernel is faster with full blocks
     """
     lengths, layout = (case.q_len, case.kv_len), case.layout()
