@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -305,9 +306,12 @@ def made(tmp_path: Path) -> Callable[[str], str]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
 
+    # `make test` passes on its options and its level, with which another make prints more
+    variables = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
+
     def run(target: str) -> str:
         command = ["make", "--dry-run", "--file", str(ROOT / "Makefile"), target]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True).stdout
 
     return run
 
