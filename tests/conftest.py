@@ -6,6 +6,7 @@ of the tests marked thorough or compilers), --launch-tables=few (on a GPU: every
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Generator
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in outside]
     yield
     start_slow_tests_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and tests out of garbage collections, which took a fifth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def start_slow_tests_first(items: list[pytest.Item]) -> None:

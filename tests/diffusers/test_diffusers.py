@@ -471,7 +471,10 @@ def test_own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.blocks[0].attn1.processor._attention_backend == own
 
 
-@pytest.mark.parametrize("name", ["Wan", "Flux", "HunyuanVideo"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("Wan", marks=pytest.mark.thorough), "Flux", pytest.param("HunyuanVideo", marks=pytest.mark.thorough)],
+)
 def test_compile(name: str) -> None:
     """Blocks compile without graph breaks, once for dense steps and once for others."""
     case, order = MODELS[name], order_of(MODELS[name].grid)

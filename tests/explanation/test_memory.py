@@ -256,6 +256,7 @@ def test_reported_bytes_of_trained_sinks_and_slopes_are_those_that_launchers_all
 
 
 # few queries over many keys, whose splits write partial results
+@pytest.mark.sweep(by=lambda dims, dtype, q_len, kind: {dims, dtype, (kind, q_len > 1), q_len})
 @pytest.mark.parametrize("dims", [(64, 64), (128, 100), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("q_len", [1, 5, 64])

@@ -102,7 +102,7 @@ def random_documents(seed: int, device: torch.device) -> Documents:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(10, 100))]
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(5, 100))]
 )
 def test_random_documents_have_the_tiles_of_the_host(seed, device):
     documents = random_documents(seed, device)
@@ -111,6 +111,7 @@ def test_random_documents_have_the_tiles_of_the_host(seed, device):
 
 
 # ending in the tile of its queries, in the next, at a tile's end, far ahead, and with the document
+@pytest.mark.sweep
 @pytest.mark.parametrize("tile", [TILE, FINE_TILE])
 @pytest.mark.parametrize("right", [0, 70])
 @pytest.mark.parametrize(

@@ -130,26 +130,26 @@ def expected(
             options = options | {"pair_bias": F.pad(options["pair_bias"], (0, 0, more_rows, 0))}
         blocks = None if blocks is None else blocks._replace(more_rows=more_rows)
 
-    def results(dtype: torch.dtype) -> list[list[Tensor]]:
-        wide = torch.promote_types(dtype, torch.float32)
-        found = plain.results(
-            *(tensor.to(dtype) for tensor in tensors.values()),
-            mask,
-            causal=call.causal,
-            scale=call.scale,
-            kv_lengths=lengths,
-            dropout_p=variant.dropout_p,
-            seed=torch.tensor([SEED], device=DEVICE),
-            score_mods={name: tensor.to(wide) for name, tensor in options.items()},
-            blocks=blocks,
-            softcap=variant.softcap,
-            roundings=roundings,
-        )
-        # out, lse, dq and the gradient of pair_bias, which is the last, have a row for each query
-        rows = {0, 1, 2, *([len(found) - 1] if variant.has_pairs else [])}
-        return [[each[:, :, more_rows:] for each in values] if i in rows else values for i, values in enumerate(found)]
-
-    return [(same, truth[0]) for same, truth in zip(results(call.dtype), results(torch.float64), strict=True)]
+    wide = torch.promote_types(call.dtype, torch.float32)
+    rounded = [tensor.to(call.dtype) for tensor in tensors.values()]
+    named = {
+        "causal": call.causal,
+        "scale": call.scale,
+        "kv_lengths": lengths,
+        "dropout_p": variant.dropout_p,
+        "seed": torch.tensor([SEED], device=DEVICE),
+        "score_mods": {name: tensor.to(wide) for name, tensor in options.items()},
+        "blocks": blocks,
+        "softcap": variant.softcap,
+    }
+    plains = plain.results(*rounded, mask, **named, roundings=roundings)
+    truths = plain.truths(*tensors.values(), mask, **named)
+    # out, lse, dq and the gradient of pair_bias, which is the last, have a row for each query
+    has_rows = [i < 3 or (variant.has_pairs and i == len(truths) - 1) for i in range(len(truths))]
+    return [
+        ([each[:, :, more_rows:] for each in same], truth[:, :, more_rows:]) if of_queries else (same, truth)
+        for same, truth, of_queries in zip(plains, truths, has_rows, strict=True)
+    ]
 
 
 def assert_is_accurate(call: Call, actual: list[Tensor]) -> None:

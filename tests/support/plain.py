@@ -69,6 +69,28 @@ def dropout_drawn_once() -> Iterator[None]:
         yield
 
 
+def truths(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    mask: Tensor | None = None,
+    *,
+    score_mods: Mapping[str, Tensor] | None = None,
+    blocks: BlockOfPairs | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """out, lse and the gradients of q, k, v and the score mods: the reference in float64, and autograd through it.
+
+    The arguments are those of `results`, in any type.
+    """
+    tensors = [tensor.double() for tensor in (q, k, v, dout, dlse)]
+    mods = {name: tensor.double() for name, tensor in (score_mods or {}).items()}
+    _, found = _by_autograd(*tensors, mask, mods, blocks, **options)
+    return found
+
+
 @dropout_drawn_once()
 def results(
     q: Tensor,
@@ -124,10 +146,10 @@ def results(
     outs, lses, *grads = map(list, zip(*found, strict=True))
     if q.dtype in (torch.float32, torch.float64):
         outs.append(_from_the_last_key(q.detach(), k.detach(), v.detach(), mask, **all_options))
+    # lse does not depend on the values
+    q, k, no_values = q.detach(), k.detach(), v.detach()[..., :0]
     for order in _orders(q.shape[-1], q.device):
-        lses.append(
-            reference.attention(q[..., order].detach(), k[..., order].detach(), v.detach(), mask, **all_options)[1]
-        )
+        lses.append(reference.attention(q[..., order], k[..., order], no_values, mask, **all_options)[1])
     return [outs, lses, *grads]
 
 
@@ -159,14 +181,11 @@ def _by_both_methods(
     **options: Any,
 ) -> list[list[Tensor]]:
     """Results by autograd, by the backward of FlashAttention, and by the latter with other values of out."""
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    score_mods = {name: tensor.detach().requires_grad_() for name, tensor in score_mods.items()}
-    out, lse = reference.attention(*leaves, mask, **options, **_reference_options(score_mods, blocks))
-    leaves += score_mods.values()
+    leaves, by_autograd = _by_autograd(q, k, v, dout, dlse, mask, score_mods, blocks, **options)
+    out, lse = by_autograd[:2]
+    score_mods = dict(zip(score_mods, leaves[3:], strict=True))
     dlse = dlse.to(lse.dtype)
-    by_autograd = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    out, lse = out.detach(), lse.detach()
-    found = [[out, lse, *by_autograd]]
+    found = [by_autograd]
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     for rounded in (out, *other_outs):
         if is_half or not isinstance(rounded, int):
@@ -177,6 +196,25 @@ def _by_both_methods(
             grads = _by_flash_attention(leaves, out, stepped, dout, dlse, mask, score_mods, blocks, **options)[2:]
             found.append([out, lse, *grads])
     return found
+
+
+def _by_autograd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    mask: Tensor | None,
+    score_mods: Mapping[str, Tensor],
+    blocks: BlockOfPairs | None,
+    **options: Any,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v and the score mods as leaves; the reference's out and lse, and its gradients by autograd."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, *score_mods.values())]
+    mods = dict(zip(score_mods, leaves[3:], strict=True))
+    out, lse = reference.attention(*leaves[:3], mask, **options, **_reference_options(mods, blocks))
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse.to(lse.dtype)))
+    return leaves, [out.detach(), lse.detach(), *grads]
 
 
 def _reference_options(score_mods: Mapping[str, Tensor], blocks: BlockOfPairs | None) -> dict[str, Tensor]:

@@ -190,6 +190,7 @@ def ends() -> list[dict[str, torch.Tensor]]:
     return [torch.load(stage.checkpoint)["state_dict"] for seed in (0, 1) for stage in recipe.stages("second", seed)]
 
 
+@pytest.mark.thorough
 def test_a_recipe_that_is_cut_at_every_step_ends_as_one_that_is_not(trained: list[str], tmp_path: Path) -> None:
     """Two stages of two steps for each of two seeds; each call ends after a step."""
     recipe.run("second", seeds=(0, 1))

@@ -345,6 +345,7 @@ def test_heads_in_turn_with_a_layout_are_accurate(check, layout, n_interleaved, 
     check(simulation, layout, CAUSAL)
 
 
+@pytest.mark.sweep(by=lambda layout, has_separate_dq, head_dim, **_: {(layout, has_separate_dq), head_dim})
 @pytest.mark.parametrize(("head_dim", "has_kv_lengths", "n_interleaved"), [(64, False, 3), (80, True, 1)])
 @pytest.mark.parametrize("layout", [WINDOW, zoo.PER_HEAD], ids=zoo.name_of)
 @pytest.mark.parametrize("has_separate_dq", [False, True])
@@ -369,7 +370,7 @@ def test_block_bias_is_accurate(check, index):
     check(Simulation(seed=index), *BIASED[index], deterministic=index % 5 == 4)
 
 
-@pytest.mark.sweep(by=lambda index: options_of(BIASED[index][1]) | {BIASED[index][0].name})
+@pytest.mark.sweep(by=lambda index: options_of(BIASED[index][1]) | {index % 2, index % 3})
 @pytest.mark.parametrize("index", range(0, len(BIASED), 5), ids=[f"{layout}-{call}" for layout, call in BIASED[::5]])
 def test_block_bias_with_splits_is_accurate(check, index):
     """One, two or all tile rows and columns of each head are split."""
@@ -378,6 +379,7 @@ def test_block_bias_with_splits_is_accurate(check, index):
     check(simulation, layout, in_float16(call), deterministic=index % 2 == 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", zoo.BIAS_LAYOUTS[-4:], ids=str)
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_block_bias_with_sums_over_heads_is_accurate(check, monkeypatch, layout, is_trained):
@@ -389,6 +391,7 @@ def test_block_bias_with_sums_over_heads_is_accurate(check, monkeypatch, layout,
     check(simulation, layout, zoo.Call(head_dim=64, kv_heads=2, bias="batch", dtype=torch.float16))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lowest", [-torch.inf, -1e4])
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_a_block_bias_may_remove_blocks(check, monkeypatch, lowest, head_dim):
@@ -408,7 +411,7 @@ def test_a_block_bias_may_remove_blocks(check, monkeypatch, lowest, head_dim):
     check(Simulation(seed=head_dim), layout, zoo.Call(head_dim=head_dim, bias="heads", dtype=torch.float16))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(by=lambda layout, call: options_of(call) | {layout.name, call.bias, max(call.head_dim, 64)})
 @pytest.mark.parametrize("call", zoo.BIAS_CALLS, ids=str)
 @pytest.mark.parametrize("layout", zoo.BIAS_LAYOUTS[-4:], ids=str)
 def test_block_bias_without_a_gradient_is_accurate(check, monkeypatch, layout, call):
