@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .plan.tile_choice import Shares
-from .plan_format import BY_KEY_BLOCK, PIECE, TILE
+from .plan_format import BY_KEY_BLOCK, GATHERED_TILE, TILE
 from .runtime.tensor_spec import TensorSpec, TensorSpecs, is_tma_loadable, tma_can_load
 
 BACKENDS = ("auto", "hopper", "triton", "eager", "reference")
@@ -263,7 +263,9 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, tile: int) -> str:
 
     tile  of its plan. Only `hopper` has gathered tiles and plans by key block; it copies tensors that TMA cannot load
     """
-    against_hopper = None if tile in (PIECE, BY_KEY_BLOCK) else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
+    against_hopper = (
+        None if tile in (GATHERED_TILE, BY_KEY_BLOCK) else _too_small(q, k) or why_not_hopper((q, k, v), q.dtype)
+    )
     chosen = "hopper" if against_hopper is None else "triton"
     if _LOGGER.isEnabledFor(logging.DEBUG):
         _log("auto", chosen, q.device, q.dtype, against_hopper)
@@ -276,7 +278,7 @@ def has_fine_tiles(backend: str, head_dim: int, v_dim: int, *, has_block_bias: b
     return backend in ("hopper", "triton", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_block_bias
 
 
-def takes_key_blocks(backend: str, head_dim: int, v_dim: int, *, has_options: bool) -> bool:
+def takes_selected_plans(backend: str, head_dim: int, v_dim: int, *, has_options: bool) -> bool:
     """Whether the kernels have plans of blocks by key block (plan_format.SelectedPlan).
 
     has_options  kv_lengths, dropout or score mods
@@ -285,7 +287,7 @@ def takes_key_blocks(backend: str, head_dim: int, v_dim: int, *, has_options: bo
     return backend in ("hopper", "auto") and max(head_dim, v_dim) <= MAX_FINE_HEAD_DIM and not has_options
 
 
-def tile_of(backend: str, shares: Shares, head_dim: int, v_dim: int, *, has_slopes_gradient: bool = False) -> int:
+def fastest_tile(backend: str, shares: Shares, head_dim: int, v_dim: int, *, has_slopes_gradient: bool = False) -> int:
     """The `Plan.tile` of a call with a layout.
 
     has_slopes_gradient  whether alibi_slopes need a gradient, which `hopper` leaves to the kernels of `triton`

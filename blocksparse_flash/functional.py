@@ -236,11 +236,11 @@ def _plan_tensors(call: _Call, layout: BlockLayout) -> list[Tensor]:
     if dispatch.has_fine_tiles(spec.backend, q.shape[3], v.shape[3], has_block_bias=bias is not None):
         shares = layout._tile_shares(device, spec.causal)
         is_trained = dispatch.has_gradient(slopes)
-        tile = dispatch.tile_of(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
+        tile = dispatch.fastest_tile(spec.backend, shares, q.shape[3], v.shape[3], has_slopes_gradient=is_trained)
     has_options = call.kv_lengths is not None or call.seed is not None or scores is not None
     found: Plan | SelectedPlan
-    if dispatch.takes_key_blocks(spec.backend, q.shape[3], v.shape[3], has_options=has_options) and (
-        layout._lists_key_blocks(device, q.shape[:2])
+    if dispatch.takes_selected_plans(spec.backend, q.shape[3], v.shape[3], has_options=has_options) and (
+        layout._has_selected_plan(device, q.shape[:2])
     ):
         found = layout._selected_plan(spec.causal)
     else:
@@ -280,8 +280,8 @@ def attention_of_heads(
     """
     specs = specs_of(q, k, v) if tracing.can_launch_directly(q, k, v) else None
     chosen = dispatch.decide(backend, q, k, v, q.dtype, specs, "")
-    has_plan = dispatch.takes_key_blocks(chosen, q.shape[3], v.shape[3], has_options=False)
-    if not has_plan or not layout._lists_key_blocks(_plan_device(q), (q.shape[0], k.shape[1])):
+    has_plan = dispatch.takes_selected_plans(chosen, q.shape[3], v.shape[3], has_options=False)
+    if not has_plan or not layout._has_selected_plan(_plan_device(q), (q.shape[0], k.shape[1])):
         return None
     spec = CallSpec(scale, causal, 0.0, 0.0, chosen, dispatch.is_deterministic(deterministic))
     plan = _constants(layout._selected_plan(causal), q, specs)

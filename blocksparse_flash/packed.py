@@ -16,7 +16,7 @@ from .layout import BlockLayout
 from .plan.layout_plans import Reordered
 from .plan.packed_builder import INVALID, Documents, build_packed_plan, can_build, shares_of
 from .plan.tile_choice import Shares
-from .plan_format import PIECE, TILE, Plan
+from .plan_format import GATHERED_TILE, TILE, Plan
 from .runtime import tracing
 
 
@@ -99,7 +99,7 @@ class PackedLayout(BlockLayout):
 
     @tracing.untraced
     def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
-        if device != self.device or tile == PIECE:
+        if device != self.device or tile == GATHERED_TILE:
             return self._on_host()._new_plan(device, causal, tile, non_blocking)
         return build_packed_plan(self._documents, causal=causal, tile=tile)
 

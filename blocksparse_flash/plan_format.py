@@ -14,8 +14,8 @@ from .blocks.transfer import to_device
 TILE = 128
 FINE_TILE = 64
 # tokens of the short side of the tiles of a gathered plan, whose long side is FINE_TILE; tiles per step
-PIECE = 16
-PIECES = FINE_TILE // PIECE
+GATHERED_TILE = 16
+TILES_PER_STEP = FINE_TILE // GATHERED_TILE
 # index of the first of the three tensors of tile rows in a Plan, and of those of tile columns
 ROW_LISTS, COL_LISTS = 0, 3
 # int32 words of a record; positions of its fields (the last two words are 0)
@@ -248,12 +248,12 @@ def tile_of(plan: Sequence[Tensor]) -> int:
     last = plan[-1]
     if last.dim() == 3:
         return last.shape[1]
-    return PIECE if last.dim() == 2 else BY_KEY_BLOCK
+    return GATHERED_TILE if last.dim() == 2 else BY_KEY_BLOCK
 
 
-def pieces_of(plan: Sequence[Tensor]) -> tuple[int, int]:
+def loads_per_step(plan: Sequence[Tensor]) -> tuple[int, int]:
     """Loads per step of tile rows and of tile columns: 4, or 1 for four neighbors; 0 if the plan is not gathered."""
-    if tile_of(plan) != PIECE:
+    if tile_of(plan) != GATHERED_TILE:
         return 0, 0
     return plan[ROW_LISTS + 1].shape[1], plan[COL_LISTS + 1].shape[1]
 

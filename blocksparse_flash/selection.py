@@ -212,7 +212,7 @@ def _layout(indices: Tensor, bounds: Tensor | None, frame: Frame, rows_per_token
     """The layout of the rows of all tokens. bounds: of documents, see `checked_boundaries`."""
     with tracing.outside_transforms(indices):
         selection = block_selection.by_indices(indices, frame)._replace(
-            rows_per_token=rows_per_token, may_list_by_key_block=True
+            rows_per_token=rows_per_token, may_have_selected_plan=True
         )
         if bounds is not None:
             documents = block_selection.document_of_tokens(bounds, frame.q_len // rows_per_token)

@@ -15,7 +15,7 @@ from blocksparse_flash.score_mods import slopes_of
 
 from .canvas import BlockSize, Length
 from .checks import check_dense, read_integer, read_switch, type_name
-from .heads import MOST_HEADS, by_head
+from .heads import MAX_HEADS, by_head
 from .local import local
 from .public import public
 
@@ -73,7 +73,7 @@ def alibi_windows(
             f"heads, slopes: expected exactly one of the two, got {'both' if slopes is not None else 'neither'}"
         )
     if heads is not None:
-        numbers = slopes_of(read_integer("heads", heads, at_least=1, at_most=MOST_HEADS, unit="heads"))
+        numbers = slopes_of(read_integer("heads", heads, at_least=1, at_most=MAX_HEADS, unit="heads"))
     else:
         if isinstance(slopes, torch.Tensor):
             check_dense("slopes", slopes)

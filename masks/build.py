@@ -20,8 +20,8 @@ from .other_names import close_masks, meant_argument
 from .public import public
 
 # no mask needs as much, and Python's own parser and stack can take far more
-MOST_CHARACTERS = 2000
-MOST_NESTED = 100
+MAX_CHARACTERS = 2000
+MAX_NESTED = 100
 # masks whose length is half that of their layout
 OF_HALF = ("block_diffusion",)
 
@@ -181,8 +181,8 @@ def _called(spec: Specification, node: ast.Name | ast.Call) -> BlockLayout:
 
 
 def _evaluate(spec: Specification, node: ast.expr, depth: int = 0) -> BlockLayout:
-    if depth > MOST_NESTED:
-        raise spec.wrong(node, f"expected at most {MOST_NESTED} operators inside each other")
+    if depth > MAX_NESTED:
+        raise spec.wrong(node, f"expected at most {MAX_NESTED} operators inside each other")
     if isinstance(node, ast.Name | ast.Call):
         return _called(spec, node)
     apply: Callable[..., BlockLayout]
@@ -225,8 +225,8 @@ def build(spec: str, length: Length, *, block_size: BlockSize = 128) -> BlockLay
     """
     if not isinstance(spec, str):
         raise TypeError(f"spec: expected a string, got {spec!r} ({type_name(spec)})")
-    if len(spec) > MOST_CHARACTERS:
-        raise ValueError(f"spec: expected at most {MOST_CHARACTERS} characters, got {len(spec)}")
+    if len(spec) > MAX_CHARACTERS:
+        raise ValueError(f"spec: expected at most {MAX_CHARACTERS} characters, got {len(spec)}")
     canvas = read_canvas(length, block_size)
     tokens = length if isinstance(length, int) else (canvas.q_len, canvas.kv_len)
     # on one line, since a specification may span several

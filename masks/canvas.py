@@ -14,7 +14,7 @@ from blocksparse_flash.blocks.block_list import ranges
 from .checks import read_integer
 
 # positions in a plan and offsets into the blocks of a layout are int32
-MOST_TOKENS = MOST_BLOCKS = 2**31 - 1
+MAX_TOKENS = MAX_BLOCKS = 2**31 - 1
 # rows per step of check_rows
 ROWS_AT_ONCE = 1 << 20
 # tokens, or (q_len, kv_len); tokens per side of a block, or (block_q, block_kv)
@@ -109,7 +109,7 @@ def read_canvas(length: Length, block_size: BlockSize) -> Canvas:
     >>> read_canvas((100, 300), 64)
     Canvas(q_len=100, kv_len=300, block_q=64, block_kv=64)
     """
-    q_len, kv_len = _read_pair("length", length, at_least=0, at_most=MOST_TOKENS, unit="tokens")
+    q_len, kv_len = _read_pair("length", length, at_least=0, at_most=MAX_TOKENS, unit="tokens")
     block_q, block_kv = _read_pair("block_size", block_size, at_least=16, at_most=256, unit="tokens")
     if block_q % 16 or block_kv % 16:
         raise ValueError(f"block_size: expected multiples of 16 from 16 to 256, got {block_size}")
@@ -138,7 +138,7 @@ def check_nnz(nnz: int, *, least: str = "") -> None:
 
     least  prefix of the number in the message, such as "at least " for a lower bound
     """
-    if nnz > MOST_BLOCKS:
+    if nnz > MAX_BLOCKS:
         raise ValueError(
             f"length, block_size: nnz must be below 2**31, but this mask would store {least}{nnz} blocks: use a larger "
             "block_size"
@@ -152,7 +152,7 @@ def check_rows(canvas: Canvas, keys_of: Callable[[np.ndarray], tuple[np.ndarray,
 
     keys_of  rows -> (first key, last key), (rows,) or (rows, ranges) each; last < first is an empty range
     """
-    if canvas.n_rows * canvas.n_cols <= MOST_BLOCKS:
+    if canvas.n_rows * canvas.n_cols <= MAX_BLOCKS:
         return
     nnz = 0
     for begin in range(0, canvas.n_rows, ROWS_AT_ONCE):

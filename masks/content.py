@@ -7,7 +7,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import MOST_TOKENS, BlockSize, Canvas, read_canvas
+from .canvas import MAX_TOKENS, BlockSize, Canvas, read_canvas
 from .checks import check_dense, read_fraction, read_integer, read_switch, type_name
 from .local import past_of
 from .public import public
@@ -18,7 +18,7 @@ Scores = np.ndarray | torch.Tensor
 def _read_canvas(q_len: int, kv_len: int, block_size: BlockSize) -> Canvas:
     lengths = {"q_len": q_len, "kv_len": kv_len}
     q_len, kv_len = (
-        read_integer(name, length, at_least=0, at_most=MOST_TOKENS, unit="tokens") for name, length in lengths.items()
+        read_integer(name, length, at_least=0, at_most=MAX_TOKENS, unit="tokens") for name, length in lengths.items()
     )
     return read_canvas((q_len, kv_len), block_size)
 

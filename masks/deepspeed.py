@@ -33,7 +33,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import MOST_TOKENS, Canvas, distinct_blocks, read_canvas, spread
+from .canvas import MAX_TOKENS, Canvas, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_integers, read_switch
 from .heads import by_head
 from .local import past_of
@@ -242,9 +242,7 @@ class FixedSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        n_local = read_integer(
-            "num_local_blocks", self.num_local_blocks, at_least=1, at_most=MOST_TOKENS, unit="blocks"
-        )
+        n_local = read_integer("num_local_blocks", self.num_local_blocks, at_least=1, at_most=MAX_TOKENS, unit="blocks")
         n_global = read_integer("num_global_blocks", self.num_global_blocks, at_least=1, unit="blocks")
         if n_local % n_global:
             raise ValueError(f"num_global_blocks: expected a divisor of num_local_blocks, {n_local}, got {n_global}")

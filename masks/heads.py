@@ -10,14 +10,14 @@ from blocksparse_flash import BlockLayout
 from .checks import read_integer
 
 # far more than any model has; refused before memory runs out
-MOST_HEADS = 2**16
+MAX_HEADS = 2**16
 
 Setting = TypeVar("Setting")
 
 
 def read_heads(heads: int | None) -> int | None:
     """`heads` as an int of at least 1, or None: one mask shared by every head."""
-    return None if heads is None else read_integer("heads", heads, at_least=1, at_most=MOST_HEADS, unit="heads")
+    return None if heads is None else read_integer("heads", heads, at_least=1, at_most=MAX_HEADS, unit="heads")
 
 
 def by_head(build: Callable[[Setting], BlockLayout], settings: Sequence[Setting]) -> BlockLayout:

@@ -7,7 +7,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import MOST_TOKENS, BlockSize, Canvas, Length, check_rows, read_canvas
+from .canvas import MAX_TOKENS, BlockSize, Canvas, Length, check_rows, read_canvas
 from .checks import read_integer, type_name
 from .public import public
 
@@ -16,7 +16,7 @@ Window = int | tuple[int | None, int | None]
 
 def _read_side(value: object) -> int:
     # no distance is larger, and sums with positions must fit into 64 bits
-    return min(read_integer("window", value, at_least=0, unit="tokens"), MOST_TOKENS)
+    return min(read_integer("window", value, at_least=0, unit="tokens"), MAX_TOKENS)
 
 
 def read_window(window: Window) -> tuple[int | None, int | None]:

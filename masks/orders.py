@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .canvas import MOST_TOKENS
+from .canvas import MAX_TOKENS
 from .checks import read_integer, read_integers
 from .public import public
 
 Grid = int | Sequence[int]
 
-# with two tokens per axis, 31 axes reach MOST_TOKENS
-MOST_AXES = 31
+# with two tokens per axis, 31 axes reach MAX_TOKENS
+MAX_AXES = 31
 
 
 def read_grid(grid: Grid) -> tuple[int, ...]:
@@ -30,11 +30,11 @@ def read_grid(grid: Grid) -> tuple[int, ...]:
     sides = grid if isinstance(grid, Sequence) and not isinstance(grid, str | bytes) else (grid,)
     if not len(sides):
         raise ValueError("grid: expected the tokens along each axis, at least one axis, got none")
-    if len(sides) > MOST_AXES:
-        raise ValueError(f"grid: expected at most {MOST_AXES} axes, got {len(sides)}: leave out those of one token")
+    if len(sides) > MAX_AXES:
+        raise ValueError(f"grid: expected at most {MAX_AXES} axes, got {len(sides)}: leave out those of one token")
     read = tuple(read_integer("grid", side, at_least=1, unit="tokens") for side in sides)
-    if math.prod(read) > MOST_TOKENS:
-        raise ValueError(f"grid: expected at most {MOST_TOKENS} tokens, got {math.prod(read)}")
+    if math.prod(read) > MAX_TOKENS:
+        raise ValueError(f"grid: expected at most {MAX_TOKENS} tokens, got {math.prod(read)}")
     return read
 
 

@@ -9,7 +9,7 @@ import torch
 
 from blocksparse_flash import BlockLayout
 
-from .canvas import MOST_TOKENS, BlockSize, Canvas, distinct_blocks, read_canvas, spread
+from .canvas import MAX_TOKENS, BlockSize, Canvas, distinct_blocks, read_canvas, spread
 from .checks import read_integer, read_integers
 from .public import public
 
@@ -97,7 +97,7 @@ def tree(
     5
     """
     numbers = _read_parents(parents)
-    prompt = read_integer("prompt", prompt, at_least=0, at_most=MOST_TOKENS - numbers.size, unit="tokens")
+    prompt = read_integer("prompt", prompt, at_least=0, at_most=MAX_TOKENS - numbers.size, unit="tokens")
     canvas = read_canvas((numbers.size, prompt + numbers.size), block_size)
     enters, leaves = (torch.from_numpy(array) for array in _walks(numbers))
 

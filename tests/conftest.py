@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -114,6 +115,13 @@ def poisoned_memory() -> None:
     """Fills torch.empty with NaN (integers: the largest value), so that reads of unwritten memory fail tests."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    """Forgets what earlier tests compiled: beyond 8 versions of one function, torch.compile runs it uncompiled."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

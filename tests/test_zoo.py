@@ -24,7 +24,7 @@ from torch import Tensor
 
 from blocksparse_flash import BlockLayout, dispatch
 from blocksparse_flash.functional import attention_with_lse
-from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE, TILE
 from tests.support import cases, plain
 from tests.support.closeness import as_rows, assert_as_accurate, assert_in_input_order, buried, buried_inputs
 from tests.support.forced_tiles import force_tile
@@ -485,7 +485,7 @@ def fine_calls(backend: str, tile: int) -> list[Call]:
         for call in of_backend
         if dispatch.has_fine_tiles(backend, call.head_dim, call.v_dim or call.head_dim, has_block_bias=bool(call.bias))
         # the gradient of slopes is computed by `triton`, which has no gathered tiles
-        and (tile != PIECE or not call.has_slopes or call.are_slopes_fixed)
+        and (tile != GATHERED_TILE or not call.has_slopes or call.are_slopes_fixed)
     ]
 
 
@@ -497,7 +497,7 @@ def values_in_smaller_tiles(name: str, tile: int, index: int) -> set[Any]:
 
 
 # tests/kernels/hopper/test_protocol.py has the backend without a GPU
-ON_HOPPER = [("hopper", FINE_TILE), ("hopper", PIECE)] if HAS_HOPPER else []
+ON_HOPPER = [("hopper", FINE_TILE), ("hopper", GATHERED_TILE)] if HAS_HOPPER else []
 
 
 @pytest.mark.sweep(by=lambda name, tile, index: {(tile, value) for value in values_in_smaller_tiles(name, tile, index)})

@@ -17,7 +17,7 @@ from . import paddles
 # training of the marker reader
 WIDTH, EPOCHS, BATCH, LEARNING_RATE = 128, 60, 512, 3e-3
 # minimum of training steps
-LEAST_STEPS = 500
+MIN_STEPS = 500
 
 
 def best_guess(groups: np.ndarray, labels: np.ndarray) -> tuple[float, np.ndarray]:
@@ -53,7 +53,7 @@ def fit_marker_reader(markers: np.ndarray, labels: np.ndarray, *, size: int, see
         places, truth = torch.as_tensor(markers.astype(np.float32)), torch.as_tensor(labels.astype(np.float32))
         reader = MarkerReader(size)
         n_batches = max(1, len(places) // BATCH)
-        epochs = max(EPOCHS, -(-LEAST_STEPS // n_batches))
+        epochs = max(EPOCHS, -(-MIN_STEPS // n_batches))
         optimizer = torch.optim.Adam(reader.parameters(), lr=LEARNING_RATE)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * n_batches)
         for _ in range(epochs):

@@ -29,7 +29,7 @@ GRAY_PILLOW = np.array([19595, 38470, 7471])
 # Pathfinder's folders by the number of dashes in a snake
 FOLDERS = {14: "curv_contour_length_14", 9: "curv_contour_length_9", 6: "curv_baseline"}
 # in the PyTorch versions of the benchmark: seed of random splits, and least occurrences of a character
-SPLIT_SEED, LEAST_COUNT = 42, 15
+SPLIT_SEED, MIN_COUNT = 42, 15
 PADDING, UNKNOWN, END = range(3)
 # globals needed to unpickle an array, in Python 2, NumPy 1 and NumPy 2
 HARMLESS = {
@@ -189,7 +189,7 @@ def text(root: Path, *, length: int = 1000, encoding: str = "bytes") -> Splits:
 def _by_character(reviews: Sequence[bytes], length: int) -> Callable[[bytes], np.ndarray]:
     """Characters to int16 tokens (at most `length`,), with an end token; the most frequent ones have the lowest."""
     counts = Counter(itertools.chain.from_iterable(review.decode()[: length - 1] for review in reviews))
-    known = sorted((each for each in counts if counts[each] >= LEAST_COUNT), key=lambda each: (-counts[each], each))
+    known = sorted((each for each in counts if counts[each] >= MIN_COUNT), key=lambda each: (-counts[each], each))
     if END + len(known) >= find("text").n_tokens:
         raise ValueError(
             f"characters must be at most {find('text').n_tokens - END - 1}, got {len(known)} in the reviews"

@@ -30,7 +30,7 @@ TEST_KEYS = [
     *("one_deep_balanced", "pair_accuracy", "device", "torch", "commit"),
 ]
 # training samples of the marker reader; images that are searched for markers at once
-MOST_READ, AT_ONCE = 60_000, 500
+MAX_READ, AT_ONCE = 60_000, 500
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _shortcut(data: LraData, labels: np.ndarray) -> tuple[str, float, np.ndarray
         return "most frequent label", *floors.best_guess(np.zeros_like(labels), labels)
     assert data.task.grid is not None
     # a fresh stream has no stored training set
-    seen, truth = _markers(data, "validation" if data.source == "fresh" else "train", MOST_READ)
+    seen, truth = _markers(data, "validation" if data.source == "fresh" else "train", MAX_READ)
     reader = floors.fit_marker_reader(seen, truth, size=data.task.grid[0])
     probabilities = floors.marker_probabilities(reader, _markers(data, "test", len(labels))[0])
     name = f"positions of the markers, learned from {len(truth):,} samples"

@@ -140,7 +140,7 @@ def usable(
 ) -> dict[tuple[str, str, int, str], list[Line]]:
     """Our lines of these devices by (device, backend, head_dim, direction); prints devices that are unknown."""
     lines = lines[lines["is_ours"] & lines["bench"].isin(BENCHES) & lines["dtype"].isin(DTYPES)]
-    lines = lines[lines["direction"].isin(["fwd", "bwd"]) & (lines["n"] * lines["batch"] >= prediction.FEWEST_TOKENS)]
+    lines = lines[lines["direction"].isin(["fwd", "bwd"]) & (lines["n"] * lines["batch"] >= prediction.MIN_TOKENS)]
     for device in sorted({*lines["device"]} - DEVICES.keys() - SCALED.keys()):
         print(f"{device} is not in DEVICES of benchmarks/run/calibrate.py: its lines are not used")
     lines = lines[lines["device"].isin(devices)]

@@ -124,7 +124,7 @@ def layout_of(case: Case, indices: Tensor) -> BlockLayout:
     sides = rows_per_token, case.block_size
     frame = Frame(1, case.kv_heads, case.length * rows_per_token, case.length, sides)
     made = block_selection.by_indices(indices, frame)._replace(
-        rows_per_token=rows_per_token, may_list_by_key_block=True
+        rows_per_token=rows_per_token, may_have_selected_plan=True
     )
     return BlockLayout._from_selection(made, frame)
 
@@ -142,19 +142,19 @@ class Planner:
         rows = torch.empty(1, case.kv_heads, layout.q_len, case.head_dim, dtype=torch.bfloat16, device=indices.device)
         k = rows[:, :, : case.length]
         self.backend = dispatch.decide("auto", rows, k, k, rows.dtype, specs_of(rows, k, k), "")
-        self._lists_key_blocks = (
+        self._has_selected_plan = (
             may_list_key_blocks
-            and dispatch.takes_key_blocks(self.backend, *self._dims, has_options=False)
-            and layout._lists_key_blocks(indices.device, (1, case.kv_heads))
+            and dispatch.takes_selected_plans(self.backend, *self._dims, has_options=False)
+            and layout._has_selected_plan(indices.device, (1, case.kv_heads))
         )
-        self.name = KEY_BLOCKS if self._lists_key_blocks else TILES
+        self.name = KEY_BLOCKS if self._has_selected_plan else TILES
 
     def __call__(self) -> None:
         layout, device = layout_of(self._case, self._indices), self._indices.device
-        if self._lists_key_blocks:
+        if self._has_selected_plan:
             layout._selected_plan(True)
         else:
-            tile = dispatch.tile_of(self.backend, layout._tile_shares(device, True), *self._dims)
+            tile = dispatch.fastest_tile(self.backend, layout._tile_shares(device, True), *self._dims)
             layout.plan(device, causal=True, tile=tile)
 
 
@@ -212,7 +212,7 @@ def in_tiles(call: Call) -> Call:
     """The call without plans by key block."""
 
     def made(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with mock.patch.object(dispatch, "takes_key_blocks", lambda *_, **__: False):
+        with mock.patch.object(dispatch, "takes_selected_plans", lambda *_, **__: False):
             return call(q, k, v)
 
     return made

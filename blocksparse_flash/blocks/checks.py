@@ -16,7 +16,7 @@ from .block_list import FULL, Array, Axis, Frame, Size
 Kind = TypeVar("Kind")
 
 # offsets into a layout's indices are int32
-MOST_BLOCKS = 2**31 - 1
+MAX_BLOCKS = 2**31 - 1
 # the tensors of a layout, in the order of its fields
 TENSORS = ("indptr", "indices", "bitmask_ids", "bitmasks")
 
@@ -232,7 +232,7 @@ def bools(mask: object) -> Array:
 
 
 def check_nnz(nnz: int) -> None:
-    if nnz > MOST_BLOCKS:
+    if nnz > MAX_BLOCKS:
         raise ValueError(f"nnz must be below 2**31, but this layout would store {nnz} blocks: use a larger block_size")
 
 

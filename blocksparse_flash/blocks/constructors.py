@@ -47,7 +47,7 @@ def by_mask(mask: Any, frame: Frame) -> tuple[Array, Frame]:
             f"mask must end in (n_rows, n_cols) = ({frame.n_rows}, {frame.n_cols}), got shape {tuple(mask.shape)}{hint}"
         )
     # smaller masks cannot have too many
-    if array.size > checks.MOST_BLOCKS:
+    if array.size > checks.MAX_BLOCKS:
         checks.check_nnz(int(np.count_nonzero(array)))
     return array.reshape(-1).nonzero()[0], Frame(array.shape[0], array.shape[1], *frame[2:])
 

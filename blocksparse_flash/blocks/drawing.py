@@ -22,8 +22,8 @@ _LETTERS, _SQUARES, _DOTS = 32, 64, 512
 # longer side of an SVG, in pixels
 _PIXELS = 320
 # most tokens of a picture of pairs
-_MOST_TOKENS = 1024
-_MOST_HEADS = 64
+_MAX_TOKENS = 1024
+_MAX_HEADS = 64
 
 
 def _blocks_per_cell(frame: Frame, most: int) -> Size:
@@ -169,9 +169,9 @@ def _view(tokens: Any, frame: Frame) -> _View:
     sides = []
     for (start, stop), length, name in zip(tokens, (frame.q_len, frame.kv_len), ("q", "kv"), strict=True):
         first, last = checks.integer(start, f"tokens: {name}_start"), checks.integer(stop, f"tokens: {name}_stop")
-        if not 0 <= first < last <= length or last - first > _MOST_TOKENS:
+        if not 0 <= first < last <= length or last - first > _MAX_TOKENS:
             raise ValueError(
-                f"tokens must be 0 <= {name}_start < {name}_stop <= {name}_len = {length}, at most {_MOST_TOKENS} "
+                f"tokens must be 0 <= {name}_start < {name}_stop <= {name}_len = {length}, at most {_MAX_TOKENS} "
                 f"apart, got ({first}, {last}); tokens=None draws blocks"
             )
         sides.append((first, last))
@@ -188,8 +188,8 @@ def _batch_heads(found: BlockList, frame: Frame, batch: Any, head: Any) -> dict[
         number = checks.position(head, frame.heads, "head", f"; the layout has {frame.heads}")
         where += [f"head {number}"] if frame.heads > 1 else []
         return {", ".join(where): set_operations.pick(of_batch, alone, "heads", number)}
-    if frame.heads > _MOST_HEADS:
-        raise ValueError(f"head must be given for a layout of more than {_MOST_HEADS} heads, got None of {frame.heads}")
+    if frame.heads > _MAX_HEADS:
+        raise ValueError(f"head must be given for a layout of more than {_MAX_HEADS} heads, got None of {frame.heads}")
     heads = [set_operations.pick(of_batch, alone, "heads", number) for number in range(frame.heads)]
     if all(all(map(np.array_equal, other, heads[0])) for other in heads[1:]):
         where += [f"all {frame.heads} heads alike"] if frame.heads > 1 else []

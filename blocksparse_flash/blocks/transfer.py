@@ -16,7 +16,7 @@ Array = npt.NDArray[np.int32]
 # int32 words: every tensor is aligned to 128 bytes, for kernels and TMA
 ALIGNMENT = 32
 # int32 words (64 MB) up to which host memory is pinned for a copy: PyTorch caches pinned memory
-MOST_PINNED = 1 << 24
+MAX_PINNED = 1 << 24
 
 
 class Place(NamedTuple):
@@ -81,7 +81,7 @@ def sent(packed: Tensor, places: Sequence[Place], device: torch.device, *, non_b
 def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
     """int32 arrays concatenated into a flat tensor on a device; the host does not wait for a copy to a GPU."""
     size = sum([array.size for array in arrays])
-    is_pinned = size <= MOST_PINNED and may_pin(device)
+    is_pinned = size <= MAX_PINNED and may_pin(device)
     packed = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
     np.concatenate([array.reshape(-1) for array in arrays], out=packed.numpy())
     return packed.to(device, non_blocking=is_pinned)
@@ -90,14 +90,14 @@ def sent_flat(arrays: Sequence[Array], device: torch.device) -> Tensor:
 def zeros(shapes: Sequence[Sequence[int]], *, is_pinned: bool = False) -> tuple[Tensor, list[Place]]:
     """(flat int32 host tensor of zeros with room for tensors of these shapes, their places).
 
-    is_pinned  in pinned memory, up to MOST_PINNED words; PyTorch's allocator reuses it once its copies are done
+    is_pinned  in pinned memory, up to MAX_PINNED words; PyTorch's allocator reuses it once its copies are done
     """
     places, end = [], 0
     for shape in shapes:
         begin, size = -(-end // ALIGNMENT) * ALIGNMENT, math.prod(shape)
         places.append(Place(begin, size, shape))
         end = begin + size
-    return torch.zeros(end, dtype=torch.int32, device="cpu", pin_memory=is_pinned and end <= MOST_PINNED), places
+    return torch.zeros(end, dtype=torch.int32, device="cpu", pin_memory=is_pinned and end <= MAX_PINNED), places
 
 
 def views(packed: Tensor, places: Sequence[Place]) -> list[Array]:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..blocks.statistics import amount
-from ..plan_format import PIECE
+from ..plan_format import GATHERED_TILE
 from . import cost, memory, prediction
 from .advice import advice
 from .call import Call
@@ -141,7 +141,7 @@ def _reason_for_tiles(call: Call) -> str:
     """Why a call iterates over other tiles than 128 x 128; empty for one that does not."""
     if call.layout is None or not call.is_fine:
         return ""
-    if call.tile == PIECE:
+    if call.tile == GATHERED_TILE:
         tiles, share = "64 x 16, four per step", call.shares.gathered
     else:
         tiles, share = "64 x 64", call.shares.fine

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import can_reorder, has_fine_tiles, has_gradient, misaligned, tile_of
+from ..dispatch import can_reorder, fastest_tile, has_fine_tiles, has_gradient, misaligned
 from ..layout import BlockLayout
 from ..plan.layout_plans import Reordered
 from ..plan.tile_choice import Shares
@@ -195,7 +195,7 @@ class Call:
         if not has_fine_tiles(self.backend, self.head_dim, self.v_dim, has_block_bias=self.mods.block_bias is not None):
             return TILE
         is_trained = self.has_slopes_gradient
-        return tile_of(self.backend, self.shares, self.head_dim, self.v_dim, has_slopes_gradient=is_trained)
+        return fastest_tile(self.backend, self.shares, self.head_dim, self.v_dim, has_slopes_gradient=is_trained)
 
     @property
     def shares(self) -> Shares:

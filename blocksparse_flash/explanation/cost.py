@@ -11,7 +11,7 @@ import torch
 
 from ..dispatch import FEW_QUERIES
 from ..kernels.schedule import are_uneven, interleaved_heads, padded_dim
-from ..plan_format import BEGIN, COL_LISTS, N_PARTIAL, N_TILES, PIECE, RECORD, ROW_LISTS, Plan
+from ..plan_format import BEGIN, COL_LISTS, GATHERED_TILE, N_PARTIAL, N_TILES, RECORD, ROW_LISTS, Plan
 from . import memory, prediction
 from .call import Call
 from .prediction import Calibration, Device, Kernel, Prediction, Rates
@@ -34,7 +34,7 @@ def _pairs_of_plan(plan: Plan) -> int:
     # partial tiles come first in each line
     passed = np.cumsum(n_partial) - n_partial
     entries = np.repeat(begin - passed, n_partial) + np.arange(n_partial.sum())
-    if plan.tile == PIECE:
+    if plan.tile == GATHERED_TILE:
         # bitmask 0 is empty; each bit is there twice
         return int(np.bitwise_count(words.view(np.uint32)).sum(axis=1, dtype=np.int64)[ids].sum() // 2)
     of_bitmask = np.bitwise_count(words.view(np.uint32)).sum(axis=(1, 2), dtype=np.int64)
@@ -167,8 +167,8 @@ def predict(call: Call, device: Device | None, table: tuple[Calibration, ...]) -
         return None, f"the model was not fitted to this {device.name}, which does not report clock and bandwidth"
     mine, dense = _times(call, device, *used), _times(dense_call, device, *dense_used)
     said = [caveat for each in used for caveat in prediction.caveats(each, device, dim)]
-    if call.batch * max(call.q_len, call.kv_len) < prediction.FEWEST_TOKENS:
-        said.append(f"with fewer than {prediction.FEWEST_TOKENS:,} tokens host time dominates, which is not predicted")
+    if call.batch * max(call.q_len, call.kv_len) < prediction.MIN_TOKENS:
+        said.append(f"with fewer than {prediction.MIN_TOKENS:,} tokens host time dominates, which is not predicted")
     if call.has_kv_lengths:
         said.append("kv_lengths are ignored, as if all were kv_len")
     if call.unreadable:

@@ -25,7 +25,7 @@ from .scheduling import Array, Sides
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 # tokens in a batch; with fewer, host time dominates, which the model does not cover
-FEWEST_TOKENS = 4096
+MIN_TOKENS = 4096
 
 
 class Device(NamedTuple):

@@ -55,7 +55,7 @@ class Selection(NamedTuple):
     documents       int32 (batch | 1, 3, tokens): number of the document, first key, one past the last key of each
                     token; plans drop the other pairs. None: one document
     n_documents     documents of a sequence, at most
-    may_list_by_key_block  whether it comes from `selected_attention`, whose calls may have plans by key block: see
+    may_have_selected_plan  whether it comes from `selected_attention`, whose calls may have plans by key block: see
                     selected_builder.py
     """
 
@@ -66,7 +66,7 @@ class Selection(NamedTuple):
     rows_per_token: int = 1
     documents: Tensor | None = None
     n_documents: int = 0
-    may_list_by_key_block: bool = False
+    may_have_selected_plan: bool = False
 
 
 def frame_of(values: Tensor, name: str, frame: Frame, *, kind: str) -> Frame:

@@ -13,7 +13,7 @@ from ..blocks.block_list import BlockList, Frame, Size
 from ..blocks.storage import Tensors
 from ..blocks.stored_blocks import StoredBlocks
 from ..blocks.transfer import resolved, to_device
-from ..plan_format import BY_KEY_BLOCK, FINE_TILE, PARTIAL, PIECE, TILE, Plan, SelectedPlan
+from ..plan_format import BY_KEY_BLOCK, FINE_TILE, GATHERED_TILE, PARTIAL, TILE, Plan, SelectedPlan
 from ..runtime import tracing
 from . import block_bias, block_selection, device_builder, reordering, selected_builder, tile_choice
 from .block_bias import BiasIndex
@@ -94,8 +94,8 @@ class LayoutPlans(StoredBlocks):
     def _check_plan(self, device: torch.device | str | int, causal: bool, tile: int) -> None:
         """Refuses tiles that no plan has and, while torch.compile traces, plans that were not made before."""
         device = resolved(device)
-        if not isinstance(tile, (int, np.integer)) or tile not in (TILE, FINE_TILE, PIECE):
-            raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {PIECE} tokens, got {tile!r}")
+        if not isinstance(tile, (int, np.integer)) or tile not in (TILE, FINE_TILE, GATHERED_TILE):
+            raise ValueError(f"tile must be {TILE}, {FINE_TILE} or {GATHERED_TILE} tokens, got {tile!r}")
         # list entries of tiles of 64 x 64 have 24 bits for a tile index
         if tile != TILE and max(self.q_len, self.kv_len) > PARTIAL * FINE_TILE:
             raise ValueError(
@@ -134,19 +134,19 @@ class LayoutPlans(StoredBlocks):
             return
         has_gathered = torch.cuda.get_device_capability(device) == (9, 0)
         for tile in self._tile_shares(device, causal).tiles:
-            if tile != PIECE or has_gathered:
+            if tile != GATHERED_TILE or has_gathered:
                 self.plan(device, causal=causal, tile=tile, non_blocking=non_blocking)
         reordered = self._reordered(device, causal, self._frame.heads)
         if reordered is not None:
             reordered.layout._plan_all(device, non_blocking=non_blocking)
 
-    def _lists_key_blocks(self, device: torch.device, batch_heads: Sequence[int]) -> bool:
+    def _has_selected_plan(self, device: torch.device, batch_heads: Sequence[int]) -> bool:
         """Whether the blocks are selected by token and a SelectedPlan on this device suits them.
 
         batch_heads  batch and heads of q. If several of them share a selection, there is no SelectedPlan
         """
         selection: block_selection.Selection | None = self._cache.get("selection")
-        if selection is None or not selection.may_list_by_key_block or device != self._anchor.device:
+        if selection is None or not selection.may_have_selected_plan or device != self._anchor.device:
             return False
         if self._frame[:2] != tuple(batch_heads):
             return False
@@ -157,7 +157,7 @@ class LayoutPlans(StoredBlocks):
         )
 
     def _selected_plan(self, causal: bool) -> SelectedPlan:
-        """The SelectedPlan of a layout that `_lists_key_blocks`, on its device. Cached."""
+        """The SelectedPlan of a layout that `_has_selected_plan`, on its device. Cached."""
         plans, key = self._cache["plans"], (self._anchor.device, causal, BY_KEY_BLOCK)
         if key not in plans:
             with tracing.outside_transforms(self._anchor):
@@ -166,7 +166,7 @@ class LayoutPlans(StoredBlocks):
         return found
 
     def _new_plan(self, device: torch.device, causal: bool, tile: int, non_blocking: bool = False) -> Plan:
-        if "selection" in self._cache and device == self._anchor.device and tile != PIECE:
+        if "selection" in self._cache and device == self._anchor.device and tile != GATHERED_TILE:
             selection: block_selection.Selection = self._cache["selection"]
             return block_selection.plan_of_selection(selection, **self._frame.sizes, causal=causal, tile=tile)
         return self._host_plan(device, causal, tile, non_blocking)
@@ -181,7 +181,7 @@ class LayoutPlans(StoredBlocks):
         frame, (_, indices, _, bitmasks) = self._frame, self._tensors
         if tile == TILE and indices.is_cpu and device_builder.suits(frame, len(indices), len(bitmasks), device):
             return device_builder.build_plan_on_device(self._rows(), frame, device, non_blocking=non_blocking)
-        if tile == PIECE:
+        if tile == GATHERED_TILE:
             return build_gathered_plan(self._block_list(), frame, device, non_blocking=non_blocking)
         tiles = frame._replace(block_size=(tile, tile))
         rows = self._rows() if frame == tiles else block_list.by_rows(self._tiled(tile), tiles)
@@ -201,7 +201,7 @@ class LayoutPlans(StoredBlocks):
         """
         fine, gathered = True, True
         if torch.compiler.is_compiling():
-            fine, gathered = ((device, causal, tile) in self._cache["plans"] for tile in (FINE_TILE, PIECE))
+            fine, gathered = ((device, causal, tile) in self._cache["plans"] for tile in (FINE_TILE, GATHERED_TILE))
         if not fine and not gathered:
             return tile_choice.WHOLE
         found: Shares | None = self._cache.get("shares")
@@ -231,7 +231,7 @@ class LayoutPlans(StoredBlocks):
         if torch.compiler.is_compiling():
             known = found.get(key)
             plans = {} if known is None else known.layout._cache["plans"]
-            return known if any((device, False, tile) in plans for tile in (TILE, FINE_TILE, PIECE)) else None
+            return known if any((device, False, tile) in plans for tile in (TILE, FINE_TILE, GATHERED_TILE)) else None
         if key not in found:
             elsewhere = [order for at, order in [*found.items()] if at[1:] == key[1:]]
             with tracing.outside_transforms(self._anchor):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..blocks.block_list import Array, BlockRows, Frame, Size, by_keys, edge_kinds
-from ..plan_format import FINE_TILE, PIECE, TILE
+from ..plan_format import FINE_TILE, GATHERED_TILE, TILE
 from .gathered_builder import GATHERED_STEP
 
 # time per pair in tiles of 64 x 64 over that in tiles of 128 x 128, forward and backward together, by padded head
@@ -41,7 +41,7 @@ class Shares(NamedTuple):
         """`Plan.tile` of the fastest plan for these kernels; arguments as of `times`."""
         fine, gathered = self.times(dim, kernels)
         if gathered < min(fine, 1.0):
-            return PIECE
+            return GATHERED_TILE
         return FINE_TILE if fine <= 1 else TILE
 
     def time(self, dim: int, kernels: str) -> float:
@@ -83,8 +83,10 @@ def shares_of(rows: BlockRows, frame: Frame) -> Shares:
     fine, coarse = pairs(_all_cells(rows.bitmasks, frame, unit), unit, (FINE_TILE, FINE_TILE), (TILE, TILE))
     if not len(rows.bitmasks) and _tiled_by(frame, (FINE_TILE, FINE_TILE)):
         return Shares(fine / coarse, fine / coarse)
-    unit = _unit(frame, PIECE)
-    gathered = pairs(_all_cells(rows.bitmasks, frame, unit), unit, (FINE_TILE, PIECE), (PIECE, FINE_TILE))
+    unit = _unit(frame, GATHERED_TILE)
+    gathered = pairs(
+        _all_cells(rows.bitmasks, frame, unit), unit, (FINE_TILE, GATHERED_TILE), (GATHERED_TILE, FINE_TILE)
+    )
     times = (min(of_side, fine / GATHERED_STEP) for of_side in gathered)
     return Shares(fine / coarse, sum(times) / (2 * coarse))
 

@@ -121,7 +121,7 @@ def test_reported_bytes_are_those_that_launchers_allocate(
 ) -> None:
     # by the kind, not by the layout
     monkeypatch.setattr(
-        "blocksparse_flash.explanation.call.tile_of", lambda *_, **__: 64 if kind.startswith("fine") else 128
+        "blocksparse_flash.explanation.call.fastest_tile", lambda *_, **__: 64 if kind.startswith("fine") else 128
     )
     batch, heads, kv_heads, q_len, kv_len = {
         # whole tiles of 128 x 128
@@ -228,7 +228,7 @@ def test_reported_bytes_of_trained_sinks_and_slopes_are_those_that_launchers_all
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_fine = kind.startswith("fine") and max(dims) <= 128 and (backend == "triton" or "slopes" not in trained)
-    monkeypatch.setattr("blocksparse_flash.explanation.call.tile_of", lambda *_, **__: 64 if is_fine else 128)
+    monkeypatch.setattr("blocksparse_flash.explanation.call.fastest_tile", lambda *_, **__: 64 if is_fine else 128)
     batch, heads, length = 2, 4, 500
     q, k, v = (torch.empty(batch, heads, length, dim, dtype=torch.bfloat16) for dim in (dims[0], *dims))
     layout = None if kind == "plain" else masks.local(length, window=150, block_size=64)

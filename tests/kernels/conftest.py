@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from blocksparse_flash.plan_format import PIECE, TILE
+from blocksparse_flash.plan_format import GATHERED_TILE, TILE
 from tests.support.forced_tiles import force_tile
 
 # bytes; references in float64 of a few thousand tokens take more
-MOST_CACHED = 1 << 30
+MAX_CACHED = 1 << 30
 
 
 @pytest.fixture(autouse=True)
 def shared_gpu_memory() -> Iterator[None]:
     """Returns cached GPU memory after a test that needed much: with a process per core, other tests need it."""
     yield
-    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_CACHED:
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MAX_CACHED:
         torch.cuda.empty_cache()
 
 
@@ -28,5 +28,5 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name, _, tile = request.param.partition("-")
     # a call with dropout runs on `triton`, which has no gathered tiles
     side = int(tile or TILE)
-    force_tile(monkeypatch, lambda by, *_, **__: TILE if (by, side) == ("triton", PIECE) else side)
+    force_tile(monkeypatch, lambda by, *_, **__: TILE if (by, side) == ("triton", GATHERED_TILE) else side)
     return str(name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blocksparse_flash.dispatch import MAX_FINE_HEAD_DIM
-from blocksparse_flash.plan_format import FINE_TILE, PIECE
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE
 from tests.support.launch_runs import assert_is_accurate, run
 from tests.support.launch_tables import Call, Variant
 
@@ -61,7 +61,7 @@ def family(seed: int) -> Call:
     head_dim = numbers.choice([8, 16, 33, 40, 64, 64, 64, 72, 96, 100, 128, 128, 128, 192, 256])
     if has_layout and head_dim <= MAX_FINE_HEAD_DIM and not variant.has_bias and seed % 2:
         # every fourth call with the tiles of 16 that only `hopper` has
-        variant = replace(variant, tile=PIECE if backend == "hopper" and seed % 4 == 3 else FINE_TILE)
+        variant = replace(variant, tile=GATHERED_TILE if backend == "hopper" and seed % 4 == 3 else FINE_TILE)
     return Call(backend, (0, 0, 0, 0), head_dim, dtype, variant)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.plan import gathered_builder
-from blocksparse_flash.plan_format import N_LONG, N_PARTIAL, N_TILES, SPLIT_SHARE, Plan, pieces_of
+from blocksparse_flash.plan_format import N_LONG, N_PARTIAL, N_TILES, SPLIT_SHARE, Plan, loads_per_step
 from tests.plan.test_host_builder import drawn
 from tests.support import cases
 
@@ -32,7 +32,7 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(len(words), 64, 32)[:, :, :16]
     batch_heads = masks.reshape(-1, *masks.shape[2:])
     n_lines, pieces, begin = -(-batch_heads.shape[1] // 64), indices.shape[1], 0
-    assert pieces == pieces_of(plan)[not of_rows] and ids.shape[1] == 4
+    assert pieces == loads_per_step(plan)[not of_rows] and ids.shape[1] == 4
     steps = records_of.reshape(len(batch_heads), n_lines, 8)[:, :, N_TILES]
     over = steps * steps.size > 2 * steps.sum()
     for mask, records in zip(batch_heads, records_of.reshape(len(batch_heads), n_lines, 8), strict=True):
@@ -89,7 +89,7 @@ def test_both_directions_list_the_tiles_of_the_mask(
         patched.setattr(gathered_builder, "GATHERED_STEP", of_step)
         plan = BlockLayout.from_dense(masks, block_size=block_size).plan("cpu", tile=16)
     # without a pair there is no step in either form
-    assert of_step == 1.25 or not masks.any() or pieces_of(plan) == ((1, 1) if of_step else (4, 4))
+    assert of_step == 1.25 or not masks.any() or loads_per_step(plan) == ((1, 1) if of_step else (4, 4))
     check(plan, masks)
 
 
@@ -110,7 +110,7 @@ def test_neighbors_are_loaded_at_once_where_that_is_faster(block_size: int, expe
     sides = (block_size, block_size) if isinstance(block_size, int) else block_size
     chosen = torch.rand(1, 1, *(2048 // side for side in sides), generator=torch.Generator().manual_seed(0)) < 0.1
     plan = BlockLayout.from_block_mask(chosen, 2048, 2048, block_size=sides).plan("cpu", tile=16)
-    assert pieces_of(plan) == expected
+    assert loads_per_step(plan) == expected
 
 
 def test_a_long_tile_row_is_split() -> None:

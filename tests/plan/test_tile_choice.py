@@ -10,7 +10,7 @@ from hypothesis import given
 from blocksparse_flash import BlockLayout, dispatch
 from blocksparse_flash.plan import tile_choice
 from blocksparse_flash.plan.tile_choice import Shares
-from blocksparse_flash.plan_format import FINE_TILE, N_TILES, PIECE, TILE
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE, N_TILES, TILE
 from tests.support import cases
 from tests.support.dense_masks import Problem, problems
 
@@ -34,7 +34,9 @@ def expected_shares(layout: BlockLayout) -> Shares:
         return tile_choice.WHOLE
     if is_full and all(side % FINE_TILE == 0 for side in layout.block_size):
         return Shares(fine / coarse, fine / coarse)
-    gathered = [min(pairs_in(masks, *sides), fine / 1.25) for sides in ((FINE_TILE, PIECE), (PIECE, FINE_TILE))]
+    gathered = [
+        min(pairs_in(masks, *sides), fine / 1.25) for sides in ((FINE_TILE, GATHERED_TILE), (GATHERED_TILE, FINE_TILE))
+    ]
     return Shares(fine / coarse, sum(gathered) / (2 * coarse))
 
 
@@ -92,7 +94,7 @@ def test_a_traced_call_uses_a_plan_that_was_made_before(monkeypatch: pytest.Monk
     assert layout._tile_shares(CPU, False) == (0.25, 1.0)
     assert other._tile_shares(CPU, False) == layout._tile_shares(CPU, True) == tile_choice.WHOLE
     monkeypatch.undo()
-    layout.plan("cpu", tile=PIECE)
+    layout.plan("cpu", tile=GATHERED_TILE)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert layout._tile_shares(CPU, False) == (0.25, 0.125)
 
@@ -117,10 +119,10 @@ def test_selected_blocks_are_taken_for_scattered_if_small() -> None:
         ("hopper", (1.0, 1.0), (64, 64), TILE),
         ("triton", (0.9, 0.9), (64, 72), FINE_TILE),
         ("triton", (1.0, 1.0), (64, 64), TILE),
-        ("hopper", (0.3, 0.1), (128, 128), PIECE),
-        ("hopper", (0.95, 0.65), (64, 64), PIECE),
+        ("hopper", (0.3, 0.1), (128, 128), GATHERED_TILE),
+        ("hopper", (0.95, 0.65), (64, 64), GATHERED_TILE),
         ("hopper", (0.95, 0.65), (128, 64), TILE),
-        ("auto", (0.3, 0.1), (128, 128), PIECE),
+        ("auto", (0.3, 0.1), (128, 128), GATHERED_TILE),
         # only `hopper` has gathered tiles
         ("triton", (0.3, 0.1), (128, 128), FINE_TILE),
         ("triton", (1.0, 0.1), (128, 128), TILE),
@@ -129,19 +131,19 @@ def test_selected_blocks_are_taken_for_scattered_if_small() -> None:
 def test_small_tiles_are_chosen_where_they_save_time(
     backend: str, shares: tuple[float, float], dims: tuple[int, int], expected: int
 ) -> None:
-    assert dispatch.tile_of(backend, Shares(*shares), *dims) == expected
+    assert dispatch.fastest_tile(backend, Shares(*shares), *dims) == expected
 
 
 def test_plans_of_all_tiles_that_may_be_chosen_are_made_in_advance() -> None:
-    assert Shares(0.3, 0.1).tiles == [PIECE, FINE_TILE]
-    assert Shares(0.95, 0.65).tiles == [PIECE, FINE_TILE, TILE]
+    assert Shares(0.3, 0.1).tiles == [GATHERED_TILE, FINE_TILE]
+    assert Shares(0.95, 0.65).tiles == [GATHERED_TILE, FINE_TILE, TILE]
     assert tile_choice.WHOLE.tiles == [TILE]
 
 
 def test_slopes_with_a_gradient_get_a_tile_that_triton_has() -> None:
     scattered = Shares(0.3, 0.05)
-    assert dispatch.tile_of("hopper", scattered, 128, 128) == PIECE
-    assert dispatch.tile_of("hopper", scattered, 128, 128, has_slopes_gradient=True) == FINE_TILE
+    assert dispatch.fastest_tile("hopper", scattered, 128, 128) == GATHERED_TILE
+    assert dispatch.fastest_tile("hopper", scattered, 128, 128, has_slopes_gradient=True) == FINE_TILE
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from blocksparse_flash.kernels.triton import (
     selected_plan,
     split_kv,
 )
-from blocksparse_flash.plan_format import FINE_TILE, PIECES, TILE, Plan, SelectedSizes
+from blocksparse_flash.plan_format import FINE_TILE, TILE, TILES_PER_STEP, Plan, SelectedSizes
 from blocksparse_flash.score_mods import Scores
 from tests.support.compiled_calls import FINE, SHARED_MEMORY
 
@@ -164,7 +164,7 @@ def run_both(
     side = FINE_TILE if mode == "fine" else TILE
     bitmasks = torch.zeros(3, side, side // 32, dtype=torch.int32)
     if mode in ("gathered", "neighbors"):
-        indices = indices.new_zeros(33, PIECES if mode == "gathered" else 1)
+        indices = indices.new_zeros(33, TILES_PER_STEP if mode == "gathered" else 1)
         bitmasks = bitmasks.new_zeros(3, FINE_TILE)
     plan = Plan(records, indices, indices, records, indices, indices, bitmasks)
     lengths = torch.zeros(2, dtype=torch.int64) if limited else None

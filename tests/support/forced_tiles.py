@@ -11,8 +11,8 @@ from blocksparse_flash import dispatch, functional
 
 
 def force_tile(patch: pytest.MonkeyPatch, tile: int | Callable[..., int]) -> None:
-    """Make every plan in tiles of this side, or of that which a function in place of dispatch.tile_of returns."""
-    patch.setattr(dispatch, "tile_of", tile if callable(tile) else lambda *_, **__: tile)
+    """Make every plan in tiles of this side, or of that which a function in place of dispatch.fastest_tile returns."""
+    patch.setattr(dispatch, "fastest_tile", tile if callable(tile) else lambda *_, **__: tile)
     # a layout keeps the plan of each kind of call, which may be in other tiles
     patch.setattr(functional, "_prepared", functional._prepare)
 

@@ -29,7 +29,7 @@ from blocksparse_flash.kernels.hopper import backward_dq, fine_backward, fine_fo
 from blocksparse_flash.kernels.hopper import forward as hopper_forward
 from blocksparse_flash.kernels.inputs import BackwardInputs
 from blocksparse_flash.kernels.triton import backward, forward, pair_bias_gradient, split_kv
-from blocksparse_flash.plan_format import FINE_TILE, PIECE, TILE
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE, TILE
 from blocksparse_flash.runtime import launch
 from blocksparse_flash.score_mods import Scores
 
@@ -161,12 +161,12 @@ HOPPER = [
     Variant("fine-heads-lengths-group", "heads", group=2, has_lengths=True, tile=FINE_TILE),
     Variant("fine-softcap-sinks", "fine", softcap=3.0, has_sinks=True, tile=FINE_TILE),
     Variant("fine-slopes-lengths", "fine", has_slopes=True, has_lengths=True, tile=FINE_TILE),
-    Variant("gathered-softcap-slopes", "fine", softcap=3.0, has_slopes=True, tile=PIECE),
-    Variant("gathered-slopes-lengths", "blocks-causal", has_slopes=True, has_lengths=True, tile=PIECE),
-    Variant("gathered", "fine", tile=PIECE),
-    Variant("gathered-causal-lengths", "blocks-causal", has_lengths=True, tile=PIECE),
-    Variant("gathered-long-group", "long", group=2, tile=PIECE),
-    Variant("gathered-heads-lengths-group", "heads", group=2, has_lengths=True, tile=PIECE),
+    Variant("gathered-softcap-slopes", "fine", softcap=3.0, has_slopes=True, tile=GATHERED_TILE),
+    Variant("gathered-slopes-lengths", "blocks-causal", has_slopes=True, has_lengths=True, tile=GATHERED_TILE),
+    Variant("gathered", "fine", tile=GATHERED_TILE),
+    Variant("gathered-causal-lengths", "blocks-causal", has_lengths=True, tile=GATHERED_TILE),
+    Variant("gathered-long-group", "long", group=2, tile=GATHERED_TILE),
+    Variant("gathered-heads-lengths-group", "heads", group=2, has_lengths=True, tile=GATHERED_TILE),
 ]
 
 

@@ -580,8 +580,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "plan/tile_choice.py",
-            "(FINE_TILE, PIECE), (PIECE, FINE_TILE)",
-            "(FINE_TILE, PIECE), (FINE_TILE, PIECE)",
+            "(FINE_TILE, GATHERED_TILE), (GATHERED_TILE, FINE_TILE)",
+            "(FINE_TILE, GATHERED_TILE), (FINE_TILE, GATHERED_TILE)",
             "tests/plan/test_tile_choice.py",
         ),
         (
@@ -592,8 +592,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "dispatch.py",
-            "None if tile in (PIECE, BY_KEY_BLOCK) else _too_small",
-            "None if tile not in (PIECE, BY_KEY_BLOCK) else _too_small",
+            "None if tile in (GATHERED_TILE, BY_KEY_BLOCK) else _too_small",
+            "None if tile not in (GATHERED_TILE, BY_KEY_BLOCK) else _too_small",
             "tests/test_dispatch.py",
         ),
         *(
@@ -603,7 +603,7 @@ MUTANTS: dict[str, list[Mutant]] = {
                 ("np.uint32(0x10001)", "np.uint32(0x10000)"),
                 ("side.ids + first * (side.ids > 0)", "side.ids + first"),
                 ("(np.cumsum(steps) - steps) + n_empty", "(np.cumsum(steps) - steps)"),
-                ("n_full < PIECES", "n_full < 1"),
+                ("n_full < TILES_PER_STEP", "n_full < 1"),
                 ("begins.sum() <= GATHERED_STEP", "begins.sum() >= GATHERED_STEP"),
                 ("(n_empty + np.bincount(line[is_partial]", "(np.bincount(line[is_partial]"),
             ]
@@ -1094,8 +1094,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         (
             "triton/score_mods.py",
-            "q_start + ahead - kv_start, BLOCK_KV, T)",
-            "q_start - kv_start, BLOCK_KV, T)",
+            "q_start + ahead - kv_start, BLOCK_KV, TRANSPOSED)",
+            "q_start - kv_start, BLOCK_KV, TRANSPOSED)",
             _zoo("causal-wide-float16"),
         ),
         (

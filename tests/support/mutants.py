@@ -2,7 +2,7 @@
 
 MUTANTS lists single-line faults by area, each with the tests that must fail. Faults are made in a copy of the tree. A
 fault that no test can detect has a reason (`why`). The run fails if such a fault is killed, if one without a reason
-survives, if a selection of tests fails without a fault, or if fewer than LEAST_KILLED of all are killed.
+survives, if a selection of tests fails without a fault, or if fewer than MIN_KILLED of all are killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.mutant_table import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 # everything that the tests read
 COPIED = ("blocksparse_flash", "masks", "benchmarks", "tests", "pyproject.toml", "README.md")
-LEAST_KILLED = 0.95
+MIN_KILLED = 0.95
 # time limits in seconds: LONGEST for tests without a fault that take t, SPARE + SLOWER * t with a fault
 LONGEST, SPARE, SLOWER = 600, 60, 5
 
@@ -304,8 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"survives: {mutant}: {mutant.why}")
     print("\n".join(problems))
     share = sum(result.is_killed for _, result in pairs) / max(1, len(pairs))
-    print(f"{table(rows)}\n{share:.1%} killed; at least {LEAST_KILLED:.0%} must be")
-    return int(bool(problems) or share < LEAST_KILLED)
+    print(f"{table(rows)}\n{share:.1%} killed; at least {MIN_KILLED:.0%} must be")
+    return int(bool(problems) or share < MIN_KILLED)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from .registers import (
     opaque,
     store_split,
     store_warp_sums,
-    tile_of,
+    tile_at,
     wait_for_products,
     zero_keys_from,
 )
@@ -160,7 +160,7 @@ def add_dq(
     i_buffer = opaque(i_buffer)
     stage = i_load % STAGES
     v_stage = opaque(i_load % V_STAGES)
-    k_tile, v_tile = tile_of(k.buffers, stage), tile_of(v.buffers, v_stage)
+    k_tile, v_tile = tile_at(k.buffers, stage), tile_at(v.buffers, v_stage)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
     consumer_wait(k, stage, i_load // STAGES)
     if ptrs.kv_lengths_ptr is not None:
@@ -170,24 +170,24 @@ def add_dq(
         zero_keys_from(k_tile, kv_start, kv_limit, WARPGROUP)
         zero_keys_from(v_tile, kv_start, kv_limit, WARPGROUP)
         if pipelines.k_tails is not None:
-            zero_keys_from(tile_of(pipelines.k_tails, stage), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_at(pipelines.k_tails, stage), kv_start, kv_limit, WARPGROUP)
         if pipelines.v_tails is not None:
-            zero_keys_from(tile_of(pipelines.v_tails, v_stage), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_at(pipelines.v_tails, v_stage), kv_start, kv_limit, WARPGROUP)
     # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(
-        tile_of(q.buffers, i_buffer), k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True
+        tile_at(q.buffers, i_buffer), k_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True
     )
     if pipelines.k_tails is not None:
-        q_tail, k_tail = tile_of(pipelines.q_tails, i_buffer), tile_of(pipelines.k_tails, stage)
+        q_tail, k_tail = tile_at(pipelines.q_tails, i_buffer), tile_at(pipelines.k_tails, stage)
         scores_token = warpgroup_mma(q_tail, k_tail.permute((1, 0)), scores_token, is_async=True)
     if ptrs.kv_lengths_ptr is None:
         consumer_wait(v, v_stage, i_load // V_STAGES)
     # [WARPGROUP_ROWS, BLOCK_KV]
     dp_token = warpgroup_mma(
-        tile_of(dout.buffers, i_buffer), v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True
+        tile_at(dout.buffers, i_buffer), v_tile.permute((1, 0)), b_zero, use_acc=False, is_async=True
     )
     if pipelines.v_tails is not None:
-        dout_tail, v_tail = tile_of(pipelines.dout_tails, i_buffer), tile_of(pipelines.v_tails, v_stage)
+        dout_tail, v_tail = tile_at(pipelines.dout_tails, i_buffer), tile_at(pipelines.v_tails, v_stage)
         dp_token = warpgroup_mma(dout_tail, v_tail.permute((1, 0)), dp_token, is_async=True)
     b_scores = warpgroup_mma_wait(DP_PRODUCTS, deps=(scores_token,))
     o_q = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, score_layout))
@@ -218,7 +218,7 @@ def add_dq(
     # [WARPGROUP_ROWS, DIM]
     dq_token, tail_token = add_product(b_ds, k_tile, b_dq), None
     if pipelines.k_tails is not None:
-        tail_token = add_product(b_ds, tile_of(pipelines.k_tails, stage), b_dq_tail)
+        tail_token = add_product(b_ds, tile_at(pipelines.k_tails, stage), b_dq_tail)
     b_dq, b_dq_tail = wait_for_products(0, dq_token, tail_token)
     consumer_release(k, stage)
     return b_dq, b_dq_tail
@@ -288,10 +288,10 @@ def compute_dq(
 @gluon.jit
 def store_dq(b_dq, b_dq_tail, scale, dq_desc, buffers, tails, i_buffer, sizes, batch_head, q_start):
     """Stores a warpgroup's dq with TMA, staged in the buffer of its queries."""
-    tile_of(buffers, i_buffer).store((b_dq * scale).to(buffers.dtype))
+    tile_at(buffers, i_buffer).store((b_dq * scale).to(buffers.dtype))
     tail = None
     if tails is not None:
-        tile_of(tails, i_buffer).store((b_dq_tail * scale).to(tails.dtype))
+        tile_at(tails, i_buffer).store((b_dq_tail * scale).to(tails.dtype))
         tail = tails.index(i_buffer)
     fence_async_shared()
     store_rows(dq_desc, buffers.index(i_buffer), tail, batch_head // sizes.n_heads, batch_head % sizes.n_heads, q_start)

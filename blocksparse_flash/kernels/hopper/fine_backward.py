@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import COL_LISTS, ROW_LISTS, pieces_of
+from ...plan_format import COL_LISTS, ROW_LISTS, loads_per_step
 from ...runtime.launch import Launch, Memory, allocator, cache_key_of, contiguous, num_sms
 from ...runtime.tensor_spec import TensorSpecs, in_order_of
 from ...score_mods import Scores
@@ -134,20 +134,20 @@ def load_queries(descs, buffers, i_batch, i_head, o_head, starts, stage, is_want
     )  # fmt: skip
     if lse_desc is not None:
         # 2^31 queries do not fit into the memory of a GPU
-        o_line = (o_head + starts[0]).to(gl.int32)
-        load_line(lse_desc, buffers.lse.index(stage), buffers.lse_full.index(stage), o_line, is_wanted)
-        load_line(delta_desc, buffers.delta.index(stage), buffers.delta_full.index(stage), o_line, is_wanted)
+        o_query = (o_head + starts[0]).to(gl.int32)
+        load_values(lse_desc, buffers.lse.index(stage), buffers.lse_full.index(stage), o_query, is_wanted)
+        load_values(delta_desc, buffers.delta.index(stage), buffers.delta_full.index(stage), o_query, is_wanted)
 
 
 @gluon.jit
-def load_line(desc, buffer, full, o_line, is_wanted):
+def load_values(desc, buffer, full, o_query, is_wanted):
     """Starts the load of lse or delta of 64 queries into a buffer that no warp reads any more."""
     mbarrier.expect(full, desc.block_type.nbytes, pred=is_wanted)
-    tma_load(desc, [o_line], full, buffer, pred=is_wanted)
+    tma_load(desc, [o_query], full, buffer, pred=is_wanted)
 
 
 @gluon.jit
-def wait_for_line(buffers, full, stage, phase, layout: gl.constexpr):
+def wait_for_values(buffers, full, stage, phase, layout: gl.constexpr):
     """lse or delta of the queries of a step."""
     mbarrier.wait(full.index(stage), phase)
     return buffers.index(stage).load(layout)
@@ -193,13 +193,13 @@ def add_dkdv(
             gl.where(starts[2] < 0, starts[3], starts[2]),
             starts[3],
         )
-        o_line = o_head + positions(starts, o_q)
-        b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
+        o_query = o_head + positions(starts, o_q)
+        b_lse, b_delta = gl.load(ptrs.lse_ptr + o_query), gl.load(ptrs.delta_ptr + o_query)
     b_scores = warpgroup_mma_wait(1, deps=(scores_token,))
     o_query = positions(starts, o_q) + (kv_ahead - kv_start)
     b_scores, b_tanh = apply_score_mods(b_scores, mods, slope, o_kv, o_query)
     if buffers.lse is not None:
-        b_lse = wait_for_line(buffers.lse, buffers.lse_full, stage, phase, gl.SliceLayout(0, score_layout))
+        b_lse = wait_for_values(buffers.lse, buffers.lse_full, stage, phase, gl.SliceLayout(0, score_layout))
     b_scores = b_scores - gl.expand_dims(b_lse, 0)
     if MASKED and GATHERED:
         words = load_step_words(ptrs.bitmask_ids_ptr, ptrs.bitmasks_ptr, i_entry, o_kv, GATHERED)
@@ -211,7 +211,7 @@ def add_dkdv(
         i_bitmask = gl.load(ptrs.bitmask_ids_ptr + i_entry)
         b_p = gl.where(transposed_mask(ptrs.bitmasks_ptr, i_bitmask, o_kv, o_q, SIDE), b_p, 0.0)
     if buffers.delta is not None:
-        b_delta = wait_for_line(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))
+        b_delta = wait_for_values(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     b_p16, b_ds = round_p_ds_with_mods(b_p, b_dp, b_delta, b_tanh, None, mods, dtype)
     dv_token = warpgroup_mma(
@@ -454,8 +454,8 @@ def fine_dq_kernel(
         starts = starts_of(ptrs.indices_ptr, begin + i * (i < n_steps).to(gl.int32), LOADS)
         load_step(k_desc, buffers.k.index(i), buffers.k_full.index(i), i_batch, i_kv_head, starts, i < n_steps)
         load_step(v_desc, buffers.v.index(i), buffers.v_full.index(i), i_batch, i_kv_head, starts, i < n_steps)
-    o_line = batch_head.to(gl.int64) * n_padded + q_start + gl.arange(0, SIDE, layout=query_layout)
-    b_lse, b_delta = gl.load(ptrs.lse_ptr + o_line), gl.load(ptrs.delta_ptr + o_line)
+    o_query = batch_head.to(gl.int64) * n_padded + q_start + gl.arange(0, SIDE, layout=query_layout)
+    b_lse, b_delta = gl.load(ptrs.lse_ptr + o_query), gl.load(ptrs.delta_ptr + o_query)
     b_dq = gl.zeros([SIDE, DIM], gl.float32, accumulator(DIM))
     mbarrier.wait(q_full, 0, pred=has_steps)
     mbarrier.wait(dout_full, 0, pred=has_steps)
@@ -510,7 +510,7 @@ def backward_launches(
     others: tuple[tuple[torch.dtype, bool] | None, ...],  # noqa: ARG001 - kernels are compiled for aligned pointers
     out_strides: tuple[int, ...],
     scale: float,
-    pieces: tuple[int, int],
+    loads: tuple[int, int],
     mods: ModSpecs = PLAIN,
 ) -> BackwardLaunches:
     """The launches for all calls with these cache keys.
@@ -520,7 +520,7 @@ def backward_launches(
     of_rows, of_cols  splits of its tile rows and tile columns
     others   of out, lse, dlse and kv_lengths
     out_strides  (batch, head, row)
-    pieces   of the plan, see plan_format.pieces_of
+    loads   of the plan, see plan_format.loads_per_step
     mods     score mods
     """
     q, k, v, dout = specs.tensors
@@ -534,18 +534,18 @@ def backward_launches(
     dq_spec, dk_spec, dv_spec = (made.spec._replace(shape=each.shape) for made, each in ((dq, q), (dk, k), (dv, v)))
     flat = DescriptorFactory(contiguous(torch.float32, batch * heads * n_padded).spec, (side,))
     col_descriptors = {
-        "q_desc": DescriptorFactory(q, block_of_step(dim, pieces[1])),
+        "q_desc": DescriptorFactory(q, block_of_step(dim, loads[1])),
         "k_desc": DescriptorFactory(k, block),
         "v_desc": DescriptorFactory(v, block_v),
-        "dout_desc": DescriptorFactory(dout, block_of_step(dim_v, pieces[1])),
-        **({"lse_desc": flat, "delta_desc": flat} if pieces[1] <= 1 else {}),
+        "dout_desc": DescriptorFactory(dout, block_of_step(dim_v, loads[1])),
+        **({"lse_desc": flat, "delta_desc": flat} if loads[1] <= 1 else {}),
         "dk_desc": DescriptorFactory(dk_spec, block),
         "dv_desc": DescriptorFactory(dv_spec, block_v),
     }
     row_descriptors = {
         "q_desc": DescriptorFactory(q, block),
-        "k_desc": DescriptorFactory(k, block_of_step(dim, pieces[0])),
-        "v_desc": DescriptorFactory(v, block_of_step(dim_v, pieces[0])),
+        "k_desc": DescriptorFactory(k, block_of_step(dim, loads[0])),
+        "v_desc": DescriptorFactory(v, block_of_step(dim_v, loads[0])),
         "dout_desc": DescriptorFactory(dout, block_v),
         "dq_desc": DescriptorFactory(dq_spec, block),
     }
@@ -555,11 +555,11 @@ def backward_launches(
         "n_padded": n_padded,
         **mods.arguments(scale, is_forward=False),
         "scale": scale,
-        "GATHERED": pieces[0] > 0,
+        "GATHERED": loads[0] > 0,
         "num_warps": 4,
     }
     dkdv_registers, dq_registers = registers(
-        max(dim, dim_v), is_gathered=pieces[0] > 0, modifies_scores=mods.modifies_scores
+        max(dim, dim_v), is_gathered=loads[0] > 0, modifies_scores=mods.modifies_scores
     )
     dkdv_arguments = {
         **sizes,
@@ -618,7 +618,7 @@ def backward(
     plan  the tensors of a Plan of 64 x 64 tiles, or of a gathered one
     """
     if scores is not None and wanted[1]:
-        assert not pieces_of(plan)[0], "calls that want the gradient of the slopes have no gathered plan"
+        assert not loads_per_step(plan)[0], "calls that want the gradient of the slopes have no gathered plan"
         return triton_backward.backward(inputs, plan, kv_lengths, seed, scale, causal, dropout_p, scores, wanted)
     assert seed is None and dropout_p == 0.0, "dispatch refuses dropout on this backend"
     assert not causal, "the plan contains the causal mask"
@@ -633,7 +633,9 @@ def backward(
     of_rows, of_cols = (split_of(plan, first, q.shape, k.shape, False, n_at_once) for first in (ROW_LISTS, COL_LISTS))
     lists = plan_specs_of(by_rows), plan_specs_of(by_cols)
     slopes, mods = None if scores is None else scores.alibi_slopes, mod_specs_of(scores)
-    ready = backward_launches(specs, *lists, of_rows, of_cols, others, out.stride()[:3], scale, pieces_of(plan), mods)
+    ready = backward_launches(
+        specs, *lists, of_rows, of_cols, others, out.stride()[:3], scale, loads_per_step(plan), mods
+    )
     dq, dk, dv, lse_delta = [empty(*memory) for memory in ready.outputs]
     col_splits, row_splits = [memory and empty(*memory) for memory in ready.workspaces]
     flat_lse, flat_delta = lse_delta.unbind()
@@ -645,7 +647,7 @@ def backward(
         )
         for lists, splits in ((by_cols, col_splits), (by_rows, row_splits))
     )  # fmt: skip
-    lines = (None, None) if pieces_of(plan)[1] > 1 else (flat_lse, flat_delta)
+    lines = (None, None) if loads_per_step(plan)[1] > 1 else (flat_lse, flat_delta)
     ready.dkdv(q, k, v, dout, *lines, dk, dv, of_cols_ptrs)
     if ready.sum_cols is not None:
         ready.sum_cols(col_splits, by_cols[0], dk, dv)

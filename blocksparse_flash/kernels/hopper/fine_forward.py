@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...plan_format import ROW_LISTS, pieces_of
+from ...plan_format import ROW_LISTS, loads_per_step
 from ...runtime.launch import Launch, cache_key_of, contiguous, memory_in_order_of, num_sms
 from ...runtime.tensor_spec import TensorSpecs
 from ...score_mods import Scores
@@ -288,7 +288,7 @@ def forward_launches(
     split: Split,
     lengths: tuple[torch.dtype, bool] | None,  # noqa: ARG001 - kernels are compiled for aligned pointers
     scale: float,
-    pieces: int,
+    loads: int,
     mods: ModSpecs = PLAIN,
 ) -> ForwardLaunches:
     """The launches for all calls with these cache keys.
@@ -296,13 +296,13 @@ def forward_launches(
     specs    of q, k and v
     lists    cache key of the plan's tile rows
     lengths  cache key of kv_lengths
-    pieces   of the plan's tile rows, see plan_format.pieces_of
+    loads   of the plan's tile rows, see plan_format.loads_per_step
     mods     score mods
     """
     q, k, v = specs.tensors
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, v_dim) = q.shape, v.shape
     dim, dim_v = padded_dim("hopper", head_dim), padded_dim("hopper", v_dim)
-    chosen = config(max(dim, dim_v), is_gathered=pieces > 0, modifies_scores=mods.modifies_scores)
+    chosen = config(max(dim, dim_v), is_gathered=loads > 0, modifies_scores=mods.modifies_scores)
     n_tile_rows = -(-q_len // SIDE.value)
     arguments = {
         "record_strides": strides_of_records(lists[0]),
@@ -314,21 +314,21 @@ def forward_launches(
         "q_len": q_len,
         "kv_len": kv_len,
         "group": heads // kv_heads,
-        "GATHERED": pieces > 0,
+        "GATHERED": loads > 0,
         **mods.arguments(scale, is_forward=True),
         "CONFIG": chosen,
         "num_warps": 4,
         "maxnreg": chosen.registers,
     }
-    if pieces > 0:
+    if loads > 0:
         # keys of a step may be far apart: a term of the key, relative to another key, would round away the small
         # distances
         arguments["ONE_SIDED"] = False
     out = memory_in_order_of(q, v_dim, row=-(-v_dim // 8) * 8)
     descriptor_factories = {
         "q_desc": DescriptorFactory(q, (1, 1, SIDE.value, dim)),
-        "k_desc": DescriptorFactory(k, block_of_step(dim, pieces)),
-        "v_desc": DescriptorFactory(v, block_of_step(dim_v, pieces)),
+        "k_desc": DescriptorFactory(k, block_of_step(dim, loads)),
+        "v_desc": DescriptorFactory(v, block_of_step(dim_v, loads)),
         "out_desc": DescriptorFactory(out.spec, (1, 1, SIDE.value, dim_v)),
     }
     n_programs = split.n_programs(n_tile_rows, batch * heads)
@@ -367,5 +367,5 @@ def forward(
     lists, n_at_once = tile_lists(plan, ROW_LISTS), PROGRAMS_PER_SM * num_sms(q.device.index)
     split = split_of(plan, ROW_LISTS, q.shape, k.shape, False, n_at_once)
     lengths, mods = cache_key_of(kv_lengths), mod_specs_of(scores)
-    launches = forward_launches(specs, plan_specs_of(lists), split, lengths, scale, pieces_of(plan)[0], mods)
+    launches = forward_launches(specs, plan_specs_of(lists), split, lengths, scale, loads_per_step(plan)[0], mods)
     return launches.run(q, k, v, lists, kv_lengths, scores)

@@ -26,16 +26,16 @@ from .tma import tma_load
 # queries and keys of a step
 SIDE = gl.constexpr(plan_format.FINE_TILE)
 # tokens of a tile in a gathered plan
-PIECE = gl.constexpr(plan_format.PIECE)
+GATHERED_TILE = gl.constexpr(plan_format.GATHERED_TILE)
 # columns (128 bytes) that a swizzled buffer stores together for all rows: TMA loads a gathered tile in such parts
 SWIZZLE_COLS = gl.constexpr(64)
 # tiles of a step of a gathered plan
-PIECES_OF_STEP = gl.constexpr(plan_format.PIECES)
+TILES_PER_STEP = gl.constexpr(plan_format.TILES_PER_STEP)
 
 
-def block_of_step(columns: int, pieces: int) -> tuple[int, ...]:
-    """Block shape of the TMA loads of a step. pieces: loads per step, from plan_format.pieces_of."""
-    return (1, 1, PIECE.value, SWIZZLE_COLS.value) if pieces > 1 else (1, 1, SIDE.value, columns)
+def block_of_step(columns: int, loads: int) -> tuple[int, ...]:
+    """Block shape of the TMA loads of a step. loads: see plan_format.loads_per_step."""
+    return (1, 1, GATHERED_TILE.value, SWIZZLE_COLS.value) if loads > 1 else (1, 1, SIDE.value, columns)
 
 
 class WorkTile(NamedTuple):
@@ -108,10 +108,10 @@ def starts_of(indices_ptr, i_step, LOADS: gl.constexpr):
     else:
         p_step = indices_ptr + i_step * LOADS
         return (
-            gl.load(p_step) * PIECE,
-            gl.load(p_step + 1) * PIECE,
-            gl.load(p_step + 2) * PIECE,
-            gl.load(p_step + 3) * PIECE,
+            gl.load(p_step) * GATHERED_TILE,
+            gl.load(p_step + 1) * GATHERED_TILE,
+            gl.load(p_step + 2) * GATHERED_TILE,
+            gl.load(p_step + 3) * GATHERED_TILE,
         )
 
 
@@ -121,9 +121,9 @@ def positions(starts, o_token):
     if len(starts) == 1:
         return starts[0] + o_token
     else:
-        o_piece = o_token // PIECE
-        o_start = gl.where(o_piece == 0, starts[0], gl.where(o_piece == 1, starts[1], starts[2]))
-        return gl.where(o_piece == 3, starts[3], o_start) + o_token % PIECE
+        o_tile = o_token // GATHERED_TILE
+        o_start = gl.where(o_tile == 0, starts[0], gl.where(o_tile == 1, starts[1], starts[2]))
+        return gl.where(o_tile == 3, starts[3], o_start) + o_token % GATHERED_TILE
 
 
 @gluon.jit
@@ -145,17 +145,17 @@ def load_step(desc, buffer, full, i_batch, i_head, starts, is_wanted, IS_FREE: g
     else:
         COLUMNS: gl.constexpr = buffer.shape[3]
         mbarrier.expect(full, len(starts) * (COLUMNS // SWIZZLE_COLS) * desc.block_type.nbytes, pred=is_wanted)
-        for i_piece in gl.static_range(len(starts)):
+        for i_load in gl.static_range(len(starts)):
             for column in gl.static_range(0, COLUMNS, SWIZZLE_COLS):
-                part = buffer.slice(i_piece * PIECE, PIECE, 2).slice(column, SWIZZLE_COLS, 3)
-                tma_load(desc, [i_batch, i_head, starts[i_piece], column], full, part, pred=is_wanted)
+                part = buffer.slice(i_load * GATHERED_TILE, GATHERED_TILE, 2).slice(column, SWIZZLE_COLS, 3)
+                tma_load(desc, [i_batch, i_head, starts[i_load], column], full, part, pred=is_wanted)
 
 
 @gluon.jit
 def load_step_words(bitmask_ids_ptr, bitmasks_ptr, i_step, o_row, GATHERED: gl.constexpr):
     """The two words of rows o_row of a step's bitmask. With GATHERED, rows are queries, or keys in a tile column."""
     if GATHERED:
-        p_ids = bitmask_ids_ptr + i_step * PIECES_OF_STEP
+        p_ids = bitmask_ids_ptr + i_step * TILES_PER_STEP
         return load_half_words(p_ids, bitmasks_ptr, o_row), load_half_words(p_ids + 2, bitmasks_ptr, o_row)
     else:
         return load_mask_words(bitmasks_ptr, gl.load(bitmask_ids_ptr + i_step), 0, o_row, SIDE, SIDE)
@@ -176,8 +176,8 @@ def load_half_words(p_ids, bitmasks_ptr, o_row):
 def zero_rows_from(tile, starts, limit):
     """Zeroes the rows of tokens from `limit` on, which may hold NaN, in a step's keys or values in shared memory."""
     last = starts[0]
-    for i_piece in gl.static_range(1, len(starts)):
-        last = gl.maximum(last, starts[i_piece])
+    for i_load in gl.static_range(1, len(starts)):
+        last = gl.maximum(last, starts[i_load])
     if last + SIDE // len(starts) > limit:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         o_row = positions(starts, gl.arange(0, SIDE, layout=gl.SliceLayout(1, layout)))

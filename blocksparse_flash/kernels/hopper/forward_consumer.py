@@ -24,7 +24,7 @@ from .registers import (
     add_product,
     pin,
     store_split,
-    tile_of,
+    tile_at,
     wait_for_products,
     zero_keys_from,
 )
@@ -76,7 +76,7 @@ def wait_for_v(v, i_load, STAGES: gl.constexpr):
     """The values of the i_load-th step of this program, [BLOCK_KV, DIM_V] in shared memory, without the tail."""
     stage = i_load % STAGES
     consumer_wait(v, stage, i_load // STAGES)
-    return tile_of(v.buffers, stage)
+    return tile_at(v.buffers, stage)
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def zero_values_from(
         kv_start = kv_start_of(ptrs.indices_ptr, work_tile, i_step, v_tile.shape[0])
         zero_keys_from(v_tile, kv_start, kv_limit, WARPGROUP)
         if v_tails is not None:
-            zero_keys_from(tile_of(v_tails, i_load % STAGES), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_at(v_tails, i_load % STAGES), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit
@@ -153,18 +153,18 @@ def step(
         zero_values_from(v, v_tails, ptrs, work_tile, i_step - 1, i_load - 1, kv_limit, WARPGROUP, STAGES)
     ping_pong_wait(WARPGROUP, WARPGROUPS)
     b_zero = gl.zeros([WARPGROUP_ROWS, BLOCK_KV], gl.float32, score_layout)
-    k_tile = tile_of(k.buffers, stage).permute((1, 0))
+    k_tile = tile_at(k.buffers, stage).permute((1, 0))
     # [WARPGROUP_ROWS, BLOCK_KV]
     scores_token = warpgroup_mma(q_tile, k_tile, b_zero, use_acc=False, is_async=True)
     if q_tail is not None:
-        k_tail = tile_of(pipelines.k_tails, stage).permute((1, 0))
+        k_tail = tile_at(pipelines.k_tails, stage).permute((1, 0))
         scores_token = warpgroup_mma(q_tail, k_tail, scores_token, is_async=True)
     if not FIRST:
         v_tile = wait_for_v(v, i_load - 1, STAGES)
         # [WARPGROUP_ROWS, DIM_V]
         out_token = warpgroup_mma(state.p, v_tile, b_out, is_async=True)
         if v_tails is not None:
-            out_tail_token = add_product(state.p, tile_of(v_tails, v_stage), b_out_tail)
+            out_tail_token = add_product(state.p, tile_at(v_tails, v_stage), b_out_tail)
     ping_pong_next(WARPGROUP, WARPGROUPS)
     b_scores = warpgroup_mma_wait(0 if FIRST else PV_PRODUCTS, deps=(scores_token,))
     consumer_release(k, stage)
@@ -224,7 +224,7 @@ def add_last_pv(state, v, v_tails, ptrs, work_tile, n_done, kv_limit, WARPGROUP:
     v_tile = wait_for_v(v, n_done - 1, STAGES)
     out_token, out_tail_token = warpgroup_mma(state.p, v_tile, state.out, is_async=True), None
     if v_tails is not None:
-        out_tail_token = add_product(state.p, tile_of(v_tails, (n_done - 1) % STAGES), state.out_tail)
+        out_tail_token = add_product(state.p, tile_at(v_tails, (n_done - 1) % STAGES), state.out_tail)
     b_out, b_out_tail = wait_for_products(0, out_token, out_tail_token)
     consumer_release(v, (n_done - 1) % STAGES)
     return b_out, b_out_tail
@@ -315,8 +315,8 @@ def mma(
         i_buffer, phase = q_buffer_and_phase(i_tile, WARPGROUP, CONFIG)
         consumer_wait(q, i_buffer, phase)
         # [WARPGROUP_ROWS, DIM]
-        q_tile = tile_of(q.buffers, i_buffer)
-        q_tail = None if pipelines.q_tails is None else tile_of(pipelines.q_tails, i_buffer)
+        q_tile = tile_at(q.buffers, i_buffer)
+        q_tail = None if pipelines.q_tails is None else tile_at(pipelines.q_tails, i_buffer)
         if n_steps > 0:
             state = step(
                 state, q_tile, q_tail, pipelines, ptrs, sizes, mods, slope, p_bias, work_tile, 0, n_done, kv_limit,

@@ -33,7 +33,7 @@ def value_per_warp():
 
 
 @gluon.jit
-def tile_of(buffers, i_buffer):
+def tile_at(buffers, i_buffer):
     """A buffer [1, 1, rows, columns] as [rows, columns]."""
     return buffers.index(i_buffer).reshape([buffers.shape[3], buffers.shape[4]])
 

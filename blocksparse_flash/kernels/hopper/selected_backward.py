@@ -47,7 +47,7 @@ from .barriers import (
 )
 from .bitmask import INDEX_BITS
 from .fine_tiles import SIDE, SWIZZLE_COLS
-from .registers import accumulator, opaque, round_p_ds, store_split, tile_of
+from .registers import accumulator, opaque, round_p_ds, store_split, tile_at
 from .selected_tiles import (
     ITEM_INTS,
     Sizes,
@@ -221,7 +221,7 @@ def add_step(
     i_load = n_steps_done + i_step
     # opaque: otherwise addresses of all buffers stay in registers
     stage = opaque(i_load % STAGES)
-    q_tile, dout_tile = tile_of(q.buffers, stage), tile_of(dout.buffers, stage)
+    q_tile, dout_tile = tile_at(q.buffers, stage), tile_at(dout.buffers, stage)
     # prefetch lse and delta of the next step; the loads overlap the products
     b_next_lse, b_next_delta = load_lse_delta(ptrs, sizes, item, i_step + 1, BLOCKS_PER_STEP)
     has_mask = is_masked(ptrs, item, i_step, BLOCKS_PER_STEP)
@@ -272,7 +272,7 @@ def add_step(
     # opaque again, and slots after the store: otherwise the ptxas of Triton 3.6 or 3.7 overwrites values that it stores
     # here before they are read (tests/support/scoreboards.py)
     stage = opaque(stage)
-    tile_of(q.buffers, stage).slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1).store((b_dq * scale).to(dtype))
+    tile_at(q.buffers, stage).slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1).store((b_dq * scale).to(dtype))
     fence_async_shared()
     thread_barrier()
     slots = slots_of_split(
@@ -318,7 +318,7 @@ def mma(
         kv_stage = opaque(0)
         consumer_wait(k, kv_stage, i_iter)
         consumer_wait(v, kv_stage, i_iter)
-        k_tile, v_tile = tile_of(k.buffers, kv_stage), tile_of(v.buffers, kv_stage)
+        k_tile, v_tile = tile_at(k.buffers, kv_stage), tile_at(v.buffers, kv_stage)
         k_warpgroup = k_tile.slice(WARPGROUP * WARPGROUP_KEYS, WARPGROUP_KEYS, 0)
         v_warpgroup = v_tile.slice(WARPGROUP * WARPGROUP_KEYS, WARPGROUP_KEYS, 0)
         k_columns = k_tile.slice(WARPGROUP * DQ_COLUMNS, DQ_COLUMNS, 1)

@@ -42,7 +42,7 @@ from ..selected_shapes import arguments_of, row_layout_of, sizes_of
 from ..triton.merge_selected import combine_out
 from .barriers import Pipeline, allocate_pipeline, consumer_release, consumer_wait, thread_barrier
 from .fine_tiles import SIDE, SWIZZLE_COLS
-from .registers import accumulator, opaque, tile_of
+from .registers import accumulator, opaque, tile_at
 from .selected_tiles import (
     ITEM_INTS,
     Sizes,
@@ -156,8 +156,8 @@ def mma(
     score_layout: gl.constexpr = accumulator(KEYS)
     out_layout: gl.constexpr = accumulator(DIM_V)
     o_row = gl.arange(0, SIDE, layout=gl.SliceLayout(1, score_layout))
-    k_tile = tile_of(pipelines.k.buffers, 0).permute((1, 0))
-    v_tile = tile_of(pipelines.v.buffers, 0)
+    k_tile = tile_at(pipelines.k.buffers, 0).permute((1, 0))
+    v_tile = tile_at(pipelines.v.buffers, 0)
     first_entry = first_entry_of_round(ptrs, sizes)
     # iterations and steps so far: they choose pipeline stages
     i_iter = 0
@@ -175,7 +175,7 @@ def mma(
             has_mask = is_masked(ptrs, item, i_step, BLOCKS_PER_STEP)
             consumer_wait(q, stage, i_load // STAGES)
             b_zero = gl.zeros([SIDE, KEYS], gl.float32, score_layout)
-            scores_token = warpgroup_mma(tile_of(q.buffers, stage), k_tile, b_zero, use_acc=False, is_async=True)
+            scores_token = warpgroup_mma(tile_at(q.buffers, stage), k_tile, b_zero, use_acc=False, is_async=True)
             b_scores = warpgroup_mma_wait(0, deps=(scores_token,))
             consumer_release(q, stage)
             if SIGN != 1:

@@ -61,7 +61,7 @@ from .registers import (
     opaque,
     register_order_layout,
     store_split,
-    tile_of,
+    tile_at,
     wait_for_products,
     zero_keys_from,
 )
@@ -115,11 +115,11 @@ def add_dv(
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
     # [KEYS, BLOCK_Q]. opaque: otherwise wgmma descriptors of k stay in registers across steps and spill
     scores_token = warpgroup_mma(
-        tile_of(kv.k, opaque(0)), tile_of(q.q, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
+        tile_at(kv.k, opaque(0)), tile_at(q.q, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
     )
     if kv.k_tail is not None:
-        q_tail = tile_of(q.q_tail, stage).permute((1, 0))
-        scores_token = warpgroup_mma(tile_of(kv.k_tail, 0), q_tail, scores_token, is_async=True)
+        q_tail = tile_at(q.q_tail, stage).permute((1, 0))
+        scores_token = warpgroup_mma(tile_at(kv.k_tail, 0), q_tail, scores_token, is_async=True)
     b_lse = q.lse.index(stage).load(query_layout)
     if p_bias is not None:
         b_lse = b_lse - gl.load(p_bias + step // (TILE // BLOCK_Q))
@@ -150,9 +150,9 @@ def add_dv(
     b_p16 = b_p.to(dtype)
     consumer_wait(pipelines.dout, stage, i_step_total // STAGES)
     # [KEYS, DIM_V]
-    dv_token, tail_token = add_product(b_p16, tile_of(dout.dout, stage), b_dv), None
+    dv_token, tail_token = add_product(b_p16, tile_at(dout.dout, stage), b_dv), None
     if dout.dout_tail is not None:
-        tail_token = add_product(b_p16, tile_of(dout.dout_tail, stage), b_dv_tail)
+        tail_token = add_product(b_p16, tile_at(dout.dout_tail, stage), b_dv_tail)
     b_dv, b_dv_tail = wait_for_products(0, dv_token, tail_token)
     consumer_release(pipelines.dout, stage)
     return b_dv, b_dv_tail
@@ -213,11 +213,11 @@ def add_dk(b_dk, b_dk_tail, pipelines, i_step_total):
     b_zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, score_layout)
     # [KEYS, BLOCK_Q]
     dp_token = warpgroup_mma(
-        tile_of(kv.v, 0), tile_of(dout.dout, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
+        tile_at(kv.v, 0), tile_at(dout.dout, stage).permute((1, 0)), b_zero, use_acc=False, is_async=True
     )
     if kv.v_tail is not None:
-        dout_tail = tile_of(dout.dout_tail, stage).permute((1, 0))
-        dp_token = warpgroup_mma(tile_of(kv.v_tail, 0), dout_tail, dp_token, is_async=True)
+        dout_tail = tile_at(dout.dout_tail, stage).permute((1, 0))
+        dp_token = warpgroup_mma(tile_at(kv.v_tail, 0), dout_tail, dp_token, is_async=True)
     b_delta = dout.delta.index(stage).load(gl.SliceLayout(0, score_layout))
     b_dp = warpgroup_mma_wait(0, deps=(dp_token,))
     consumer_release(pipelines.dout, stage)
@@ -229,9 +229,9 @@ def add_dk(b_dk, b_dk_tail, pipelines, i_step_total):
     # p implies that q has arrived, but only threads that waited for its barrier may rely on it
     consumer_wait(pipelines.q, stage, i_step_total // STAGES)
     # [KEYS, DIM]
-    dk_token, tail_token = add_product(b_ds, tile_of(q.q, stage), b_dk), None
+    dk_token, tail_token = add_product(b_ds, tile_at(q.q, stage), b_dk), None
     if q.q_tail is not None:
-        tail_token = add_product(b_ds, tile_of(q.q_tail, stage), b_dk_tail)
+        tail_token = add_product(b_ds, tile_at(q.q_tail, stage), b_dk_tail)
     b_dk, b_dk_tail = wait_for_products(0, dk_token, tail_token)
     consumer_release(pipelines.q, stage)
     return b_dk, b_dk_tail
@@ -287,12 +287,12 @@ def zero_sum(buffers, tails):
 def zero_last_keys(kv, ptrs, kv_start, kv_limit, WARPGROUP: gl.constexpr):
     """With kv_lengths, zeroes the keys and values from kv_limit on, half of them in each warpgroup. kv: KVBuffers."""
     if ptrs.kv_lengths_ptr is not None:
-        zero_keys_from(tile_of(kv.k, 0), kv_start, kv_limit, WARPGROUP)
-        zero_keys_from(tile_of(kv.v, 0), kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(tile_at(kv.k, 0), kv_start, kv_limit, WARPGROUP)
+        zero_keys_from(tile_at(kv.v, 0), kv_start, kv_limit, WARPGROUP)
         if kv.k_tail is not None:
-            zero_keys_from(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_at(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)
         if kv.v_tail is not None:
-            zero_keys_from(tile_of(kv.v_tail, 0), kv_start, kv_limit, WARPGROUP)
+            zero_keys_from(tile_at(kv.v_tail, 0), kv_start, kv_limit, WARPGROUP)
 
 
 @gluon.jit
@@ -324,10 +324,10 @@ def store_sum(
 @gluon.jit
 def store_by_tma(b_sum, b_tail, scale, desc, buffers, tails, sizes, batch_head, kv_start):
     """Stores dk or dv of a whole work tile."""
-    tile_of(buffers, 0).store((b_sum * scale).to(buffers.dtype))
+    tile_at(buffers, 0).store((b_sum * scale).to(buffers.dtype))
     tail = None
     if tails is not None:
-        tile_of(tails, 0).store((b_tail * scale).to(tails.dtype))
+        tile_at(tails, 0).store((b_tail * scale).to(tails.dtype))
         tail = tails.index(0)
     fence_async_shared()
     store_rows(desc, buffers.index(0), tail, batch_head // sizes.n_heads, batch_head % sizes.n_heads, kv_start)

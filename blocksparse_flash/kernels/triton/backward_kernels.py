@@ -144,7 +144,7 @@ def keys_program(
                 b_scores, b_tanh = apply_score_mods(
                     b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                     i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
-                    CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=True,
+                    CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, TRANSPOSED=True,
                 )
             b_p = tl.math.exp2(b_scores * factor - b_lse[None, :])
             if LIMITED:
@@ -255,7 +255,7 @@ def queries_program(
             b_scores, b_tanh = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
-                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
+                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, TRANSPOSED=False,
             )
         b_dp = product(b_dout, tl.trans(b_v), PRECISION)
         b_p = tl.math.exp2(b_scores * factor - b_lse[:, None])

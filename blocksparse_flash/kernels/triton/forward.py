@@ -186,7 +186,7 @@ def forward_kernel(
             b_scores, _ = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head,
                 i_tile=i_step // STEPS, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
-                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
+                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, TRANSPOSED=False,
             )
         if is_partial:
             m_pairs = attending_pairs(

@@ -128,7 +128,7 @@ def pair_bias_kernel(
             b_scores, _ = apply_score_mods(
                 b_scores, scale_log2, cap, slopes_ptr, slope, tables_ptr, None, strides, i_batch, i_head,
                 i_tile=i_tile, q_start=q_start, kv_start=kv_start, q_len=q_len, kv_len=kv_len,
-                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, T=False,
+                CELL_Q=C.CELL_Q, CELL_KV=C.CELL_KV, BLOCK_Q=BLOCK_Q, BLOCK_KV=BLOCK_KV, TRANSPOSED=False,
             )
             b_lse, b_delta = load_lse_delta(lse_delta_ptr, i_batch * n_heads + i_head, q_start, n_padded, BLOCK_Q)
             b_p = tl.math.exp2(b_scores + b_bias - b_lse[:, None])

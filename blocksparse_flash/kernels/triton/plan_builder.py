@@ -28,9 +28,9 @@ LINES, MINORS = 8, 64
 HEADS = 16
 # bitmask words of a program; words of each query in a step of write_cut_bitmasks
 WORDS, CUT_WORDS = 1024, 16
-# up to MAX_PARTS blocks per tile, every subset of blocks has a bitmask (up to ALL_EDGES blocks, with every ragged
-# edge); beyond that each tile of the grid has its own
-MAX_PARTS, ALL_EDGES = 16, 4
+# up to MAX_BLOCKS_PER_TILE blocks per tile, every subset of blocks has a bitmask (up to ALL_EDGES blocks, with every
+# ragged edge); beyond that each tile of the grid has its own
+MAX_BLOCKS_PER_TILE, ALL_EDGES = 16, 4
 # for EDGES: ragged edges with bitmasks of their own (1 right, 2 bottom, 3 both), or OWN
 RIGHT, BOTTOM, OWN = 1, 2, tl.constexpr(4)
 # by how much the bitmask ids of a list are longer than its indices
@@ -71,14 +71,14 @@ class Grid(NamedTuple):
         return -(-self.blocks.q_len // self.tile), -(-self.blocks.kv_len // self.tile)
 
     @property
-    def parts(self) -> tuple[int, int]:
+    def blocks_per_tile(self) -> tuple[int, int]:
         """Blocks per tile along each dimension, at least 1."""
         return max(1, self.tile // self.blocks.block_size[0]), max(1, self.tile // self.blocks.block_size[1])
 
     @property
     def n_patterns(self) -> int:
         """Number of subsets of the blocks of a tile."""
-        return 1 << self.parts[0] * self.parts[1]
+        return 1 << self.blocks_per_tile[0] * self.blocks_per_tile[1]
 
     @property
     def n_diagonals(self) -> int:
@@ -88,13 +88,13 @@ class Grid(NamedTuple):
     @property
     def edges(self) -> int:
         """EDGES of the kernels. With many patterns, edges that the patterns or the diagonal contain are left out."""
-        parts, (q_len, kv_len) = self.parts[0] * self.parts[1], self.blocks[3:5]
-        if parts <= ALL_EDGES:
+        n_blocks, (q_len, kv_len) = self.blocks_per_tile[0] * self.blocks_per_tile[1], self.blocks[3:5]
+        if n_blocks <= ALL_EDGES:
             return RIGHT + BOTTOM
         right = kv_len % self.tile != 0 and not self.causal
         bottom = q_len % self.tile != 0 and q_len % self.blocks.block_size[0] != 0
         n_edges = (1 + right) * (1 + bottom)
-        if parts > MAX_PARTS or self.n_tiles < self.n_patterns * n_edges * (1 + self.n_diagonals):
+        if n_blocks > MAX_BLOCKS_PER_TILE or self.n_tiles < self.n_patterns * n_edges * (1 + self.n_diagonals):
             return OWN.value
         return RIGHT * right + BOTTOM * bottom
 

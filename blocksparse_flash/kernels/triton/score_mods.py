@@ -37,21 +37,21 @@ def load_slope(slopes_ptr, o_head):
 
 
 @triton.jit
-def query_distances(o_q, near, BLOCK_KV: tl.constexpr, T: tl.constexpr):
-    """|o_q + near - o_kv| for keys 0 .. BLOCK_KV - 1: float32 [queries, BLOCK_KV], or [BLOCK_KV, queries] if T."""
+def query_distances(o_q, near, BLOCK_KV: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """|o_q + near - o_kv| for keys 0 .. BLOCK_KV - 1: float32 [queries, BLOCK_KV], or TRANSPOSED."""
     # subtracting the starts first keeps small distances exact at any position
     o_q = o_q.to(tl.float32) + near.to(tl.float32)
     o_kv = tl.arange(0, BLOCK_KV).to(tl.float32)
-    if T:
+    if TRANSPOSED:
         return tl.abs(o_q[None, :] - o_kv[:, None])
     else:
         return tl.abs(o_q[:, None] - o_kv[None, :])
 
 
 @triton.jit
-def distances(q_start, kv_start, ahead, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr):
-    """|q_pos + ahead - kv_pos|: float32 [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T; ahead = kv_len - q_len."""
-    return query_distances(tl.arange(0, BLOCK_Q), q_start + ahead - kv_start, BLOCK_KV, T)
+def distances(q_start, kv_start, ahead, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """|q_pos + ahead - kv_pos|: float32 [BLOCK_Q, BLOCK_KV], or TRANSPOSED; ahead = kv_len - q_len."""
+    return query_distances(tl.arange(0, BLOCK_Q), q_start + ahead - kv_start, BLOCK_KV, TRANSPOSED)
 
 
 @triton.jit
@@ -121,16 +121,16 @@ def cell_values(
 
 @triton.jit
 def load_pair_bias(
-    pair_bias_ptr, strides, i_batch, i_head, o_row, kv_start, kv_len, BLOCK_KV: tl.constexpr, T: tl.constexpr
+    pair_bias_ptr, strides, i_batch, i_head, o_row, kv_start, kv_len, BLOCK_KV: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """pair_bias in base 2: float32 [rows, BLOCK_KV], or [BLOCK_KV, rows] if T.
+    """pair_bias in base 2: float32 [rows, BLOCK_KV], or [BLOCK_KV, rows] if TRANSPOSED.
 
     o_row  64-bit offset of each row, an existing query of the head. Past kv_len the last key is read, whose values the
            mask drops
     """
     p_head = pair_bias_ptr + i_batch.to(tl.int64) * strides.pair_batch + i_head.to(tl.int64) * strides.pair_head
     o_kv = tl.minimum(kv_start + tl.arange(0, BLOCK_KV), kv_len - 1).to(tl.int64) * strides.pair_kv
-    if T:
+    if TRANSPOSED:
         return load_floats(p_head, o_kv[:, None] + o_row[None, :]) * LOG2_E
     else:
         return load_floats(p_head, o_row[:, None] + o_kv[None, :]) * LOG2_E
@@ -139,11 +139,11 @@ def load_pair_bias(
 @triton.jit
 def load_pair_bias_tile(
     pair_bias_ptr, strides, i_batch, i_head, q_start, kv_start, q_len, kv_len,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """`load_pair_bias` of queries q_start .. q_start + BLOCK_Q - 1; past q_len of the last one."""
     o_q = tl.minimum(q_start + tl.arange(0, BLOCK_Q), q_len - 1).to(tl.int64) * strides.pair_q
-    return load_pair_bias(pair_bias_ptr, strides, i_batch, i_head, o_q, kv_start, kv_len, BLOCK_KV, T)
+    return load_pair_bias(pair_bias_ptr, strides, i_batch, i_head, o_q, kv_start, kv_len, BLOCK_KV, TRANSPOSED)
 
 
 @triton.jit
@@ -163,9 +163,10 @@ def capped_scores(b_scores, factor, cap):
 def apply_score_mods(
     b_scores, factor, cap, slopes_ptr, slope, tables_ptr, pair_bias_ptr, strides, i_batch, i_head, i_tile,
     q_start, kv_start, q_len, kv_len,
-    CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, T: tl.constexpr,
+    CELL_Q: tl.constexpr, CELL_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """(scores in base 2, tanh of the softcap): [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if T.
+    """(scores in base 2, tanh of the softcap): [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q] if TRANSPOSED.
 
     factor   multiplies raw scores: converts to base 2, or with a softcap to multiples of it
     cap      softcap in base 2, or None for neither cap nor tanh
@@ -175,10 +176,10 @@ def apply_score_mods(
     """
     b_scores, b_tanh = capped_scores(b_scores, factor, cap)
     if slopes_ptr is not None:
-        b_scores -= slope * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, T)
+        b_scores -= slope * distances(q_start, kv_start, kv_len - q_len, BLOCK_Q, BLOCK_KV, TRANSPOSED)
     if tables_ptr is not None:
         p_table = find_table(tables_ptr, strides.tables, i_batch, i_head, i_tile, CELL_Q, CELL_KV)
-        if T:
+        if TRANSPOSED:
             b_scores += cell_values(
                 p_table, kv_start % TILE, q_start % TILE, 1, TILE // CELL_KV, BLOCK_KV, CELL_KV, BLOCK_Q, CELL_Q
             )
@@ -188,7 +189,7 @@ def apply_score_mods(
             )
     if pair_bias_ptr is not None:
         b_scores += load_pair_bias_tile(
-            pair_bias_ptr, strides, i_batch, i_head, q_start, kv_start, q_len, kv_len, BLOCK_Q, BLOCK_KV, T
+            pair_bias_ptr, strides, i_batch, i_head, q_start, kv_start, q_len, kv_len, BLOCK_Q, BLOCK_KV, TRANSPOSED
         )
     return b_scores, b_tanh
 

@@ -298,10 +298,10 @@ def query_pairs(words_ptr, i_bitmask, o_q, kv_start, ROWS: tl.constexpr, COLS: t
 @triton.jit
 def bitmask_pairs(
     words_ptr, i_bitmask, q_start, kv_start,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLS] bool, or [COLS, ROWS] if T: the pairs that attend; starts are within the tile."""
-    if T:
+    """[ROWS, COLS] bool, or [COLS, ROWS] if TRANSPOSED: the pairs that attend; starts are within the tile."""
+    if TRANSPOSED:
         o_col = tl.arange(0, COLS)
         p_words = words_ptr + i_bitmask.to(tl.int64) * (TILE * TILE // 32) + kv_start // 32
         o_word = (q_start + tl.arange(0, ROWS)) * (TILE // 32)
@@ -446,16 +446,18 @@ def bitmask_of(ids_ptr, i_tile):
 @triton.jit
 def attending_pairs(
     words_ptr, i_bitmask, q_start, kv_start, q_len, kv_len, limit,
-    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):
-    """[BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if T: the pairs of a partial step that attend."""
+    """[BLOCK_Q, BLOCK_KV] bool, or [BLOCK_KV, BLOCK_Q] if TRANSPOSED: the pairs of a partial step that attend."""
     if words_ptr is not None:
-        m_pairs = bitmask_pairs(words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, TILE, T)
+        m_pairs = bitmask_pairs(
+            words_ptr, i_bitmask, q_start % TILE, kv_start % TILE, BLOCK_Q, BLOCK_KV, TILE, TRANSPOSED
+        )
     else:
         o_q = q_start + tl.arange(0, BLOCK_Q)
         o_kv = kv_start + tl.arange(0, BLOCK_KV)
-        o_q = o_q[None, :] if T else o_q[:, None]
-        o_kv = o_kv[:, None] if T else o_kv[None, :]
+        o_q = o_q[None, :] if TRANSPOSED else o_q[:, None]
+        o_kv = o_kv[:, None] if TRANSPOSED else o_kv[None, :]
         m_pairs = (o_kv < limit) & (o_q < q_len)
         if CAUSAL:
             m_pairs = m_pairs & (o_kv <= o_q + (kv_len - q_len))

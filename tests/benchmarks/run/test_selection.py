@@ -95,7 +95,7 @@ def test_calls_by_key_block_are_timed_in_tiles_too(monkeypatch: pytest.MonkeyPat
     def call(*inputs: Tensor, **options: Any) -> Tensor:
         return benchmark.in_tiles(lambda *tensors: selected_attention(*tensors, **options))(*inputs)
 
-    monkeypatch.setattr(dispatch, "takes_key_blocks", lambda *_, **__: True)
+    monkeypatch.setattr(dispatch, "takes_selected_plans", lambda *_, **__: True)
     monkeypatch.setattr(benchmark, "selected_attention", call)
     monkeypatch.setattr(selected_builder, "MIN_PARTIAL_ROWS", 0)
     monkeypatch.setattr(benchmark, "N_BLOCKS", 2)
@@ -131,7 +131,7 @@ def test_fla_takes_turns_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, 
 
 def test_tiles_are_asked_for_during_the_call_alone() -> None:
     def call(*_: Tensor) -> Any:
-        return dispatch.takes_key_blocks("hopper", 128, 128, has_options=False)
+        return dispatch.takes_selected_plans("hopper", 128, 128, has_options=False)
 
     x = torch.zeros(1)
     assert call() and not benchmark.in_tiles(call)(x, x, x) and call()

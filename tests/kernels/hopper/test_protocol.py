@@ -21,7 +21,7 @@ from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
 from blocksparse_flash.kernels.hopper.forward import three_warpgroups_pay
 from blocksparse_flash.plan import gathered_builder
-from blocksparse_flash.plan_format import FINE_TILE, PIECE
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE
 from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.kernels.triton import test_combine_splits
@@ -137,7 +137,7 @@ def test_every_layout_is_accurate_in_gathered_tiles(check, monkeypatch, index):
         simulation = split(simulation, each.num_splits, each.n_lines)
     # the plan depends on the constant
     monkeypatch.setitem(each.layout.build()._cache, "plans", {})
-    check(simulation, each.layout, in_float16(each.call) if index % 2 else each.call, tile=PIECE)
+    check(simulation, each.layout, in_float16(each.call) if index % 2 else each.call, tile=GATHERED_TILE)
 
 
 def first_and_nearest_keys() -> BlockLayout:
@@ -154,7 +154,7 @@ def test_slopes_keep_small_distances_beside_far_keys(check, monkeypatch):
     monkeypatch.setattr(gathered_builder, "GATHERED_STEP", 0.0)
     call = zoo.Call(head_dim=64, causal=True, has_slopes=True, are_slopes_fixed=True, dtype=torch.float16)
     layout = cases.Case("first-and-nearest-keys", first_and_nearest_keys)
-    check(Simulation(seed=0), layout, call, backward=False, tile=PIECE)
+    check(Simulation(seed=0), layout, call, backward=False, tile=GATHERED_TILE)
 
 
 @pytest.mark.parametrize(

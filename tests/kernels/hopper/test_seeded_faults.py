@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from blocksparse_flash import BlockLayout
 from blocksparse_flash.kernels.hopper.backward import Config as BackwardConfig
 from blocksparse_flash.kernels.hopper.forward import Config as ForwardConfig
-from blocksparse_flash.plan_format import FINE_TILE, PIECE
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE
 from blocksparse_flash.plan_format import TILE as TILE_SIDE
 from tests import test_zoo as zoo
 from tests.kernels.hopper.test_protocol import (
@@ -125,7 +125,7 @@ FINE_FAULTS = {
     ),
     "delta not waited for": Change(
         FINE_BACKWARD,
-        "b_delta = wait_for_line(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))",
+        "b_delta = wait_for_values(buffers.delta, buffers.delta_full, stage, phase, gl.SliceLayout(0, score_layout))",
         "b_delta = buffers.delta.index(stage).load(gl.SliceLayout(0, score_layout))",
     ),
     "lse of the first head": Change(FINE_BACKWARD, "(o_head + starts[0]).to(gl.int32)", "starts[0].to(gl.int32)"),
@@ -155,10 +155,12 @@ GATHERED_FAULTS = {
         FINE_TILES, "mbarrier.expect(full, len(starts) * (COLUMNS", "mbarrier.expect(full, (COLUMNS"
     ),
     "second tile in the place of the first": Change(
-        FINE_TILES, "buffer.slice(i_piece * PIECE, PIECE, 2)", "buffer.slice(i_piece // 2 * PIECE, PIECE, 2)"
+        FINE_TILES,
+        "buffer.slice(i_load * GATHERED_TILE, GATHERED_TILE, 2)",
+        "buffer.slice(i_load // 2 * GATHERED_TILE, GATHERED_TILE, 2)",
     ),
     "all tiles from the start of the first": Change(
-        FINE_TILES, "starts[i_piece], column], full", "starts[0], column], full"
+        FINE_TILES, "starts[i_load], column], full", "starts[0], column], full"
     ),
     "bits of the first tile for the second": Change(
         FINE_TILES, "return b_low & 0xFFFF | b_high & -0x10000", "return b_low"
@@ -173,10 +175,10 @@ GATHERED_FAULTS = {
         FINE_BACKWARD, "positions(starts, o_kv) < kv_limit", "starts[0] + o_kv < kv_limit"
     ),
     "lse of neighbors of the first tile": Change(
-        FINE_BACKWARD, "o_line = o_head + positions(starts, o_q)", "o_line = o_head + starts[3] + o_q % 16"
+        FINE_BACKWARD, "o_query = o_head + positions(starts, o_q)", "o_query = o_head + starts[3] + o_q % 16"
     ),
     "tail zeroed by the start of the first tile": Change(
-        FINE_TILES, "        last = gl.maximum(last, starts[i_piece])\n", "        pass\n"
+        FINE_TILES, "        last = gl.maximum(last, starts[i_load])\n", "        pass\n"
     ),
 }
 # faults of the forward and the backward on dense calls with kv_lengths
@@ -476,7 +478,7 @@ FINE = [
 ]
 FINE += [run._replace(seed=10 + run.seed, splits=(2, 2)) for run in FINE[::3]]
 GATHERED = [
-    Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=PIECE)
+    Run(seed, layout, dataclasses.replace(call, has_kv_lengths=True), tile=GATHERED_TILE)
     for seed, (layout, call) in enumerate(itertools.product((SCATTERED, WINDOW), (MHA, GQA)))
 ]
 # faults of score mods, and of the steps of causal groups
@@ -662,7 +664,7 @@ WIDE_FAULTS = {
         WIDE_DQ, "first = work_tile.q_start + WARPGROUP * WARPGROUP_ROWS", "first = work_tile.q_start"
     ),
     "tail of dO not multiplied": Change(
-        WIDE_DKDV, "dp_token = warpgroup_mma(tile_of(kv.v_tail, 0)", "ignored = warpgroup_mma(tile_of(kv.v_tail, 0)"
+        WIDE_DKDV, "dp_token = warpgroup_mma(tile_at(kv.v_tail, 0)", "ignored = warpgroup_mma(tile_at(kv.v_tail, 0)"
     ),
     "tail of k not multiplied": Change(
         WIDE_DQ, "scores_token = warpgroup_mma(q_tail", "ignored = warpgroup_mma(q_tail"
@@ -672,7 +674,7 @@ WIDE_FAULTS = {
     ),
     "tail of the last keys not zeroed": Change(
         WIDE_DKDV,
-        "            zero_keys_from(tile_of(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)\n",
+        "            zero_keys_from(tile_at(kv.k_tail, 0), kv_start, kv_limit, WARPGROUP)\n",
         "            pass\n",
     ),
     "values of the last step not zeroed": Change(
@@ -696,7 +698,7 @@ SCORE_MODS = [
     Run(0, (300, 400), ALL_MODS),
     Run(1, MIXED, ALL_MODS, splits=(2, 1)),
     Run(2, (300, 400), BOTH_SIDES),
-    Run(3, SCATTERED, ALL_MODS, tile=PIECE),
+    Run(3, SCATTERED, ALL_MODS, tile=GATHERED_TILE),
     Run(4, MIXED_FINE, ALL_MODS, tile=FINE_TILE),
 ]
 # rows whose last third is a tail: 96 columns, and 192 in the forward

@@ -17,7 +17,7 @@ import masks
 from blocksparse_flash import attention_with_lse
 from blocksparse_flash.kernels.schedule import WHOLE, Split
 from blocksparse_flash.kernels.triton import combine_splits
-from blocksparse_flash.plan_format import FINE_TILE, PIECE, side_of, tile_of
+from blocksparse_flash.plan_format import FINE_TILE, GATHERED_TILE, side_of, tile_of
 from blocksparse_flash.runtime.tensor_spec import spec_of
 from tests import test_zoo as zoo
 from tests.support.forced_tiles import force_tile
@@ -180,7 +180,7 @@ def test_split_lines_are_as_accurate_as_the_reference(
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile", [FINE_TILE, PIECE])
+@pytest.mark.parametrize("tile", [FINE_TILE, GATHERED_TILE])
 @pytest.mark.parametrize("n_lines", [2, 99])
 @pytest.mark.parametrize("index", range(len(zoo.cases.LAYOUTS)), ids=[str(layout) for layout in zoo.cases.LAYOUTS])
 def test_split_lines_of_smaller_tiles_are_as_accurate(
@@ -194,7 +194,7 @@ def test_split_lines_of_smaller_tiles_are_as_accurate(
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile", [128, FINE_TILE, PIECE])
+@pytest.mark.parametrize("tile", [128, FINE_TILE, GATHERED_TILE])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("num_splits", "n_lines"), [(5, 2), (16, 99)])
 def test_runs_with_splits_are_bitwise_equal(
@@ -222,7 +222,7 @@ def test_runs_with_splits_are_bitwise_equal(
 
 
 @needs_hopper
-@pytest.mark.parametrize("tile", [128, FINE_TILE, PIECE])
+@pytest.mark.parametrize("tile", [128, FINE_TILE, GATHERED_TILE])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_a_call_that_chooses_splits_equals_the_unsplit_call(kv_heads: int, tile: int, device: torch.device) -> None:
     """Splits are not forced: BigBird has global rows and columns of 8,192 tokens, and there are few heads."""
