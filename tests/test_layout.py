@@ -94,7 +94,10 @@ def test_incompatible_operands_are_refused() -> None:
     layout = BlockLayout.from_dense(ones, block_size=16)
     moved = BlockLayout._bare(*(getattr(layout, name).to("meta") for name in TENSORS), 48, 64, (16, 16))
     refused = [
-        (BlockLayout.from_dense(ones[:, :, :47], block_size=16), "lengths must be equal, got 48 x 64 and 47 x 64"),
+        (
+            BlockLayout.from_dense(ones[:, :, :47], block_size=16),
+            r"lengths must be equal, got 48 x 64 and 47 x 64: .* \.crop\(\)",
+        ),
         (BlockLayout.from_dense(ones[..., :63], block_size=16), "lengths must be equal, got 48 x 64 and 48 x 63"),
         (BlockLayout.from_dense(ones, block_size=32), "block_size must be equal"),
         (BlockLayout.from_dense(ones[:, :2], block_size=16), "batch and heads must be equal or 1"),

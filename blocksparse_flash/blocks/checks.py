@@ -239,7 +239,10 @@ def check_nnz(nnz: int) -> None:
 def check_same(a: Frame, b: Frame, name: str) -> None:
     """Refuse layouts of different lengths or block sizes."""
     if a[2:4] != b[2:4]:
-        raise ValueError(f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}")
+        raise ValueError(
+            f"{name}: lengths must be equal, got {a.q_len} x {a.kv_len} and {b.q_len} x {b.kv_len}: build both for the "
+            "same tokens, or use .crop() on the longer one"
+        )
     if a.block_size != b.block_size:
         raise ValueError(
             f"{name}: block_size must be equal, got {a.block_size} and {b.block_size}: use .with_block_size()"

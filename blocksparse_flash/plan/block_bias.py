@@ -136,7 +136,8 @@ def check_scores(scores: Tensor, axes: Size, grid: Size) -> None:
         batch, heads = (f"{axes[0]} or 1", f"{axes[1]} or 1") if has_axes else ("batch", "heads")
         raise ValueError(
             f"block_scores must have shape ({batch}, {heads}, n_rows = {grid[0]}, n_cols = {grid[1]}), got "
-            f"{tuple(scores.shape)}"
+            f"{tuple(scores.shape)}: one score for each block of the grid, stored or not, as of means of q and of k; "
+            "values of stored blocks alone are a block_bias already"
         )
 
 
