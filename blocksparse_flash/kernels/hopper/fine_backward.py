@@ -520,7 +520,7 @@ def backward_launches(
     of_rows, of_cols  splits of its tile rows and tile columns
     others   of out, lse, dlse and kv_lengths
     out_strides  (batch, head, row)
-    loads   of the plan, see plan_format.loads_per_step
+    loads    of the plan, see plan_format.loads_per_step
     mods     score mods
     """
     q, k, v, dout = specs.tensors

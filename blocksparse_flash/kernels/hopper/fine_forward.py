@@ -296,7 +296,7 @@ def forward_launches(
     specs    of q, k and v
     lists    cache key of the plan's tile rows
     lengths  cache key of kv_lengths
-    loads   of the plan's tile rows, see plan_format.loads_per_step
+    loads    of the plan's tile rows, see plan_format.loads_per_step
     mods     score mods
     """
     q, k, v = specs.tensors
