@@ -44,7 +44,7 @@ docs: $(VENV)/.docs
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 3600
 
 test: $(VENV)/.test
-	@echo "tests: about 12,800 on $(JOBS) processes, about 12 minutes on two cores"
+	@echo "tests: about 12,800 on $(JOBS) processes, 12 to 18 minutes on two cores"
 	$(PYTEST) -m "not compilers and not thorough"
 
 test-thorough: $(VENV)/.test
@@ -57,7 +57,7 @@ test-compilers: $(VENV)/.test
 	$(PYTEST) -m compilers tests/kernels/test_compile.py tests/runtime/test_launcher.py
 
 test-rest: $(VENV)/.test
-	@echo "rest: installs Triton $(TRITONS), then runs about 1,600 tests and compiles about 1,500 kernels: 40 minutes"
+	@echo "rest: installs Triton $(TRITONS), then runs about 1,600 tests and compiles about 1,500 kernels: one to two hours"
 	@echo "rest: part $(PART)"
 	$(MAKE) --no-print-directory --jobs=$(JOBS) $(OTHER_TRITONS)
 	$(PYTEST) -m "thorough or compilers" --part $(PART)

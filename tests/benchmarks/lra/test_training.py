@@ -136,7 +136,10 @@ def last(folder: Path) -> dict[str, Any]:
             marks=pytest.mark.thorough,
         ),
         {"trainer": {"callbacks": [{"class_path": "EMAWeightAveraging", "init_args": {"decay": 0.5}}]}},
-        {"data": {"task": "pathfinder32", "rules": {"contour_length": 6}, "augmentation": "symmetries"}},
+        pytest.param(
+            {"data": {"task": "pathfinder32", "rules": {"contour_length": 6}, "augmentation": "symmetries"}},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["classify", "fresh", "guess", "averaged", "augmented"],
 )
