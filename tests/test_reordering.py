@@ -282,7 +282,6 @@ def test_layouts_without_scattered_tokens_run_as_before(device, monkeypatch):
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_calls_are_reordered_if_the_order_was_made_before(causal, device):
     """By an eager call, which makes no other plan."""
-    torch._dynamo.reset()
     layout = global_tokens()
     function = torch.compile(
         lambda q, k, v: attention(q, k, v, layout, causal=causal, backend="triton"), fullgraph=True, backend="aot_eager"

@@ -34,7 +34,7 @@ BACKENDS = ("eager", "triton", *(["hopper"] if HAS_HOPPER else []))
 NAMES = ("out", "lse", "dq", "dk", "dv")
 # more than 32 bits
 SEED = 2**40 + 7
-FEW_ROUNDINGS = 2
+FEW_ROUNDINGS = range(2)
 
 
 @dataclass(frozen=True)
@@ -374,20 +374,14 @@ def run(
     return [out.detach(), lse.detach(), *grads]
 
 
-def is_rounded(call: Call) -> bool:
-    """Whether results of a call are compared with several ways to round."""
-    has_mods = call.has_sinks or call.has_slopes or bool(call.bias or call.pairs)
-    return has_mods and call.dtype in (torch.float16, BFLOAT16)
-
-
 # cached, since every backend gets the same calls
 @lru_cache(maxsize=64)
 def expected(
-    layout: Layout, call: Call, device: torch.device, roundings: int = plain.ROUNDINGS
+    layout: Layout, call: Call, device: torch.device, roundings: range | None = None
 ) -> list[tuple[list[Tensor], Tensor]]:
     """For each result: plain PyTorch in the dtype of the call (lse in float32 at least), and in float64.
 
-    roundings  number of ways to round of calls that are `is_rounded`, see plain.results
+    roundings  as in plain.results
     """
     tensors = [tensor.to(device) for tensor in inputs(layout, call).values()]
     mask = layout.build().to_dense().to(device) if isinstance(layout, cases.Case) else None
@@ -401,7 +395,7 @@ def expected(
         "softcap": call.softcap,
         "score_mods": score_mods(layout, call, call.dtype, device),
     }
-    plains = plain.results(*tensors, mask, **options, roundings=range(roundings) if is_rounded(call) else None)
+    plains = plain.results(*tensors, mask, **options, roundings=roundings)
     return list(zip(plains, plain.truths(*tensors, mask, **options), strict=True))
 
 
@@ -421,7 +415,7 @@ def trained_mods(mods: Iterable[str], call: Call) -> list[str]:
 
 def assert_accurate(actual: list[Tensor], layout: Layout, call: Call, device: torch.device) -> None:
     """Raises unless the results of `run` are within the tolerance of closeness.py."""
-    if is_rounded(call):
+    if call.dtype in (torch.float16, BFLOAT16) and score_mods(layout, call, call.dtype, device):
         # most results need few of the roundings, each of which takes time
         with contextlib.suppress(AssertionError):
             _assert_within(expected(layout, call, device, FEW_ROUNDINGS), actual, layout, call, device)

@@ -481,12 +481,10 @@ def test_compile(name: str) -> None:
     model = model_of(name)
     used = use(model, layout_of(case.grid, order), order=order)
     plain = output(name, model)
-    torch._dynamo.reset()
     model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(output(name, model), plain, rtol=1e-4, atol=1e-4)
     used.is_dense = True
     torch.testing.assert_close(output(name, model), output(name, model_of(name)), rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
 
 
 # ---- errors
@@ -688,7 +686,6 @@ def test_blocks_with_a_choice_compile_with_a_graph_break(choice: Any) -> None:
 
     use(model, chosen, order=order_of(VIDEO))
     expected = output("Wan", model)
-    torch.compiler.reset()
     model.compile_repeated_blocks(backend="aot_eager")
     torch.testing.assert_close(output("Wan", model), expected, rtol=1e-4, atol=1e-5)
     assert was_traced and not any(was_traced)

@@ -112,9 +112,7 @@ def test_generate_compiles_one_graph_for_all_steps(layout: Any, is_padded: bool)
     prompt, mask = ids(2, 30), torch.ones(2, 30)
     mask[0, : 7 * is_padded] = 0
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    torch._dynamo.reset()
     found = made.generate(prompt, cache_implementation="static", compile_config=compiled, **options)
-    torch._dynamo.reset()
     assert len(graphs) == 1
     assert torch.equal(found, made.generate(prompt, cache_implementation="dynamic", **options))
 
@@ -123,7 +121,6 @@ def test_a_step_compiles_with_its_mask() -> None:
     """A forward that makes its mask in the graph, without a layout: one graph for all steps."""
     made = model("Llama", "blocksparse").eval()
     cache, graphs = static(made), []
-    torch._dynamo.reset()
     with torch.no_grad():
         said = [made(ids()[:, :40], past_key_values=cache).logits]
         step = torch.compile(made, backend=backend_of(graphs), fullgraph=True)
@@ -133,7 +130,6 @@ def test_a_step_compiles_with_its_mask() -> None:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match="several tokens continue it"):
             step(ids()[:, 50:53], past_key_values=cache)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kv_offset", [0, 9])

@@ -230,7 +230,6 @@ def test_a_compiled_layer_decodes_with_few_graphs(layout: Any) -> None:
     """Not one graph for each step."""
     made, x = layer(layout), tokens()
     expected = made(x)
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled, cache = torch.compile(made, backend="eager"), made.new_cache(2, LENGTH)
     with torch.no_grad():

@@ -31,8 +31,8 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
     assert np.array_equal(words >> 16, words & 0xFFFF) and not words[0].any()
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(len(words), 64, 32)[:, :, :16]
     batch_heads = masks.reshape(-1, *masks.shape[2:])
-    n_lines, pieces, begin = -(-batch_heads.shape[1] // 64), indices.shape[1], 0
-    assert pieces == loads_per_step(plan)[not of_rows] and ids.shape[1] == 4
+    n_lines, n_loads, begin = -(-batch_heads.shape[1] // 64), indices.shape[1], 0
+    assert n_loads == loads_per_step(plan)[not of_rows] and ids.shape[1] == 4
     steps = records_of.reshape(len(batch_heads), n_lines, 8)[:, :, N_TILES]
     over = steps * steps.size > 2 * steps.sum()
     for mask, records in zip(batch_heads, records_of.reshape(len(batch_heads), n_lines, 8), strict=True):
@@ -45,17 +45,17 @@ def check_side(plan: Plan, masks: np.ndarray, *, of_rows: bool) -> None:
             n_empty = 0
             for i_step in range(n_steps):
                 listed = indices[first + i_step]
-                minors = listed if pieces == 4 else 4 * listed[0] + np.arange(4)
+                minors = listed if n_loads == 4 else 4 * listed[0] + np.arange(4)
                 of_step = [bits[i].astype(bool) for i in ids[first + i_step]]
                 assert (i_step < n_partial) == (not all(tile.all() for tile in of_step))
                 for minor, i, tile in zip(minors.tolist(), ids[first + i_step], of_step, strict=True):
                     if i == 0:
                         n_empty += 1
-                        assert pieces == 1 or (minor == -1 and i_step == 0)
+                        assert n_loads == 1 or (minor == -1 and i_step == 0)
                     else:
                         assert (line, minor) not in found
                         found[line, minor] = tile
-            assert pieces == 1 or n_empty < 4
+            assert n_loads == 1 or n_empty < 4
             begin += n_steps
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[key], tile) for key, tile in expected.items())
