@@ -8,6 +8,7 @@ import torch
 
 from ..layout import BlockLayout
 from .names import CONFIG_KEY, running_layer
+from .saved_layouts import from_json, is_saved
 from .selection import EXAMPLE, Selection, selection_of
 
 Layout = BlockLayout | str | None
@@ -15,10 +16,16 @@ Entry = Layout | Selection
 
 
 def layouts_of(config: Any) -> Entry | tuple[Entry, ...]:
-    """The layout or selection of a config, or a tuple with one for each layer, checked."""
+    """The layout or selection of a config, or a tuple with one for each layer, checked.
+
+    Layouts that the config was loaded with become BlockLayouts, in the config too.
+    """
     given = getattr(config, CONFIG_KEY, None)
     if given is None:
         return None
+    if _has_saved(given):
+        given = _restored(given, f"config.{CONFIG_KEY}")
+        setattr(config, CONFIG_KEY, given)
     found: Entry | tuple[Entry, ...]
     if isinstance(given, list | tuple):
         found = _of_list(given, config)
@@ -32,6 +39,24 @@ def layouts_of(config: Any) -> Entry | tuple[Entry, ...]:
             "to None, which makes all of them dense"
         )
     return found
+
+
+def _has_saved(given: Any) -> bool:
+    """Whether the config holds a layout as JSON stores it."""
+    if isinstance(given, dict) and "kind" not in given:
+        given = list(given.values())
+    return any(map(is_saved, given)) if isinstance(given, list | tuple) else is_saved(given)
+
+
+def _restored(given: Any, name: str) -> Any:
+    """What the config holds, with layouts in place of what JSON stores."""
+    if is_saved(given):
+        return from_json(given, name)
+    if isinstance(given, list | tuple):
+        return [_restored(layout, f"{name}[{index}]") for index, layout in enumerate(given)]
+    if isinstance(given, dict) and "kind" not in given:
+        return {kind: _restored(layout, f"{name}[{kind!r}]") for kind, layout in given.items()}
+    return given
 
 
 def _checked(layout: Any, name: str) -> Entry:

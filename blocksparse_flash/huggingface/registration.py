@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from ..layout import BlockLayout
@@ -11,72 +12,66 @@ from .attention import attention_function
 from .mask_builder import attention_mask
 from .model_hooks import watch_models
 from .names import ATTENTION_NAME, CONFIG_KEY
+from .saved_layouts import is_saved, to_json
 
 
-def _in_words(layouts: Any) -> Any:
-    """What config.attention_layout holds, with the first line of its repr in place of each BlockLayout."""
-    if isinstance(layouts, BlockLayout):
-        return repr(layouts).partition("\n")[0]
+def _replaced(layouts: Any, stored: Callable[[Any], Any]) -> Any:
+    """What config.attention_layout holds, with stored(layout) in place of each BlockLayout, also of a saved one."""
+    if isinstance(layouts, BlockLayout) or is_saved(layouts):
+        return stored(layouts)
     if isinstance(layouts, list | tuple):
-        return [_in_words(layout) for layout in layouts]
-    return {key: _in_words(layout) for key, layout in layouts.items()} if isinstance(layouts, dict) else layouts
+        return [_replaced(layout, stored) for layout in layouts]
+    return {key: _replaced(layout, stored) for key, layout in layouts.items()} if isinstance(layouts, dict) else layouts
 
 
-def _readable(config: Any) -> Any:
-    """A copy of a config that JSON can store, to show it: layouts in words."""
+def _with_layouts(config: Any, stored: Callable[[Any], Any]) -> Any:
+    """A copy of a config that JSON can store, with stored(layout) in place of each BlockLayout, also of a saved one."""
     from transformers import PreTrainedConfig
 
-    shown = copy.copy(config)
+    changed = copy.copy(config)
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            vars(shown)[key] = _readable(value)
+            vars(changed)[key] = _with_layouts(value, stored)
         elif key == CONFIG_KEY:
-            vars(shown)[key] = _in_words(value)
-    return shown
+            vars(changed)[key] = _replaced(value, stored)
+    return changed
+
+
+def _in_words(layout: Any) -> Any:
+    """The first line of a layout's repr; the numbers of one that was saved and not used since."""
+    if isinstance(layout, BlockLayout):
+        return repr(layout).partition("\n")[0]
+    return {key: value for key, value in layout.items() if not isinstance(value, dict)}
+
+
+def _to_json(layout: Any) -> Any:
+    return to_json(layout) if isinstance(layout, BlockLayout) else layout
 
 
 @functools.cache
-def _explain_unsaved_layouts() -> None:
-    """Makes configs of transformers say what to do about a BlockLayout, which JSON cannot store, and show it."""
+def _store_layouts() -> None:
+    """Makes configs of transformers store BlockLayouts in JSON, and show them in words."""
     from transformers import PreTrainedConfig
 
     configs: Any = PreTrainedConfig
-    as_string, to_file, as_text = configs.to_json_string, configs.to_json_file, configs.__repr__
+    as_string, as_text = configs.to_json_string, configs.__repr__
 
     @functools.wraps(as_string)
     def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
-        try:
-            return as_string(self, *args, **kwargs)
-        except TypeError as error:
-            if BlockLayout.__name__ not in str(error):
-                raise
-            raise TypeError(
-                f"config.{CONFIG_KEY} has a BlockLayout, which JSON cannot store: set it to a specification for "
-                "masks.build, such as 'butterfly | local(window=512)', which is saved; or to None before saving, and "
-                "to the layout again after loading"
-            ) from error
-
-    @functools.wraps(to_file)
-    def to_json_file(self: Any, json_file_path: Any, use_diff: bool = True) -> None:
-        # raises before a file that is there is overwritten
-        self.to_json_string(use_diff=use_diff)
-        to_file(self, json_file_path, use_diff=use_diff)
+        return as_string(_with_layouts(self, _to_json), *args, **kwargs)
 
     @functools.wraps(as_text)
     def in_words(self: Any) -> str:
-        try:
-            return as_text(self)
-        except TypeError:
-            return as_text(_readable(self))
+        return as_text(_with_layouts(self, _in_words))
 
-    configs.to_json_string, configs.to_json_file, configs.__repr__ = to_json_string, to_json_file, in_words
+    configs.to_json_string, configs.__repr__ = to_json_string, in_words
 
 
 def register() -> None:
     """Registers `attn_implementation="blocksparse"` with transformers, for models that look up their attention.
 
     The layout is the model's `config.attention_layout`: a BlockLayout; a specification for `masks.build`, such as
-    "butterfly | local(window=512)", which is saved with the config; or None for attention to all keys. It covers
+    "butterfly | local(window=512)"; or None for attention to all keys. It is saved with the config. It covers
     positions 0 .. length - 1, and each forward uses the part it needs; a specification is built for
     config.max_position_embeddings if the config has it. The causality, windows and padding of the model apply as well.
 
@@ -86,7 +81,7 @@ def register() -> None:
 
     Layers may differ: a list has a layout for each layer (config.num_hidden_layers), a dict one for each type in
     config.layer_types, such as {"full_attention": "butterfly", "sliding_attention": None}. Either is checked when the
-    model is created, and saved with the config if its layouts are specifications.
+    model is created.
 
     Call it before models are created or loaded. Models created later, or put into another module, report a layout that
     they would ignore: ValueError, at creation or at the first forward, if the model computes its own attention;
@@ -107,4 +102,4 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_function)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
     watch_models()
-    _explain_unsaved_layouts()
+    _store_layouts()

@@ -12,7 +12,6 @@ from blocksparse_flash import BlockLayout, huggingface
 from blocksparse_flash.huggingface import model_hooks
 from tests.support.transformers_models import (
     FAMILIES,
-    GROUPED,
     LAYOUT,
     LENGTH,
     PALIGEMMA,
@@ -184,32 +183,3 @@ def test_a_specification_is_saved_with_the_model(tmp_path: Any) -> None:
         tmp_path, attn_implementation="blocksparse", dtype=torch.float64
     )
     assert torch.equal(again(ids()).logits, made(ids()).logits)
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, [LAYOUT, None]])
-def test_a_layout_that_cannot_be_saved_gets_a_hint(layout: Any, tmp_path: Any) -> None:
-    explained = transformers.PreTrainedConfig.to_json_string
-    huggingface.register()
-    assert transformers.PreTrainedConfig.to_json_string is explained
-    config = transformers.LlamaConfig(**GROUPED)
-    config.save_pretrained(tmp_path)
-    saved = (tmp_path / "config.json").read_text()
-    config.attention_layout = layout
-    message = r"^config\.attention_layout has a BlockLayout, .* set it to a specification for masks\.build, .* to None"
-    for fails in (lambda: config.save_pretrained(tmp_path), config.to_json_string):
-        with pytest.raises(TypeError, match=message):
-            fails()
-    # a regression: it was empty
-    assert (tmp_path / "config.json").read_text() == saved
-    config.attention_layout = {1, 2}
-    with pytest.raises(TypeError, match=r"^Object of type set is not JSON serializable"):
-        config.to_json_string()
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, [LAYOUT, None], {"full_attention": LAYOUT}])
-def test_configs_show_their_layouts(layout: Any) -> None:
-    """Regression: the repr of a config is JSON, which cannot store a layout."""
-    config = model(PALIGEMMA, "blocksparse").config
-    config.text_config.attention_layout = layout
-    assert '"BlockLayout(72 x 72 tokens, block_size=(16, 16), batch=1, heads=1)"' in repr(config)
-    assert config.text_config.attention_layout is layout
