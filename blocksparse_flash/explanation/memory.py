@@ -288,30 +288,34 @@ def _sides(call: Call) -> tuple[str, ...]:
 # ---- a call ----
 
 
-def _with_gathers(moved: Moved, call: Call, *, of_lse: bool) -> Moved:
-    """The same with copies in another order of k and v, and of q and out, or of their gradients.
+# of a reordered call, tensors that are copied into the other order, and tensors that are put back; of a backward, the
+# gradients of these
+_FORWARD_COPIES = ("q", "k", "v"), ("out", "lse")
+_BACKWARD_COPIES = ("out",), ("q", "k", "v")
 
-    of_lse  whether lse is put back too
-    """
+
+def _with_copies(moved: Moved, call: Call, copied: tuple[str, ...], put_back: tuple[str, ...]) -> Moved:
+    """The same with copies of these tensors, where the call is reordered."""
     if call.reordered is None:
         return moved
-    sizes, reads, writes, copies = _sizes(call), 0, 0, 0
-    # (copied or put back, tokens of the call, tokens in the other order)
-    for name, length, new_length in (
-        *((name, call.k.shape[2], call.kv_len) for name in ("k", "v") if call.reordered.kv is not None),
-        *((name, call.q.shape[2], call.q_len) for name in ("q", "out", "lse") if call.reordered.q is not None),
-    ):
-        if name == "lse" and not of_lse:
+    sizes, reads, writes, workspace = _sizes(call), 0, 0, 0
+    for name in (*copied, *put_back):
+        is_key = name in ("k", "v")
+        if (call.reordered.kv if is_key else call.reordered.q) is None:
             continue
-        copy = sizes[name]
-        own = copy // new_length * length
-        is_result = name in ("out", "lse") if of_lse else name != "out"
-        reads += copy if is_result else own
-        writes += own if is_result else copy
-        copies += copy
-    workspace = None if moved.workspace is None else moved.workspace + copies
-    extra_bytes = moved.extra_bytes + reads + writes
-    return Moved(moved.reads + reads, moved.writes + writes, workspace, moved.main_bytes, extra_bytes)
+        n_tokens, n_ordered = (call.k.shape[2], call.kv_len) if is_key else (call.q.shape[2], call.q_len)
+        ordered = sizes[name]
+        own = ordered // n_ordered * n_tokens
+        reads += own if name in copied else ordered
+        writes += ordered if name in copied else own
+        workspace += ordered
+    return Moved(
+        moved.reads + reads,
+        moved.writes + writes,
+        None if moved.workspace is None else moved.workspace + workspace,
+        moved.main_bytes,
+        moved.extra_bytes + reads + writes,
+    )
 
 
 def forward(call: Call, n_sms: int | None = None) -> Moved:
@@ -319,12 +323,12 @@ def forward(call: Call, n_sms: int | None = None) -> Moved:
 
     n_sms  SMs of the GPU; None: of the GPU that holds the tensors
     """
-    return _with_gathers(_forward(call, n_sms), call, of_lse=True)
+    return _with_copies(_forward(call, n_sms), call, *_FORWARD_COPIES)
 
 
 def backward(call: Call, n_sms: int | None = None) -> Moved:
     """Bytes of a backward with a contiguous gradient of the output."""
-    return _with_gathers(_backward(call, n_sms), call, of_lse=False)
+    return _with_copies(_backward(call, n_sms), call, *_BACKWARD_COPIES)
 
 
 def _forward(call: Call, n_sms: int | None) -> Moved:
@@ -370,55 +374,82 @@ def _forward(call: Call, n_sms: int | None) -> Moved:
 def _backward(call: Call, n_sms: int | None) -> Moved:
     """`backward` of tokens in the order in which kernels read them."""
     n_sms = call.n_sms if n_sms is None else n_sms
-    sizes = _sizes(call)
+    sizes, sides, trained = _sizes(call), _sides(call), _trained(call)
     inputs = sizes["q"] + sizes["k"] + sizes["v"]
-    sides = _sides(call)
-    reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides)
-    of_pairs, results = _pair_bias(call), inputs
-    reads += of_pairs
+    reads = inputs + 2 * sizes["out"] + sizes["lse"] + _lists(call, *sides) + _pair_bias(call) + _sources(call)
+    results = inputs + trained.results
     if has_gradient(call.mods.pair_bias):
-        results += of_pairs
-    of_tables, tables = _bias(call), _bias_tables(call, *sides)
-    of_tables += _bias_index(call, *sides, n_places=int(call.has_bias_gradient))
-    trained = _trained(call)
-    reads, results = reads + of_tables, results + trained.results
+        results += _pair_bias(call)
     if call.is_empty or call.backend not in ("triton", "hopper"):
         return Moved(reads, results, 0 if call.is_empty else None, 0, 0)
-    # lse and delta of each query, padded to whole tiles
+    if uses_hopper_backward(call):
+        return Moved(reads, results, *_hopper_backward(call, n_sms))
+    workspace = _statistics(call) + _of_mods(call) + trained.peak - trained.results
+    return Moved(reads, results, workspace, _in_two_launches(call), _before_and_after(call))
+
+
+def _sources(call: Call) -> int:
+    """Bytes from which a backward makes its tables of block_bias."""
+    return _bias(call) + _bias_index(call, *_sides(call), n_places=int(call.has_bias_gradient))
+
+
+def _of_mods(call: Call) -> int:
+    """Bytes of the tables of block_bias, which launches before the kernels make, and of the sums that follow them."""
+    return _bias_tables(call, *_sides(call)) + _trained(call).sums
+
+
+def _statistics(call: Call) -> int:
+    """Bytes of lse and delta of each query, padded to whole tiles."""
     side = call.side if uses_hopper_backward(call) else TILE
-    statistics = 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
-    extra_bytes = 2 * sizes["out"] + sizes["lse"] + statistics
-    # the tables are made before the other launches, and the gradient of the sums after them
-    of_mods = tables + trained.sums
-    extra_bytes += of_tables + of_mods + 2 * trained.peak
-    # of a launch for dk and dv, and of one for dq
-    shared = inputs + sizes["out"] + statistics
-    main_bytes = 2 * shared + inputs + _lists(call, "row", "col") + of_mods
-    if not uses_hopper_backward(call):
-        return Moved(reads, results, statistics + of_mods + trained.peak - trained.results, main_bytes, extra_bytes)
-    rows = call.batch * call.heads * call.q_len
-    dq = call.dtype.itemsize * rows * _padded(call.head_dim)
-    workspace = statistics + of_mods
-    if not sums_in_registers(call):
-        # of whole tiles
-        dq_sum = statistics // 2 * _columns(call)[0]
-        workspace += dq_sum
-        # added to, it is read and written
-        main_bytes = shared + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum + of_mods
-        extra_bytes += 2 * dq_sum + dq
+    return 2 * FLOAT * call.batch * call.heads * -(-call.q_len // side) * side
+
+
+def _read_by_launch(call: Call) -> int:
+    """Bytes of the tensors that a kernel of the backward reads."""
+    sizes = _sizes(call)
+    return sizes["q"] + sizes["k"] + sizes["v"] + sizes["out"] + _statistics(call)
+
+
+def _in_two_launches(call: Call) -> int:
+    """`main_bytes` of a launch for dk and dv, and of one for dq."""
+    sizes = _sizes(call)
+    results = sizes["q"] + sizes["k"] + sizes["v"]
+    return 2 * _read_by_launch(call) + results + _lists(call, "row", "col") + _of_mods(call)
+
+
+def _before_and_after(call: Call) -> int:
+    """`extra_bytes` of the launches for delta, and of those for the tables and gradients of score mods."""
+    sizes = _sizes(call)
+    of_mods = _sources(call) + _of_mods(call) + 2 * _trained(call).peak
+    return 2 * sizes["out"] + sizes["lse"] + _statistics(call) + of_mods
+
+
+def _hopper_backward(call: Call, n_sms: int) -> tuple[int, int, int]:
+    """(workspace, main_bytes, extra_bytes) of hopper's own kernels."""
+    sizes, trained = _sizes(call), _trained(call)
+    workspace, extra_bytes = _statistics(call) + _of_mods(call), _before_and_after(call)
+    of_splits = _split_bytes(call, COL_LISTS, n_sms)
+    # of the launches for dq alone
+    of_dq = 0
+    if sums_in_registers(call):
+        main_bytes = _in_two_launches(call)
+        columns, _ = _columns(call)
+        splits_of_dq = FLOAT * split(call, ROW_LISTS, n_sms).floats(columns, call.batch * call.heads)
+        of_dq = splits_of_dq + _tile_counter(call, ROW_LISTS, n_sms)
+        workspace += of_splits
+        of_splits += splits_of_dq
+    else:
+        # of whole tiles; added to, so that it is read and written
+        dq_sum = _statistics(call) // 2 * _columns(call)[0]
+        main_bytes = _read_by_launch(call) + sizes["k"] + sizes["v"] + _lists(call, "col") + 2 * dq_sum + _of_mods(call)
+        workspace += of_splits + dq_sum
+        rows = call.batch * call.heads * call.q_len
+        extra_bytes += 2 * dq_sum + call.dtype.itemsize * rows * _padded(call.head_dim)
     if sums_dkdv(call, n_sms):
         columns = sum(_columns(call))
         sums = FLOAT * call.batch * call.kv_heads * -(-call.kv_len // TILE) * TILE * columns
         workspace, main_bytes, extra_bytes = workspace + sums, main_bytes + 2 * sums, extra_bytes + 2 * sums
-    of_splits = _split_bytes(call, COL_LISTS, n_sms)
-    workspace += _copies(call) + _tile_counter(call, COL_LISTS, n_sms) + of_splits
-    # of the launches for dq alone
-    of_dq = 0
-    if sums_in_registers(call):
-        columns, _ = _columns(call)
-        splits_of_dq = FLOAT * split(call, ROW_LISTS, n_sms).floats(columns, call.batch * call.heads)
-        of_splits, of_dq = of_splits + splits_of_dq, splits_of_dq + _tile_counter(call, ROW_LISTS, n_sms)
-    main_bytes, extra_bytes = main_bytes + of_splits, extra_bytes + of_splits
+    workspace += _copies(call) + _tile_counter(call, COL_LISTS, n_sms)
     if call.is_fine:
         # kept to the end
         workspace, of_dq = workspace + of_dq, 0
@@ -432,7 +463,7 @@ def _backward(call: Call, n_sms: int | None) -> Moved:
         workspace += sizes["out"] // call.v_dim * _padded(call.v_dim)
     # at its peak while dq is computed, while padded rows are copied, or while the gradients of score mods are made
     workspace += padded + max(of_dq - copied, 0, trained.peak - padded) - trained.results
-    return Moved(reads, results, workspace, main_bytes, extra_bytes)
+    return workspace, main_bytes + of_splits, extra_bytes + of_splits
 
 
 def has_separate_dq(call: Call) -> bool:

@@ -399,8 +399,8 @@ def _scores(call: Call, plan: list[Tensor]) -> Scores:
     sinks, slopes = (torch.empty(heads) if has else None for has in (variant.has_sinks, variant.has_slopes))
     bias, index = None, list[Tensor]()
     if variant.has_bias:
-        pieces, n_tiles = TILE // (64 if variant.mode == "heads" else 128), plan[1].shape[0]
-        of_tiles = torch.zeros(n_tiles, pieces, pieces, dtype=torch.int32)
+        cells, n_tiles = TILE // (64 if variant.mode == "heads" else 128), plan[1].shape[0]
+        of_tiles = torch.zeros(n_tiles, cells, cells, dtype=torch.int32)
         places = torch.zeros(n_tiles, 1, dtype=torch.int64)
         bias, index = torch.empty(1, heads, n_tiles), [of_tiles, of_tiles, places, places]
     pairs = torch.empty(1, heads, q_len, kv_len) if variant.has_pairs else None
