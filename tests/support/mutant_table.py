@@ -59,6 +59,7 @@ DECODER = "tests/nn/test_decoder.py"
 BY_LENGTH = "tests/nn/test_layout_by_length.py"
 GATES = 'tests/plan/test_block_bias.py -k "gather or gate or scores"'
 LAYERS = 'tests/huggingface/test_layers.py -k "own_layout or checked or saved or token_by_token"'
+SAVED = "tests/huggingface/test_saved_layouts.py"
 SELECTION = 'tests/huggingface/test_selection.py -k "definition or token_by_token"'
 PAIRS, PAIRS_EAGER = (f'tests/test_score_mods.py -k "pair_bias and {name}"' for name in ("triton", "eager"))
 LENGTHS, DECODED = _zoo("causal-tall"), _zoo("dense-7x300-float32-gqa")
@@ -552,7 +553,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "TokenOrder(by_q.order, by_q.order)",
             f"{REORDERED} 'accurate and has_sinks and 128'",
         ),
-        ("explanation/memory.py", "reads += copy if is_result else own", "reads += own", f"{REORDERED} explain"),
+        (
+            "explanation/memory.py",
+            "reads += own if name in copied else ordered",
+            "reads += own",
+            f"{REORDERED} explain",
+        ),
         ("kernels/triton/gather_tokens.py", "o_from >= 0", "o_from > 0", "tests/kernels/triton/test_gather_tokens.py"),
         (
             "kernels/triton/gather_tokens.py",
@@ -1516,7 +1522,16 @@ MUTANTS: dict[str, list[Mutant]] = {
             "tuple(checked[kind] for kind in reversed(types))",
             LAYERS,
         ),
+        ("huggingface/config_layouts.py", "setattr(config, CONFIG_KEY, given)", "pass", SAVED),
         ("huggingface/config_layouts.py", "if len(given) != n_layers:", "if len(given) < n_layers:", LAYERS),
+        ("huggingface/saved_layouts.py", "validate=True), n_bytes + 1)", "validate=True))", SAVED),
+        ("huggingface/saved_layouts.py", 'astype("<i4")', 'astype(">i4")', SAVED),
+        (
+            "huggingface/registration.py",
+            "vars(changed)[key] = _with_layouts(value, stored)",
+            "vars(changed)[key] = value",
+            SAVED,
+        ),
         ("huggingface/attention.py", "mask = of_layer(mask.of_layers, module)", "mask = mask.of_layers[0]", LAYERS),
         ("huggingface/selection.py", "_ALWAYS = 1, 2", "_ALWAYS = 1, 1", SELECTION),
         ("huggingface/selection.py", "mask.kv_lengths.clamp(min=1)", "mask.kv_lengths", SELECTION),
