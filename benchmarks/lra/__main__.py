@@ -196,6 +196,7 @@ def experiment(arguments: Sequence[str] | None, began: float) -> None:
     """Lightning's commands fit, validate and test. None reads the command line; began: from when --minutes counts."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch.trainer.states import TrainerFn
 
     from ..run.checkpoints import WholeCheckpoints, locked
     from .data import LraData
@@ -216,9 +217,10 @@ def experiment(arguments: Sequence[str] | None, began: float) -> None:
             if self.trainer.is_global_zero:
                 held.enter_context(locked(Path(self.trainer.default_root_dir)))
             self.trainer.strategy.checkpoint_io = WholeCheckpoints(["record"])
-            if self._get(self.config_init, "ckpt_path") is None and self._has_last():
+            if self._get(self.config_init, "ckpt_path") is None and self._last():
                 folder = self._keepers()[0].dirpath
                 sys.exit(f"{folder} has a checkpoint: add --ckpt_path last to continue, or remove it to begin anew")
+            self._check_checkpoint(TrainerFn.FITTING)
             self._end = EarlyEnd(math.inf if minutes is None else began + 60 * minutes)
             self.trainer.callbacks.insert(0, self._end)  # type: ignore[attr-defined]
 
@@ -239,13 +241,14 @@ def experiment(arguments: Sequence[str] | None, began: float) -> None:
             if self._get(self.config_init, "minutes") is not None:
                 sys.exit(f"minutes limits `fit` only: {self.subcommand} cannot continue where it stopped")
             # Lightning would only warn, and go on with untrained weights
-            if self._get(self.config_init, "ckpt_path") == "last" and not self._has_last():
+            if self._get(self.config_init, "ckpt_path") == "last" and not self._last():
                 sys.exit(f"no checkpoint in {self._keepers()[0].dirpath}: run `fit` first")
             self.trainer.strategy.checkpoint_io = WholeCheckpoints(["record"])
 
         def before_test(self) -> None:
             self.before_validate()
             check_is_whole(self.trainer.limit_test_batches)
+            self._check_checkpoint(TrainerFn.TESTING)
 
         def after_test(self) -> None:
             if not self.trainer.is_global_zero:
@@ -262,8 +265,18 @@ def experiment(arguments: Sequence[str] | None, began: float) -> None:
         def _keepers(self) -> list[ModelCheckpoint]:
             return [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
-        def _has_last(self) -> bool:
-            return any(keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers())
+        def _last(self) -> set[str]:
+            return set().union(*(keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()))
+
+        def _check_checkpoint(self, stage: TrainerFn) -> None:
+            """Refuses one of other settings before any set is made: Lightning loads it after that, perhaps minutes."""
+            given = self._get(self.config_init, "ckpt_path")
+            path = max(self._last(), key=os.path.getmtime, default=None) if given == "last" else given
+            # of one that is not there, Lightning says so
+            if path is not None and Path(path).exists():
+                self.model.trainer = self.datamodule.trainer = self.trainer
+                checkpoint = self.trainer.strategy.checkpoint_io.load_checkpoint(path)
+                self.model.check_checkpoint(checkpoint, self.datamodule, stage)
 
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.add_argument("--minutes", type=float | None, help="stop after this time with exit status 75")

@@ -258,7 +258,8 @@ class LraData(lightning.LightningDataModule):
     def _steps(self, first_step: int) -> batches.Steps:
         """The samples of every batch. first_step counts steps of the trainer, which may accumulate batches."""
         accumulated = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
-        n = None if self.source == "fresh" else len(self.rows["train"])
+        rows = self.rows.get("train")
+        n = None if self.source == "fresh" else self.sizes.train if rows is None else len(rows)
         return batches.Steps(
             n=n, batch_size=self.batch_size, seed=self.order_seed, first_step=first_step * accumulated,
             stages=self._sizes_of_stages(), n_versions=1 if self.augmentation is None else SYMMETRIES, **self._place(),

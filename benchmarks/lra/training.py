@@ -16,6 +16,7 @@ import lightning
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
@@ -26,6 +27,7 @@ from blocksparse_flash.nn import EncoderBlock, RotaryTable
 
 from ..run import measure, saved
 from .batches import Batch
+from .data import LraData
 from .floors import pair_accuracy
 from .model import Architecture, Classifier, keys_per_query, load_fitting
 from .scoring import Result, belongs, digest, score
@@ -334,9 +336,9 @@ class Experiment(lightning.LightningModule):
             with torch.autocast("cuda", enabled=has_autocast, cache_enabled=False):
                 torch.cuda.make_graphed_callables(self.model, (tokens, lengths))
 
-    def _settings(self, step: int) -> dict[str, Any]:
+    def _settings(self, step: int, data: LraData) -> dict[str, Any]:
         """What must not change when a training resumes. samples: in the steps before `step`."""
-        data, recipe = self.trainer.datamodule, self.recipe  # type: ignore[attr-defined]
+        recipe = self.recipe
         settings = {**asdict(self.model.architecture), **asdict(recipe)}
         if recipe.schedule not in ("rsqrt", "constant") and recipe.last_step is None:
             settings["last_step"] = self.trainer.max_steps
@@ -344,7 +346,11 @@ class Experiment(lightning.LightningModule):
         if data.source != "fresh":
             settings["training_samples"] = data.sizes.train
         settings |= {"n_together": data.n_together, "gradient_clip_val": self.trainer.gradient_clip_val}
-        return {**settings, "seed": data.order_seed, "samples": data.samples(step), "augmentation": data.augmentation}
+        settings |= {"seed": data.order_seed, "augmentation": data.augmentation}
+        # of released files, known once they are read
+        if data.source in ("fresh", "generated") or "train" in data.rows:
+            settings["samples"] = data.samples(step)
+        return settings
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # no further step can change that, and later stages would begin with them
@@ -353,9 +359,9 @@ class Experiment(lightning.LightningModule):
                 f"the weights are not finite after step {self.global_step}, and are not saved: a lower "
                 "model.recipe.learning_rate or another seed may help; the last checkpoint, if any, is of earlier steps"
             )
-        checkpoint["task"], checkpoint["settings"] = self.task.name, self._settings(self.global_step)
-        checkpoint["architecture"] = asdict(self.model.architecture)
         data, hours = self.trainer.datamodule, (time.monotonic() - self._begin) / 3600  # type: ignore[attr-defined]
+        checkpoint["task"], checkpoint["settings"] = self.task.name, self._settings(self.global_step, data)
+        checkpoint["architecture"] = asdict(self.model.architecture)
         checkpoint["record"] = {
             **self.record, "seed": data.order_seed, "recipe": asdict(self.recipe),
             "samples": checkpoint["settings"]["samples"],
@@ -369,26 +375,31 @@ class Experiment(lightning.LightningModule):
             streams = gathered
         checkpoint["streams"] = streams
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.trainer.training:
+    def check_checkpoint(self, checkpoint: dict[str, Any], data: LraData, stage: TrainerFn | None) -> None:
+        """ValueError if a checkpoint cannot be continued (FITTING) or tested (TESTING) with these settings."""
+        if stage == TrainerFn.FITTING:
             if "streams" not in checkpoint:
                 raise ValueError(
                     "ckpt_path must be the checkpoint of a training, got kept weights, from which none can continue: "
                     "model.start begins with them"
                 )
             step = checkpoint["global_step"]
-            if odd := _differences(checkpoint.get("settings", {}), self._settings(step)):
+            if odd := _differences(checkpoint.get("settings", {}), self._settings(step, data)):
                 raise ValueError(
                     f"the checkpoint to resume was trained with other settings in its {step} steps: {odd}. "
                     "Set these, or choose another trainer.default_root_dir, or remove the checkpoint to begin anew"
                 )
-            self._streams = checkpoint["streams"]
-        elif self.trainer.testing:
+        elif stage == TrainerFn.TESTING:
             # the line of the test names those of this model
             known = {"task": checkpoint.get("task", self.task.name), **checkpoint.get("architecture", {})}
             given = {"task": self.task.name, **asdict(self.model.architecture)}
             if odd := _differences(known, {name: value for name, value in given.items() if name not in ONLY_TRAINED}):
                 raise ValueError(f"the checkpoint to test was trained with other settings: {odd}. Set these")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        stage = self.trainer.state.fn
+        self.check_checkpoint(checkpoint, self.trainer.datamodule, stage)  # type: ignore[attr-defined]
+        self._streams = checkpoint["streams"] if stage == TrainerFn.FITTING else None
         self.record = checkpoint["record"]
         self.trained_steps, self._goes_on = checkpoint["global_step"], True
 

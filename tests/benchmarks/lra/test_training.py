@@ -384,7 +384,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(
 def test_a_test_is_of_the_model_that_was_trained(tmp_path: Path, root: Path) -> None:
     """Regression: the line named a mask or a task with which the weights had not been trained."""
     run(tmp_path, root, "fit", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
-    tested = ("test", "--ckpt_path", "last")
+    tested, before = ("test", "--ckpt_path", "last"), sorted(root.rglob("*"))
     for option, value, said in (
         ("--model.architecture.mask", "butterfly", "mask 'butterfly | .*', not 'butterfly'"),
         ("--model.architecture.embed_dim", "32", "embed_dim 16, not 32"),
@@ -393,6 +393,8 @@ def test_a_test_is_of_the_model_that_was_trained(tmp_path: Path, root: Path) -> 
         with pytest.raises(SystemExit, match=rf"test: the checkpoint to test .* other settings: {said}\. Set these"):
             run(tmp_path, root, *tested, option, value)
     assert not (tmp_path / "test.jsonl").exists()
+    # a regression: it made 6,000 samples of the other task first
+    assert sorted(root.rglob("*")) == before
     # of no consequence in a test
     run(tmp_path, root, *tested, "--model.architecture.dropout_p", "0.5")
     assert len((tmp_path / "test.jsonl").read_text().splitlines()) == 1
@@ -490,8 +492,10 @@ def test_a_training_continues_on_the_same_samples_only(
     tmp_path: Path, root: Path, option: str, value: str, message: str
 ) -> None:
     run(tmp_path, root, "fit", "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
+    before = sorted(root.rglob("*"))
     with pytest.raises(SystemExit, match=message):
         run(tmp_path, root, "fit", "--ckpt_path", "last", "--trainer.max_steps", "1", option, value)
+    assert sorted(root.rglob("*")) == before
 
 
 def test_seeds_change_weights_and_order_and_a_test_seed_the_test_set(tmp_path: Path, root: Path) -> None:
