@@ -269,7 +269,7 @@ def experiment(arguments: Sequence[str] | None, began: float) -> None:
             return set().union(*(keeper._find_last_checkpoints(self.trainer) for keeper in self._keepers()))
 
         def _check_checkpoint(self, stage: TrainerFn) -> None:
-            """Refuses one of other settings before any set is made: Lightning loads it after that, perhaps minutes."""
+            """Refuses one of other settings before sets are made, which may take minutes; Lightning loads it later."""
             given = self._get(self.config_init, "ckpt_path")
             path = max(self._last(), key=os.path.getmtime, default=None) if given == "last" else given
             # of one that is not there, Lightning says so

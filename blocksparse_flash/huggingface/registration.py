@@ -54,17 +54,23 @@ def _store_layouts() -> None:
     from transformers import PreTrainedConfig
 
     configs: Any = PreTrainedConfig
-    as_string, as_text = configs.to_json_string, configs.__repr__
+    as_string, to_file, as_text = configs.to_json_string, configs.to_json_file, configs.__repr__
 
     @functools.wraps(as_string)
     def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
         return as_string(_with_layouts(self, _to_json), *args, **kwargs)
 
+    @functools.wraps(to_file)
+    def to_json_file(self: Any, json_file_path: Any, use_diff: bool = True) -> None:
+        # raises before a file that is there is overwritten
+        self.to_json_string(use_diff=use_diff)
+        to_file(self, json_file_path, use_diff=use_diff)
+
     @functools.wraps(as_text)
     def in_words(self: Any) -> str:
         return as_text(_with_layouts(self, _in_words))
 
-    configs.to_json_string, configs.__repr__ = to_json_string, in_words
+    configs.to_json_string, configs.to_json_file, configs.__repr__ = to_json_string, to_json_file, in_words
 
 
 def register() -> None:

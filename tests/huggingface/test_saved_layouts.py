@@ -89,10 +89,16 @@ def test_registering_again_changes_nothing() -> None:
     assert transformers.PreTrainedConfig.to_json_string is stored
 
 
-def test_what_json_cannot_store_is_refused() -> None:
-    config = transformers.LlamaConfig(**GROUPED, attention_layout={1, 2})
-    with pytest.raises(TypeError, match=r"^Object of type set is not JSON serializable"):
-        config.to_json_string()
+def test_what_json_cannot_store_is_refused(tmp_path: Any) -> None:
+    config = transformers.LlamaConfig(**GROUPED)
+    config.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    config.attention_layout = {1, 2}
+    for fails in (config.to_json_string, lambda: config.save_pretrained(tmp_path)):
+        with pytest.raises(TypeError, match=r"^Object of type set is not JSON serializable"):
+            fails()
+    # a regression: it was empty
+    assert (tmp_path / "config.json").read_text() == saved
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, [LAYOUT, None], {"full_attention": LAYOUT}])
