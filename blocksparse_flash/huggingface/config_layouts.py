@@ -8,7 +8,7 @@ import torch
 
 from ..layout import BlockLayout
 from .names import CONFIG_KEY, running_layer
-from .saved_layouts import from_json, is_saved
+from .saved_layouts import from_json, is_saved, replaced
 from .selection import EXAMPLE, Selection, selection_of
 
 Layout = BlockLayout | str | None
@@ -24,7 +24,7 @@ def layouts_of(config: Any) -> Entry | tuple[Entry, ...]:
     if given is None:
         return None
     if _has_saved(given):
-        given = _restored(given, f"config.{CONFIG_KEY}")
+        given = replaced(given, _restored)
         setattr(config, CONFIG_KEY, given)
     found: Entry | tuple[Entry, ...]
     if isinstance(given, list | tuple):
@@ -48,15 +48,8 @@ def _has_saved(given: Any) -> bool:
     return any(map(is_saved, given)) if isinstance(given, list | tuple) else is_saved(given)
 
 
-def _restored(given: Any, name: str) -> Any:
-    """What the config holds, with layouts in place of what JSON stores."""
-    if is_saved(given):
-        return from_json(given, name)
-    if isinstance(given, list | tuple):
-        return [_restored(layout, f"{name}[{index}]") for index, layout in enumerate(given)]
-    if isinstance(given, dict) and "kind" not in given:
-        return {kind: _restored(layout, f"{name}[{kind!r}]") for kind, layout in given.items()}
-    return given
+def _restored(layout: Any, name: str) -> BlockLayout:
+    return layout if isinstance(layout, BlockLayout) else from_json(layout, name)
 
 
 def _checked(layout: Any, name: str) -> Entry:

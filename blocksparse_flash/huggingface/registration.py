@@ -12,39 +12,30 @@ from .attention import attention_function
 from .mask_builder import attention_mask
 from .model_hooks import watch_models
 from .names import ATTENTION_NAME, CONFIG_KEY
-from .saved_layouts import is_saved, to_json
+from .saved_layouts import replaced, to_json
 
 
-def _replaced(layouts: Any, stored: Callable[[Any], Any]) -> Any:
-    """What config.attention_layout holds, with stored(layout) in place of each BlockLayout, also of a saved one."""
-    if isinstance(layouts, BlockLayout) or is_saved(layouts):
-        return stored(layouts)
-    if isinstance(layouts, list | tuple):
-        return [_replaced(layout, stored) for layout in layouts]
-    return {key: _replaced(layout, stored) for key, layout in layouts.items()} if isinstance(layouts, dict) else layouts
-
-
-def _with_layouts(config: Any, stored: Callable[[Any], Any]) -> Any:
-    """A copy of a config that JSON can store, with stored(layout) in place of each BlockLayout, also of a saved one."""
+def _with_replaced(config: Any, function: Callable[[Any, str], Any]) -> Any:
+    """A copy of a config and of its sub-configs, with `replaced` layouts."""
     from transformers import PreTrainedConfig
 
     changed = copy.copy(config)
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            vars(changed)[key] = _with_layouts(value, stored)
+            vars(changed)[key] = _with_replaced(value, function)
         elif key == CONFIG_KEY:
-            vars(changed)[key] = _replaced(value, stored)
+            vars(changed)[key] = replaced(value, function)
     return changed
 
 
-def _in_words(layout: Any) -> Any:
+def _in_words(layout: Any, _: str) -> Any:
     """The first line of a layout's repr; the numbers of one that was saved and not used since."""
     if isinstance(layout, BlockLayout):
         return repr(layout).partition("\n")[0]
     return {key: value for key, value in layout.items() if not isinstance(value, dict)}
 
 
-def _to_json(layout: Any) -> Any:
+def _in_json(layout: Any, _: str) -> Any:
     return to_json(layout) if isinstance(layout, BlockLayout) else layout
 
 
@@ -58,7 +49,7 @@ def _store_layouts() -> None:
 
     @functools.wraps(as_string)
     def to_json_string(self: Any, *args: Any, **kwargs: Any) -> str:
-        return as_string(_with_layouts(self, _to_json), *args, **kwargs)
+        return as_string(_with_replaced(self, _in_json), *args, **kwargs)
 
     @functools.wraps(to_file)
     def to_json_file(self: Any, json_file_path: Any, use_diff: bool = True) -> None:
@@ -68,7 +59,7 @@ def _store_layouts() -> None:
 
     @functools.wraps(as_text)
     def in_words(self: Any) -> str:
-        return as_text(_with_layouts(self, _in_words))
+        return as_text(_with_replaced(self, _in_words))
 
     configs.to_json_string, configs.to_json_file, configs.__repr__ = to_json_string, to_json_file, in_words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from ..layout import BlockLayout
 from ..runtime import tracing
+from .names import CONFIG_KEY
 
 # the "kind" of such a dict, beside those of selections
 KIND = "layout"
@@ -20,6 +22,21 @@ KIND = "layout"
 def is_saved(given: Any) -> bool:
     """Whether an entry of config.attention_layout is a layout as `to_json` writes it."""
     return isinstance(given, dict) and given.get("kind") == KIND
+
+
+def replaced(given: Any, function: Callable[[Any, str], Any], name: str = f"config.{CONFIG_KEY}") -> Any:
+    """What a config holds, with function(layout, name) in place of each BlockLayout and of each saved one.
+
+    name  where `given` is, for messages
+    """
+    if isinstance(given, BlockLayout) or is_saved(given):
+        return function(given, name)
+    if isinstance(given, list | tuple):
+        return [replaced(layout, function, f"{name}[{index}]") for index, layout in enumerate(given)]
+    # a dict with a kind is a selection
+    if isinstance(given, dict) and "kind" not in given:
+        return {kind: replaced(layout, function, f"{name}[{kind!r}]") for kind, layout in given.items()}
+    return given
 
 
 def to_json(layout: BlockLayout) -> dict[str, Any]:

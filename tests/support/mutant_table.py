@@ -1528,7 +1528,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ("huggingface/saved_layouts.py", 'astype("<i4")', 'astype(">i4")', SAVED),
         (
             "huggingface/registration.py",
-            "vars(changed)[key] = _with_layouts(value, stored)",
+            "vars(changed)[key] = _with_replaced(value, function)",
             "vars(changed)[key] = value",
             SAVED,
         ),
